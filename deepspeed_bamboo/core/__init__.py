@@ -1,0 +1,1 @@
+"""Pure logic: placements, schedules, recovery plans, costs. Standard library only; values in, values out."""
