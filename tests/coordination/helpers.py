@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+import psutil
+
 from deepspeed_bamboo.coordination.records import EpochRecord, Member
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.placement import Placement
@@ -56,6 +58,14 @@ def wait_until(condition: Callable[[], bool], *, within_seconds: float = 10.0, w
         assert time.monotonic() - start < within_seconds, f"waited {within_seconds} s in vain for {what}"
         time.sleep(0.005)
     return time.monotonic() - start
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended and waits for init to collect it does not."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def member(worker: str, *, rank: int = 0) -> Member:
