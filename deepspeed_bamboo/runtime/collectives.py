@@ -45,6 +45,8 @@ def combine(operation: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat([value.reshape(-1) for value in values])
     result = values[0].clone()
     for value in values[1:]:
+        # Stock contributes a 0-dimensional norm on one stage and a 1-element one on another.
+        value = value.reshape(result.shape)
         if name in ("sum", "mean"):
             result += value
         elif name == "max":

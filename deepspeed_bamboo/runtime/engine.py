@@ -20,6 +20,7 @@ from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.recovery import plan_inference
 from deepspeed_bamboo.core.schedule import Plan
+from deepspeed_bamboo.events import EventLog
 from deepspeed_bamboo.runtime.activity import ActivityState, Round
 from deepspeed_bamboo.runtime.agreement import agree
 from deepspeed_bamboo.runtime.executor import Executor, IterationContext
@@ -86,6 +87,25 @@ class BambooPipelineEngine(PipelineEngine):
         return record is not None and record.members[0] == self.session.worker
 
     @property
+    def epoch(self) -> int:
+        """Number of the current epoch; it grows by one with every change of membership."""
+        return self.session.interruption.epoch
+
+    @property
+    def event_log(self) -> EventLog:
+        """This worker's event log."""
+        return self.session.events
+
+    def barrier(self) -> None:
+        """Wait until every live worker has come here; survives losses."""
+
+        def body() -> None:
+            if not self.activity.rounds:
+                self.activity.rounds.append(self.agree(None))
+
+        self.perform("barrier", body)
+
+    @property
     def finished(self) -> bool:
         """True once the job has been declared complete."""
         return self.session.coordinator.finished() is not None
@@ -113,11 +133,7 @@ class BambooPipelineEngine(PipelineEngine):
     def close(self) -> None:
         """Leave the job after a last agreement that everybody is done. Called at the end of the script."""
 
-        def body() -> None:
-            if not self.activity.rounds:
-                self.activity.rounds.append(self.agree(None))
-
-        self.perform("close", body)
+        self.barrier()
         self.session.coordinator.finish({"step": self.global_steps})
         self.links.close()
         self.session.close()

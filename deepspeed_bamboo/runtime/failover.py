@@ -139,8 +139,8 @@ class Failover:
         if engine.is_reporter:
             engine.session.log("loss_of_node", step=step, **fields)
         hosted = engine.placement.hosted_by(engine.session.worker)
-        if any(c in hosted for c in self._lost_coordinates):
-            engine.session.log("failover", step=step, **fields)
+        taken_over = [str(c) for c in self._lost_coordinates if c in hosted]
+        engine.session.log("failover", step=step, **fields, taken_over=taken_over)
 
     def protect_again(self) -> None:
         """Give every unprotected coordinate a shadow on another live worker, if there is one."""

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from deepspeed_bamboo.coordination.job import EpochRecord, JobFailure
+from deepspeed_bamboo.coordination import EpochRecord, JobFailure
 from deepspeed_bamboo.errors import ExpelledError, JobFailedError
 
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from torch import distributed as torch_distributed
 
-from deepspeed_bamboo.coordination.job import Member
+from deepspeed_bamboo.coordination import Member
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.runtime.channel import GlooChannel, Message
 from deepspeed_bamboo.runtime.interruption import Interruption, PeerLostError

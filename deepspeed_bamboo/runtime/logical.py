@@ -126,7 +126,7 @@ class LogicalGroup(torch_distributed.ProcessGroup):
             return
         answer = self._exchange()(self.key, operation, tensor)
         if answer is not tensor:
-            tensor.copy_(answer)
+            tensor.copy_(answer.reshape(tensor.shape))
 
 
 class LogicalGrid(PipelineParallelGrid):

@@ -14,7 +14,7 @@ from typing import Any
 from torch import distributed as torch_distributed
 
 from deepspeed_bamboo.config import BambooConfig
-from deepspeed_bamboo.coordination.job import Change, EpochRecord, JobCoordinator, Member, Registration
+from deepspeed_bamboo.coordination import Change, EpochRecord, JobCoordinator, Member, Registration
 from deepspeed_bamboo.errors import BambooError, ConfigError
 from deepspeed_bamboo.events import EventLog
 from deepspeed_bamboo.faults import Fault, FaultScript
@@ -139,9 +139,9 @@ class WorkerSession:
     def _on_change(self, change: Change) -> None:
         if change.kind in ("epoch", "resync"):
             record = change.value if isinstance(change.value, EpochRecord) else self.coordinator.epoch()
-            if record is not None:
+            if record is not None and self.interruption.epoch >= 0:
                 self.interruption.announce_epoch(record)
-                if self.interruption.epoch >= 0 and self.worker not in record.members:
+                if self.worker not in record.members:
                     self.interruption.announce_expulsion()
         if change.kind in ("failure", "resync"):
             failure = self.coordinator.failure()
