@@ -117,6 +117,8 @@ class _Machine:
         self.owners = {c: w for c, w in plan.placement.owners if c in covered}
         self.shadows = {c: w for c, w in plan.placement.shadows if c in covered}
         start = CoordinateProgress()
+        self.before = {c: Coordinate(c.pipeline, c.stage - 1) for c in self.owners}
+        self.behind = {c: Coordinate(c.pipeline, c.stage + 1) for c in self.owners}
         self.own = {c: _State(progress.get(c, start)) for c in self.owners}
         self.red = {c: _State(redundant.get(c, start)) for c in self.shadows}
         # Next micro-batch that each receiver (coordinate, to its shadow?) still has to be sent, per direction.
@@ -138,7 +140,7 @@ class _Machine:
         self.committing: set[WorkerId] = set()
         self.runnable = deque(self.programs)
         self.timeline: list[Timed] = []
-        self.costs = costs.by_op()
+        self.costs = dict.fromkeys(Op, 0) | costs.by_op()
         self.handlers = {
             Op.LOAD: self._load,
             Op.FNC: self._forward,
@@ -149,7 +151,7 @@ class _Machine:
             Op.SEND_GRAD: self._send,
             Op.RECV_ACTIVATION: self._receive,
             Op.RECV_GRAD: self._receive,
-        }
+        } | dict.fromkeys(TAIL, self._end)
 
     def run(self, stops: Mapping[WorkerId, int], until: int | None) -> Execution:
         waiting: dict[WorkerId, Instruction] = {}
@@ -174,37 +176,35 @@ class _Machine:
 
     def _run_worker(self, worker: WorkerId, stop: int | None, until: int | None) -> Instruction | None:
         """Run one worker as far as it goes; returns the instruction at which it waits, if it does."""
-        program = self.programs[worker]
+        program, clock, costs, handlers = self.programs[worker], self.clock, self.costs, self.handlers
+        position = self.position[worker]
         end = len(program) if stop is None else min(stop, len(program))
-        while self.position[worker] < end:
-            instruction = program[self.position[worker]]
-            cost = self.costs.get(instruction.op, 0)
-            if until is not None and self.clock[worker] + cost > until:
-                return None
+        blocked: Instruction | None = None
+        while position < end:
+            instruction = program[position]
+            op = instruction.op
+            cost = costs[op]
+            if until is not None and clock[worker] + cost > until:
+                break
             try:
-                handler = self.handlers.get(instruction.op)
-                if self.tail[worker] and handler is not None:
-                    raise _BrokenError(
-                        f"nothing comes after {TAIL[self.tail[worker] - 1].value} but the rest of the tail"
-                    )
-                went_on = self._end(worker, instruction) if handler is None else handler(worker, instruction)
+                went_on = handlers[op](worker, instruction)
             except _BrokenError as broken:
-                raise self._error(str(broken), worker, instruction) from None
+                rule = str(broken)
+                raise schedule_error(rule, self.plan, self.timeline, worker=worker, instruction=instruction) from None
             if not went_on:
-                return instruction
-            start = self.clock[worker]
-            self.clock[worker] = start + cost
+                blocked = instruction
+                break
+            start = clock[worker]
+            clock[worker] = start + cost
             self.timeline.append(Timed(worker, instruction, start, start + cost))
-            self.position[worker] += 1
-        return None
-
-    def _error(self, rule: str, worker: WorkerId, instruction: Instruction) -> ScheduleError:
-        return schedule_error(rule, self.plan, self.timeline, worker=worker, instruction=instruction)
+            position += 1
+        self.position[worker] = position
+        return blocked
 
     # One handler per op: returns whether the worker goes on, raises _BrokenError for a broken rule.
 
     def _load(self, worker: WorkerId, instruction: Instruction) -> bool:
-        c, m = self._target(instruction)
+        c, m = self._target(worker, instruction)
         state = self.own[c] if self.owners[c] == worker else self._shadow(worker, c)
         if c.stage not in (0, self.last_stage):
             raise _BrokenError("only the first and the last stage load")
@@ -213,7 +213,7 @@ class _Machine:
         return True
 
     def _forward(self, worker: WorkerId, instruction: Instruction) -> bool:
-        c, m = self._target(instruction)
+        c, m = self._target(worker, instruction)
         state = self._owned(worker, c)
         self._in_order(m, state.forwards, "forwards")
         if c.stage > 0 and m >= state.activations_received:
@@ -223,7 +223,7 @@ class _Machine:
         return True
 
     def _backward(self, worker: WorkerId, instruction: Instruction) -> bool:
-        c, m = self._target(instruction)
+        c, m = self._target(worker, instruction)
         state = self._owned(worker, c)
         self._in_order(m, state.backwards, "backwards")
         if m >= state.forwards:
@@ -234,11 +234,11 @@ class _Machine:
         return True
 
     def _redundant_forward(self, worker: WorkerId, instruction: Instruction) -> bool:
-        c, m = self._target(instruction)
+        c, m = self._target(worker, instruction)
         state = self._shadow(worker, c)
         self._in_order(m, state.forwards, "redundant forwards")
         if c.stage > 0:
-            before = Coordinate(c.pipeline, c.stage - 1)
+            before = self.before[c]
             have = self.own[before].forwards if self.owners[before] == worker else state.activations_received
             if m >= have:
                 raise _BrokenError(f"the activation of micro-batch {m} from {before} is not on worker {worker}")
@@ -247,13 +247,13 @@ class _Machine:
         return True
 
     def _redundant_backward(self, worker: WorkerId, instruction: Instruction) -> bool:
-        c, m = self._target(instruction)
+        c, m = self._target(worker, instruction)
         state = self._shadow(worker, c)
         self._in_order(m, state.backwards, "redundant backwards")
         if m >= state.forwards:
             raise _BrokenError(f"the redundant forward of micro-batch {m} is not done")
         if c.stage < self.last_stage:
-            behind = Coordinate(c.pipeline, c.stage + 1)
+            behind = self.behind[c]
             have = self.own[behind].backwards if self.owners[behind] == worker else state.gradients_received
             if m >= have:
                 raise _BrokenError(f"the gradient of micro-batch {m} from {behind} is not on worker {worker}")
@@ -261,10 +261,10 @@ class _Machine:
         return True
 
     def _send(self, worker: WorkerId, instruction: Instruction) -> bool:
-        c, m = self._target(instruction)
+        c, m = self._target(worker, instruction)
         state = self._owned(worker, c)
         forward = instruction.op is Op.SEND_ACTIVATION
-        receiver = Coordinate(c.pipeline, c.stage + (1 if forward else -1))
+        receiver = self.behind[c] if forward else self.before[c]
         holders = self.shadows if instruction.to_shadow else self.owners
         target = holders.get(receiver)
         if target is None or (instruction.to_shadow and target == worker):
@@ -284,10 +284,10 @@ class _Machine:
         return True
 
     def _receive(self, worker: WorkerId, instruction: Instruction) -> bool:
-        c, m = self._target(instruction)
+        c, m = self._target(worker, instruction)
         forward = instruction.op is Op.RECV_ACTIVATION
         state = self._shadow(worker, c) if instruction.to_shadow else self._owned(worker, c)
-        source = self.owners.get(Coordinate(c.pipeline, c.stage - (1 if forward else -1)))
+        source = self.owners.get(self.before[c] if forward else self.behind[c])
         if source is None:
             raise _BrokenError(f"{c} has no neighbour there")
         self._in_order(m, state.activations_received if forward else state.gradients_received, "receives")
@@ -296,7 +296,7 @@ class _Machine:
             self.wanted_by[source, worker] = worker
             return False
         head = queue[0]
-        if head[:4] != (instruction.op, c, m, instruction.to_shadow):
+        if head[:4] != (instruction.op, c, m, instruction.to_shadow):  # all but the time
             other = Instruction(head.receive, head.coordinate, head.micro_batch, head.to_shadow)
             raise _BrokenError(f"the channel from {source} delivers what {other} takes first")
         queue.popleft()
@@ -332,8 +332,10 @@ class _Machine:
 
     # What handlers check.
 
-    def _target(self, instruction: Instruction) -> tuple[Coordinate, int]:
+    def _target(self, worker: WorkerId, instruction: Instruction) -> tuple[Coordinate, int]:
         c, m = instruction.coordinate, instruction.micro_batch
+        if self.tail[worker]:
+            raise _BrokenError(f"nothing comes after {TAIL[self.tail[worker] - 1].value} but the rest of the tail")
         if c is None or m is None or c not in self.owners or not 0 <= m < self.plan.micro_batches:
             raise _BrokenError(
                 f"it needs a coordinate of the plan and a micro-batch in 0..{self.plan.micro_batches - 1}"
