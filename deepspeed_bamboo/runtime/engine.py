@@ -244,7 +244,7 @@ class BambooPipelineEngine(PipelineEngine):
         self.perform("train", self._train_body)
         self.iteration_end.forget()
         self.failover.log_if_any()
-        self.source.finish(self.micro_batches if self.source.iterator is not None else 0, transform=self.batch_fn)
+        self.source.forget()
         self._activate_first()
         self.failover.protect_again()
 
@@ -276,7 +276,7 @@ class BambooPipelineEngine(PipelineEngine):
         for replica in self.host.replicas():
             replica.micro_offset += micro_batches
             replica.start_iteration()
-        self.source.finish(0)
+        self.source.forget()
 
     def context(self, *, training: bool, micro_batches: int) -> IterationContext:
         """The constants of one pass over a program."""

@@ -115,6 +115,10 @@ class Recovery:
         record = self._session.coordinator.propose_loss(
             [cause.peer], reason=f"no answer to {self._session.worker}: {cause.cause}", proposer=self._session.worker
         )
+        failure = self._session.coordinator.failure()
+        if failure is not None:
+            interruption.announce_failure(failure)
+            interruption.check()
         interruption.announce_epoch(record)
 
     def _exchange_reports(self, record: EpochRecord) -> dict[WorkerId, Report]:
