@@ -30,7 +30,7 @@ from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostErr
 from deepspeed_bamboo.runtime.iteration_end import IterationEnd
 from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.logical import Exchange
-from deepspeed_bamboo.runtime.losses import aggregate_losses, stage_losses
+from deepspeed_bamboo.runtime.losses import aggregate_losses, agreed_losses, stage_losses
 from deepspeed_bamboo.runtime.micro_batches import MicroBatchSource
 from deepspeed_bamboo.runtime.protection import build_initial_shadows
 from deepspeed_bamboo.runtime.replica import StageReplica, tied_groups
@@ -63,6 +63,7 @@ class BambooPipelineEngine(PipelineEngine):
         )
         self.host = StageHost(self, grid=grid, exchange=self._exchange, gate=self._gate)
         self.evaluated_micro_batches = self.micro_batches
+        self.last_losses: list[Any] = []
         self._take_over_stock_state(grid)
         self._seed = self._agreed_seed()
         self.iteration_end = IterationEnd(self)
@@ -242,6 +243,7 @@ class BambooPipelineEngine(PipelineEngine):
                 self._reserve_pipe_buffers(self.micro_batches)
                 self.fwd_outputs = []
         self.perform("train", self._train_body)
+        self.last_losses = agreed_losses(self)
         self.iteration_end.forget()
         self.failover.log_if_any()
         self.source.forget()
@@ -273,6 +275,7 @@ class BambooPipelineEngine(PipelineEngine):
 
         self.evaluated_micro_batches = micro_batches
         self.perform("evaluate", body)
+        self.last_losses = agreed_losses(self)
         for replica in self.host.replicas():
             replica.micro_offset += micro_batches
             replica.start_iteration()
