@@ -59,7 +59,10 @@ class BambooPipelineEngine(PipelineEngine):
         self.job_grid = grid
         self.activity = ActivityState()
         self.links = Links(
-            session.worker, interruption=session.interruption, timeout_seconds=_OPERATION_TIMEOUT_SECONDS
+            session.worker,
+            interruption=session.interruption,
+            timeout_seconds=_OPERATION_TIMEOUT_SECONDS,
+            device=self.device,
         )
         self.host = StageHost(self, grid=grid, exchange=self._exchange, gate=self._gate)
         self.evaluated_micro_batches = self.micro_batches
@@ -334,7 +337,8 @@ class BambooPipelineEngine(PipelineEngine):
         order = tuple(sorted(members, key=lambda worker: members[worker].rank))
         record = build_initial_shadows(self, members=members, order=order, grid=grid)
         session.interruption.enter(record)
-        self.global_rank = order.index(session.worker)
+        # Stock's groups have done their work; none of them may be left to hang on a lost peer.
+        self.failover.enter_world(record)
         return record.placement
 
     def _activate_first(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from dataclasses import replace
@@ -55,6 +56,14 @@ class Failover:
             self._fresh = (*key, plan_iteration(engine.placement, micro_batches=engine.micro_batches))
         return self._fresh[2]
 
+    def enter_world(self, record: EpochRecord) -> None:
+        """Make the members of ``record`` torch's default process group, and this worker's place in it its rank."""
+        engine = self._engine
+        rank = record.members.index(engine.session.worker)
+        engine.global_rank = rank
+        replace_default_group(rank=rank, size=len(record.members), gather=self._gather)
+        engine.host.name_ranks(rank)
+
     def run(self, cause: EpochChangedError | PeerLostError) -> None:
         """Bring this worker into the newest epoch and lay down what is left to do in the current activity."""
         engine = self._engine
@@ -70,10 +79,7 @@ class Failover:
             self._attempts[engine.global_steps, coordinate] += 1
         self._clock = clock
         self._lost_at = record.time_seconds
-        rank = record.members.index(engine.session.worker)
-        engine.global_rank = rank
-        replace_default_group(rank=rank, size=len(record.members), gather=self._gather)
-        engine.host.name_ranks(rank)
+        self.enter_world(record)
         self._drop_unlisted_shadows()
         self._settle(settlement, before=before, after=after, taken=taken)
 
@@ -210,6 +216,8 @@ class Failover:
 
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         engine = self._engine
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("collectives of the default group belong to the main thread, which also trains")
         record = engine.session.interruption.active
         if record is None:
             raise RuntimeError("no epoch has been entered")

@@ -134,7 +134,7 @@ class IterationEnd:
             host.activate(replica)
             gradients = gradient_tensors(engine.optimizer, engine.module)
             buffers = list(engine.module.buffers())
-            tensors = [tensor.detach().to("cpu") for tensor in (*gradients, *buffers)]
+            tensors = [tensor.detach() for tensor in (*gradients, *buffers)]
             data = (len(gradients), gradient_flags(engine.optimizer))
             engine.links.send(holder, Message(f"{context.activity}/mirror/{replica.coordinate}", data, tensors))
         for coordinate in placement.shadowed_by(engine.session.worker):
