@@ -22,6 +22,8 @@ from deepspeed_bamboo.core.recovery import plan_iteration, progress_after_loss
 from deepspeed_bamboo.core.schedule import Plan
 from deepspeed_bamboo.core.verify import verify
 
+_INDEX = st.integers(0, 23)
+
 
 @dataclass(frozen=True)
 class Hit:
@@ -53,11 +55,11 @@ def fresh_plan(placement: Placement, micro_batches: int, mode: str) -> Plan:
 
 
 def hits(workers: int) -> st.SearchStrategy[Hit]:
-    point = st.integers(0, 1 << 16)
+    # Two bytes for each stop: one draw, where a list of integers would cost more than the case itself.
     return st.builds(
-        Hit,
-        stops=st.lists(point, min_size=workers, max_size=workers).map(tuple),
-        lost=st.lists(point, min_size=1, max_size=2).map(tuple),
+        lambda points, lost: Hit(tuple(points[i] | points[i + 1] << 8 for i in range(0, 2 * workers, 2)), lost),
+        st.binary(min_size=2 * workers, max_size=2 * workers),
+        st.one_of(st.tuples(_INDEX), st.tuples(_INDEX, _INDEX)),
     )
 
 
