@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.instructions import TAIL, Instruction, Op
 from deepspeed_bamboo.core.placement import WorkerId
-from deepspeed_bamboo.core.progress import CoordinateProgress
+from deepspeed_bamboo.core.progress import CoordinateProgress, shadow_progress
 from deepspeed_bamboo.core.render import text_grid
 from deepspeed_bamboo.core.schedule import Plan
 from deepspeed_bamboo.core.timeline import Costs, Timed
@@ -61,6 +61,8 @@ def interpret(
     until: int | None = None,
 ) -> Execution:
     """Run ``plan`` from ``progress`` until every worker is at its end, at its stop, or waits for ever.
+
+    ``redundant`` says how many FRC (forwards) and BRC (backwards) each shadow has already.
 
     ``stops`` gives workers the number of instructions after which they stop; ``until`` stops
     everyone before an instruction that would end after that slot. Every consistent cut of an
@@ -137,7 +139,9 @@ class _Machine:
         self.before = {c: Coordinate(c.pipeline, c.stage - 1) for c in self.owners}
         self.behind = {c: Coordinate(c.pipeline, c.stage + 1) for c in self.owners}
         self.own = {c: _State(progress.get(c, start)) for c in self.owners}
-        self.red = {c: _State(redundant.get(c, start)) for c in self.shadows}
+        self.red = {
+            c: _State(shadow_progress(c, redundant.get(c, start), last_stage=self.last_stage)) for c in self.shadows
+        }
         self.channels: dict[tuple[WorkerId, WorkerId], _Channel] = {}
         self.routes = self._routes()
         self.programs = dict(plan.programs)
@@ -295,7 +299,7 @@ class _Machine:
 
     def _send(self, worker: WorkerId, instruction: Instruction) -> bool:
         c, m = self._target(worker, instruction)
-        route = self._route(worker, instruction, c)
+        route = self._route(instruction, c)
         if route.source != worker:
             raise _BrokenError(f"{c} belongs to worker {route.source}")
         state = route.sender_state
@@ -312,7 +316,7 @@ class _Machine:
 
     def _receive(self, worker: WorkerId, instruction: Instruction) -> bool:
         c, m = self._target(worker, instruction)
-        route = self._route(worker, instruction, c)
+        route = self._route(instruction, c)
         if route.target != worker:
             raise _BrokenError(f"{c} belongs to worker {route.target}")
         state, forward = route.receiver_state, route.receive is Op.RECV_ACTIVATION
@@ -333,7 +337,7 @@ class _Machine:
             state.gradients_received += 1
         return True
 
-    def _route(self, worker: WorkerId, instruction: Instruction, coordinate: Coordinate) -> _Route:
+    def _route(self, instruction: Instruction, coordinate: Coordinate) -> _Route:
         route = self.routes.get((instruction.op, coordinate, instruction.to_shadow))
         if route is None or (route.to_shadow and not self.plan.mode.redundant_ops):
             raise _BrokenError("there is no neighbour for it" + (" that needs it" if instruction.to_shadow else ""))

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from tests.core.interruptions import Case, cases, run_to_the_end, scattered_cases
 
 FAST = settings(deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
-MODES = ("off", "lazy")
+MODES = ("off", "lazy", "eager", "full")
 
 
 @settings(FAST, max_examples=600)
