@@ -2,7 +2,10 @@
 
     BambooError
     ├── ConfigError         a setting, a fault script or an argument that can't be used (also a ValueError)
-    └── EventLogError       event files that contradict each other or can't be read
+    ├── EventLogError       event files that contradict each other or can't be read
+    ├── ModelError          a model whose stages can't be connected (a user's bug, never a lost node)
+    ├── JobFailedError      another worker ended the job; names it and its cause
+    └── ExpelledError       this worker is no longer part of the job; its process has to end
 
 Messages for users carry three things: the value, the rule it breaks, and the remedy.
 """
@@ -28,6 +31,22 @@ class ConfigError(BambooError, ValueError):
 
 class EventLogError(BambooError):
     """Workers wrote different things about the same step, or a line in an event file is broken."""
+
+
+class ModelError(BambooError):
+    """What a stage returns or ignores can't travel between stages. Names stage, slot and dtype."""
+
+
+class JobFailedError(BambooError):
+    """The job has ended with a failure on worker ``origin``; this worker only hears of it."""
+
+    def __init__(self, message: str, *, origin: str) -> None:
+        super().__init__(f"the job failed on worker {origin}: {message}")
+        self.origin = origin
+
+
+class ExpelledError(BambooError):
+    """The others have gone on without this worker: it was silent for too long. Nothing it holds counts any more."""
 
 
 def _list_problems(problems: Sequence[str], *, where: str) -> str:
