@@ -128,19 +128,13 @@ def train(engine: Any, *, batches: StepBatches, arguments: argparse.Namespace) -
             loss = float(engine.train_batch(batches))
             seconds = time.perf_counter() - start
             log.step(step, loss=loss, samples=engine.train_batch_size(), seconds=seconds)
+            news, rate = log.news(), engine.train_batch_size() / seconds
             if log.is_reporter:
-                samples_per_second = engine.train_batch_size() / seconds
-                progress.show(
-                    done=step + 1,
-                    loss=loss,
-                    samples_per_second=samples_per_second,
-                    epoch=log.epoch,
-                    news=log.news(),
-                )
+                progress.show(done=step + 1, loss=loss, samples_per_second=rate, epoch=log.epoch, news=news)
     digest = log.finish(loss)
     if log.is_reporter:
         if arguments.event_log is not None:
-            print(f"events: {merge_event_files(arguments.event_log)}")
+            print(f"events: {merge_event_files(arguments.event_log, run=log.run)}")
         print(f"finished step {engine.global_steps}, loss {loss}, digest {digest or 'not computed'}", flush=True)
 
 
