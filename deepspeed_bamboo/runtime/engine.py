@@ -30,7 +30,7 @@ from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostErr
 from deepspeed_bamboo.runtime.iteration_end import IterationEnd
 from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.logical import Exchange
-from deepspeed_bamboo.runtime.losses import aggregate_losses, stage_losses
+from deepspeed_bamboo.runtime.losses import aggregate_losses, agreed_losses, stage_losses
 from deepspeed_bamboo.runtime.micro_batches import MicroBatchSource
 from deepspeed_bamboo.runtime.protection import build_initial_shadows
 from deepspeed_bamboo.runtime.replica import StageReplica, tied_groups
@@ -59,10 +59,14 @@ class BambooPipelineEngine(PipelineEngine):
         self.job_grid = grid
         self.activity = ActivityState()
         self.links = Links(
-            session.worker, interruption=session.interruption, timeout_seconds=_OPERATION_TIMEOUT_SECONDS
+            session.worker,
+            interruption=session.interruption,
+            timeout_seconds=_OPERATION_TIMEOUT_SECONDS,
+            device=self.device,
         )
         self.host = StageHost(self, grid=grid, exchange=self._exchange, gate=self._gate)
         self.evaluated_micro_batches = self.micro_batches
+        self.last_losses: list[Any] = []
         self._take_over_stock_state(grid)
         self._seed = self._agreed_seed()
         self.iteration_end = IterationEnd(self)
@@ -242,9 +246,10 @@ class BambooPipelineEngine(PipelineEngine):
                 self._reserve_pipe_buffers(self.micro_batches)
                 self.fwd_outputs = []
         self.perform("train", self._train_body)
+        self.last_losses = agreed_losses(self)
         self.iteration_end.forget()
         self.failover.log_if_any()
-        self.source.finish(self.micro_batches if self.source.iterator is not None else 0, transform=self.batch_fn)
+        self.source.forget()
         self._activate_first()
         self.failover.protect_again()
 
@@ -273,10 +278,11 @@ class BambooPipelineEngine(PipelineEngine):
 
         self.evaluated_micro_batches = micro_batches
         self.perform("evaluate", body)
+        self.last_losses = agreed_losses(self)
         for replica in self.host.replicas():
             replica.micro_offset += micro_batches
             replica.start_iteration()
-        self.source.finish(0)
+        self.source.forget()
 
     def context(self, *, training: bool, micro_batches: int) -> IterationContext:
         """The constants of one pass over a program."""
@@ -331,7 +337,8 @@ class BambooPipelineEngine(PipelineEngine):
         order = tuple(sorted(members, key=lambda worker: members[worker].rank))
         record = build_initial_shadows(self, members=members, order=order, grid=grid)
         session.interruption.enter(record)
-        self.global_rank = order.index(session.worker)
+        # Stock's groups have done their work; none of them may be left to hang on a lost peer.
+        self.failover.enter_world(record)
         return record.placement
 
     def _activate_first(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -142,7 +142,7 @@ class Executor:
             Message(
                 _key("activation", replica.coordinate, micro_batch, context),
                 data=single,
-                tensors=self._portable([outputs] if isinstance(outputs, torch.Tensor) else list(outputs)),
+                tensors=[outputs] if isinstance(outputs, torch.Tensor) else list(outputs),
             ),
         )
 
@@ -165,7 +165,7 @@ class Executor:
             receiver,
             Message(
                 _key("gradient", replica.coordinate, micro_batch, context),
-                tensors=self._portable(replica.retained_gradients[micro_batch]),
+                tensors=list(replica.retained_gradients[micro_batch]),
             ),
         )
 
@@ -177,9 +177,6 @@ class Executor:
         single = isinstance(replica.retained_outputs.get(micro_batch), torch.Tensor)
         replica.received_gradients[micro_batch] = gradients[0] if single else gradients
         _advance(replica, gradients_received=micro_batch + 1)
-
-    def _portable(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [tensor.detach().to("cpu") for tensor in tensors]
 
 
 def _key(kind: str, sender: Coordinate, micro_batch: int, context: IterationContext) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from deepspeed_bamboo.coordination import EpochRecord
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.core.placement import Placement
@@ -15,6 +18,7 @@ from deepspeed_bamboo.core.recovery import plan_inference, plan_iteration
 from deepspeed_bamboo.core.schedule import Plan
 from deepspeed_bamboo.core.settlement import Report, Settlement
 from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
+from deepspeed_bamboo.runtime.protection import copy_shadows
 from deepspeed_bamboo.runtime.recovery import PauseClock, Recovery, progress_for_plan
 from deepspeed_bamboo.runtime.replica import StageReplica
 from deepspeed_bamboo.runtime.world import replace_default_group
@@ -52,6 +56,14 @@ class Failover:
             self._fresh = (*key, plan_iteration(engine.placement, micro_batches=engine.micro_batches))
         return self._fresh[2]
 
+    def enter_world(self, record: EpochRecord) -> None:
+        """Make the members of ``record`` torch's default process group, and this worker's place in it its rank."""
+        engine = self._engine
+        rank = record.members.index(engine.session.worker)
+        engine.global_rank = rank
+        replace_default_group(rank=rank, size=len(record.members), gather=self._gather)
+        engine.host.name_ranks(rank)
+
     def run(self, cause: EpochChangedError | PeerLostError) -> None:
         """Bring this worker into the newest epoch and lay down what is left to do in the current activity."""
         engine = self._engine
@@ -67,10 +79,8 @@ class Failover:
             self._attempts[engine.global_steps, coordinate] += 1
         self._clock = clock
         self._lost_at = record.time_seconds
-        rank = record.members.index(engine.session.worker)
-        engine.global_rank = rank
-        replace_default_group(rank=rank, size=len(record.members), gather=self._gather)
-        engine.host.name_ranks(rank)
+        self.enter_world(record)
+        self._drop_unlisted_shadows()
         self._settle(settlement, before=before, after=after, taken=taken)
 
     def _settle(
@@ -143,7 +153,62 @@ class Failover:
         engine.session.log("failover", step=step, **fields, taken_over=taken_over)
 
     def protect_again(self) -> None:
-        """Give every unprotected coordinate a shadow on another live worker, if there is one."""
+        """Give every unprotected coordinate a shadow on another live worker, if there is one; collective.
+
+        Done at an iteration boundary. Becomes part of the epoch only once every copy is complete; a loss
+        meanwhile leaves things as they were, and the next boundary tries again.
+        """
+        engine, interruption = self._engine, self._engine.session.interruption
+        record = interruption.active
+        if record is None or not engine.protects or engine.placement.protected(record.members) == engine.placement:
+            return
+        copied: list[tuple[EpochRecord, Placement]] = []
+        started = time.perf_counter()
+
+        def body() -> None:
+            copied.clear()
+            if engine.activity.rounds:
+                return
+            current = interruption.active
+            if current is None:
+                raise RuntimeError("no epoch has been entered")
+            self._drop_unlisted_shadows()
+            target = engine.placement.protected(current.members)
+            missing = {c: w for c, w in target.shadows if engine.placement.shadow(c) is None}
+            copy_shadows(engine, engine.placement, shadows=missing, label=str(engine.activity.index))
+            engine.activity.rounds.append(engine.agree(None))
+            copied.append((current, target))
+
+        engine.perform("protect", body)
+        if not copied or interruption.active is not copied[0][0]:
+            return
+        current, engine.placement = copied[0]
+        if engine.is_reporter:
+            self._propose_protected(current)
+        engine.log_event("protected", seconds=time.perf_counter() - started)
+
+    def _propose_protected(self, current: EpochRecord) -> None:
+        engine = self._engine
+        number = engine.session.coordinator.propose(
+            replace(
+                current,
+                number=current.number + 1,
+                placement=engine.placement,
+                reason="shadows rebuilt",
+                lost=(),
+                proposer=engine.session.worker,
+                time_seconds=time.time(),
+            ),
+            expected=current.number,
+        )
+        if not number:
+            engine.session.interruption.notify()  # somebody proposed a loss first; it will interrupt us
+
+    def _drop_unlisted_shadows(self) -> None:
+        engine = self._engine
+        listed = engine.placement.shadowed_by(engine.session.worker)
+        for coordinate in [c for c in engine.host.shadows if c not in listed]:
+            del engine.host.shadows[coordinate]
 
     def _report(self) -> Report:
         engine = self._engine
@@ -151,6 +216,8 @@ class Failover:
 
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         engine = self._engine
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("collectives of the default group belong to the main thread, which also trains")
         record = engine.session.interruption.active
         if record is None:
             raise RuntimeError("no epoch has been entered")

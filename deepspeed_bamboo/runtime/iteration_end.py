@@ -134,7 +134,7 @@ class IterationEnd:
             host.activate(replica)
             gradients = gradient_tensors(engine.optimizer, engine.module)
             buffers = list(engine.module.buffers())
-            tensors = [tensor.detach().to("cpu") for tensor in (*gradients, *buffers)]
+            tensors = [tensor.detach() for tensor in (*gradients, *buffers)]
             data = (len(gradients), gradient_flags(engine.optimizer))
             engine.links.send(holder, Message(f"{context.activity}/mirror/{replica.coordinate}", data, tensors))
         for coordinate in placement.shadowed_by(engine.session.worker):
@@ -151,6 +151,8 @@ class IterationEnd:
 
     def _commit(self) -> None:
         engine = self._engine
+        # Before the step: an iterator may look at the engine's global step.
+        engine.source.complete(engine.micro_batches, transform=engine.batch_fn)
         self._step_calls = CallSet(engine.host, engine.host.replicas(), self._take_step, device=engine.device)
         self._advance(self._step_calls, None)
         value = {"contributions": self._contributions(self._step_calls), "losses": stage_losses(engine)}

@@ -50,7 +50,7 @@ def aggregate_losses(engine: BambooPipelineEngine) -> torch.Tensor:
 
     Also sets the engine's ``dp_group_loss`` and ``agg_additional_losses``, as stock's aggregation does.
     """
-    losses = agreed_losses(engine)
+    losses = engine.last_losses
     own_pipeline = engine.host.owners()[0].coordinate.pipeline if engine.host.owners() else 0
     engine.dp_group_loss = losses[own_pipeline][0].to(engine.device)
     mean = _mean([loss for loss, _ in losses])

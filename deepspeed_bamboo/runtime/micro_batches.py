@@ -35,10 +35,13 @@ class MicroBatchSource:
             self._pulled.append(transform(batch) if transform is not None else batch)
         return self._pulled[micro_batch]
 
-    def finish(self, micro_batches: int, *, transform: Callable[[Any], Any] | None = None) -> None:
-        """The iteration is committed: pull what this worker did not need, so that all iterators agree; forget."""
-        if micro_batches:
+    def complete(self, micro_batches: int, *, transform: Callable[[Any], Any] | None = None) -> None:
+        """Pull what this worker did not need of an iteration, so that every worker's iterator agrees."""
+        if micro_batches and self._iterator is not None:
             self.get(micro_batches - 1, transform=transform)
+
+    def forget(self) -> None:
+        """The iteration is committed: the next micro-batch is number 0 of the next one."""
         self._pulled.clear()
 
     def require(self, *, worker: str, why: str) -> None:

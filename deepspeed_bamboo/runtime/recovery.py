@@ -115,6 +115,10 @@ class Recovery:
         record = self._session.coordinator.propose_loss(
             [cause.peer], reason=f"no answer to {self._session.worker}: {cause.cause}", proposer=self._session.worker
         )
+        failure = self._session.coordinator.failure()
+        if failure is not None:
+            interruption.announce_failure(failure)
+            interruption.check()
         interruption.announce_epoch(record)
 
     def _exchange_reports(self, record: EpochRecord) -> dict[WorkerId, Report]:
@@ -141,29 +145,37 @@ class Recovery:
             order=record.members,
             name=f"{self._session.identity.job}/{record.number}",
         )
-        self._links.connect(peers_of(record.placement, self._session.worker, members=record.members))
+        worker = self._session.worker
+        self._links.connect(
+            peers_of(record.placement, worker, members=record.members),
+            with_lanes=tensor_peers(record.placement, worker),
+        )
 
 
 def peers_of(placement: Placement, worker: WorkerId, *, members: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:
-    """The workers that ``worker`` exchanges messages with in every iteration of ``placement``.
+    """All workers that ``worker`` exchanges messages with in every iteration of ``placement``.
 
-    Owners of neighbour stages, of the same stage in other pipelines, of first and last stage (tied layers),
-    shadow holders and their owners, and the first member, through which agreements go.
+    Those of :func:`tensor_peers`, and the first member, through which agreements go.
     """
-    grid = placement.grid
-    owners = dict(placement.owners)
-    shadows = dict(placement.shadows)
+    through = members if worker == members[0] else members[:1]
+    return tuple(sorted({*tensor_peers(placement, worker), *through} - {worker}))
+
+
+def tensor_peers(placement: Placement, worker: WorkerId) -> tuple[WorkerId, ...]:
+    """The workers that ``worker`` exchanges device tensors with in every iteration.
+
+    Owners of neighbour stages (cyclically, for tied layers), of the same stage in other pipelines, and
+    owners and holders of shadows.
+    """
+    grid, owners = placement.grid, dict(placement.owners)
     pairs: set[tuple[WorkerId, WorkerId]] = set()
     for coordinate, owner in owners.items():
-        neighbours = [Coordinate(coordinate.pipeline, coordinate.stage + 1)]
+        neighbours = [Coordinate(coordinate.pipeline, (coordinate.stage + 1) % grid.stages)]
         neighbours += [Coordinate(other, coordinate.stage) for other in range(grid.pipelines)]
-        neighbours += [Coordinate(coordinate.pipeline, (coordinate.stage + 1) % grid.stages)]
-        pairs.update((owner, owners[other]) for other in neighbours if other in owners)
-        if coordinate in shadows:
-            pairs.add((owner, shadows[coordinate]))
-    pairs.update((members[0], member) for member in members)
-    both = {(a, b) for a, b in pairs} | {(b, a) for a, b in pairs}
-    return tuple(sorted({b for a, b in both if a == worker and b != worker}))
+        pairs.update((owner, owners[other]) for other in neighbours)
+    pairs.update((owners[coordinate], holder) for coordinate, holder in placement.shadows)
+    both = pairs | {(b, a) for a, b in pairs}
+    return tuple(sorted({b for a, b in both if a == worker} - {worker}))
 
 
 def progress_for_plan(
