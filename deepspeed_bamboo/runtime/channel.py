@@ -23,6 +23,7 @@ from deepspeed_bamboo.runtime.lanes import Description, DeviceLanes
 # Every message starts with one block: two lengths, then the header if it fits.
 _BLOCK_BYTES = 1024
 _LENGTHS_BYTES = 16
+_FAREWELL = "the peer has dropped the channel"
 _BLOCK_TAG, _HEADER_TAG, _PAYLOAD_TAG = 1, 2, 3
 
 
@@ -116,7 +117,7 @@ class Channel:
                 message.tensors = self._lanes.receive(message.on_lane)
                 message.on_lane = None
             return message
-        raise PeerLostError(self.peer, self._error or "closed")
+        raise PeerLostError(self.peer, self._error or "closed", farewell=self._error == _FAREWELL)
 
     def drain(self) -> None:
         """Wait until everything sent is out of this worker's hands (the end of an iteration)."""
@@ -164,7 +165,7 @@ class Channel:
         self._take(block, _BLOCK_TAG)
         header_bytes, size = block[:_LENGTHS_BYTES].view(torch.int64).tolist()
         if header_bytes <= 0:
-            raise RuntimeError("the peer said farewell")
+            raise RuntimeError(_FAREWELL)
         header = block[_LENGTHS_BYTES : _LENGTHS_BYTES + header_bytes]
         if header_bytes > _BLOCK_BYTES - _LENGTHS_BYTES:
             header = torch.empty(header_bytes, dtype=torch.uint8)

@@ -6,6 +6,7 @@ that everything a worker waits for can be given up and planned anew.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.logical import Exchange
 from deepspeed_bamboo.runtime.losses import aggregate_losses, agreed_losses, stage_losses
 from deepspeed_bamboo.runtime.micro_batches import MicroBatchSource
+from deepspeed_bamboo.runtime.offload import HostOffload
 from deepspeed_bamboo.runtime.protection import build_initial_shadows
 from deepspeed_bamboo.runtime.replica import StageReplica, tied_groups
 from deepspeed_bamboo.runtime.session import WorkerSession
@@ -70,6 +72,8 @@ class BambooPipelineEngine(PipelineEngine):
         self._take_over_stock_state(grid)
         self._seed = self._agreed_seed()
         self.iteration_end = IterationEnd(self)
+        limit = session.config.redundancy.memory_limit_gigabytes
+        self.host_offload = HostOffload(device=self.device, limit_bytes=None if limit is None else int(limit * 2**30))
         self.executor = Executor(
             self,
             host=self.host,
@@ -78,6 +82,7 @@ class BambooPipelineEngine(PipelineEngine):
             seed=self._seed,
             before=self._before_instruction,
             after=self._after_instruction,
+            offload=self._offloading,
         )
         self.failover = Failover(self)
         self.placement = self._enter_first_epoch(grid)
@@ -139,6 +144,9 @@ class BambooPipelineEngine(PipelineEngine):
 
         self.barrier()
         self.session.coordinator.finish({"step": self.global_steps})
+        # The first worker's last messages must be out before its process is.
+        with contextlib.suppress(PeerLostError):
+            self.links.drain()
         self.links.close()
         self.session.close()
 
@@ -242,6 +250,7 @@ class BambooPipelineEngine(PipelineEngine):
     def _train_iteration(self) -> None:
         for replica in self.host.replicas():
             replica.start_iteration()
+            self.host.empty_buffers(replica)
             with self.host.hosting(replica):
                 self._reserve_pipe_buffers(self.micro_batches)
                 self.fwd_outputs = []
@@ -346,6 +355,11 @@ class BambooPipelineEngine(PipelineEngine):
         owners = self.host.owners()
         if owners:
             self.host.activate(owners[0])
+
+    def _offloading(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        if self.session.config.redundancy.offload == "cpu":
+            return self.host_offload.offloading(module)
+        return contextlib.nullcontext()
 
     # ---- collectives and faults -----------------------------------------------------------------------
 

@@ -92,6 +92,8 @@ class IterationEnd:
         self._engine.links.drain()
         for replica in self._engine.host.replicas():
             replica.start_iteration()
+            self._engine.host.empty_buffers(replica)
+        self._engine.host_offload.start_iteration()
 
     def _remember_gradients(self) -> None:
         host = self._engine.host
@@ -147,6 +149,7 @@ class IterationEnd:
             values = [tensor.to(engine.device) for tensor in message.tensors]
             accept_gradients(engine.optimizer, engine.module, values[:count], flags)
             replica.pending_buffers = values[count:]
+            replica.mirrored = True
         host.save()
 
     def _commit(self) -> None:
