@@ -12,6 +12,7 @@ from deepspeed_bamboo.coordination.store import KeyValueStore
 
 logger = logging.getLogger(__name__)
 _RETRY_SECONDS = 0.1
+_JOIN_SECONDS = 1.0
 
 
 class Registration:
@@ -67,7 +68,7 @@ class Registration:
         already = self._stopped.is_set()
         self._stopped.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(_JOIN_SECONDS)
         if not already:
             self._revoke()
 
