@@ -152,7 +152,8 @@ class IterationEnd:
     def _commit(self) -> None:
         engine = self._engine
         # Before the step: an iterator may look at the engine's global step.
-        engine.source.complete(engine.micro_batches, transform=engine.batch_fn)
+        if engine.protects:
+            engine.data.complete(engine.micro_batches, step=engine.global_steps, transform=engine.batch_fn)
         self._step_calls = CallSet(engine.host, engine.host.replicas(), self._take_step, device=engine.device)
         self._advance(self._step_calls, None)
         value = {"contributions": self._contributions(self._step_calls), "losses": stage_losses(engine)}
