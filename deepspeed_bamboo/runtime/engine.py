@@ -211,6 +211,20 @@ class BambooPipelineEngine(PipelineEngine):
         """True when this job keeps shadows."""
         return self.session.config.redundancy.mode != "off"
 
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """As stock's. Reductions and steps of several stages interleave, so the one flag of stock can't tell."""
+        running = self.host is not None and self.iteration_end.is_running
+        return running or bool(super().is_gradient_accumulation_boundary())
+
+    def _report_progress(self, step: int) -> None:
+        if self.host is None or self.is_shown(self.host.active):
+            super()._report_progress(step)
+
+    def is_shown(self, replica: StageReplica | None) -> bool:
+        """True for the one replica of this worker that stands for it on the console and in monitors."""
+        owners = self.host.owners()
+        return bool(owners) and replica is owners[0]
+
     def stock_forward(self, buffer_id: int) -> None:
         """Stock's forward of the active stage."""
         super()._exec_forward_pass(buffer_id)

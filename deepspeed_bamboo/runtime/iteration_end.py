@@ -32,6 +32,11 @@ class IterationEnd:
         self._running: CallSet | None = None
         self._step_calls: CallSet | None = None
 
+    @property
+    def is_running(self) -> bool:
+        """True while stock code reduces or steps."""
+        return self._running is not None
+
     def current_call(self) -> SuspendedCall | None:
         """The suspended call whose stock code is running right now."""
         return None if self._running is None else self._running.current
@@ -171,22 +176,12 @@ class IterationEnd:
             self._running = None
 
     def _take_step(self) -> None:
-        """Stock's step of the active replica; only the first owned one writes to the monitor and the console."""
+        """Stock's step of the active replica; only the first owned one writes to the monitor."""
         engine = self._engine
-        active = engine.host.active
-        owners = engine.host.owners()
-        if owners and active is owners[0]:
+        if engine.is_shown(engine.host.active):
             engine._exec_optimizer_step()
-            return
-        rank = engine.global_rank
-        engine._force_grad_boundary = True
-        try:
-            # A rank that is not 0 keeps stock from reporting the same step once more.
-            engine.global_rank = -1
+        else:
             engine._take_model_step(None)
-        finally:
-            engine.global_rank = rank
-            engine._force_grad_boundary = False
 
 
 def _apply_buffers(replica: StageReplica) -> None:
