@@ -49,6 +49,8 @@ class Failover:
         self._lost_at = 0.0
         self._attempts: Counter[tuple[int, Coordinate]] = Counter()
         self._fresh: tuple[Placement, int, Plan] | None = None
+        # The first activity after whose end shadows are rebuilt, the same on every worker.
+        self._protect_from = 0
 
     def attempt(self, coordinate: Coordinate) -> int:
         """How often ``coordinate`` has changed hands in the current step."""
@@ -94,6 +96,8 @@ class Failover:
         self, settlement: Settlement, *, before: Placement, after: Placement, taken: list[Coordinate]
     ) -> None:
         engine, activity = self._engine, self._engine.activity
+        # Some workers may have left the boundary before this activity already, others have yet to pass it.
+        self._protect_from = settlement.activity
         activity.adopt(settlement.agreed)
         undecided_here = activity.index == settlement.activity and not activity.rounds
         progress = self._progress(settlement, before=before, after=after)
@@ -195,6 +199,8 @@ class Failover:
         """
         engine, interruption = self._engine, self._engine.session.interruption
         record = interruption.active
+        if engine.activity.index - 1 < self._protect_from:
+            return
         if record is None or not engine.protects or engine.placement.protected(record.members) == engine.placement:
             return
         copied: list[tuple[EpochRecord, Placement]] = []
