@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.instructions import TAIL, Instruction, Op
 from deepspeed_bamboo.core.placement import WorkerId
-from deepspeed_bamboo.core.progress import CoordinateProgress
+from deepspeed_bamboo.core.progress import CoordinateProgress, shadow_progress
 from deepspeed_bamboo.core.render import text_grid
 from deepspeed_bamboo.core.schedule import Plan
 from deepspeed_bamboo.core.timeline import Costs, Timed
@@ -63,6 +62,8 @@ def interpret(
 ) -> Execution:
     """Run ``plan`` from ``progress`` until every worker is at its end, at its stop, or waits for ever.
 
+    ``redundant`` says how many FRC (forwards) and BRC (backwards) each shadow has already.
+
     ``stops`` gives workers the number of instructions after which they stop; ``until`` stops
     everyone before an instruction that would end after that slot. Every consistent cut of an
     interrupted iteration is the result of some ``stops``. Raises ScheduleError at the first broken rule.
@@ -73,14 +74,6 @@ def interpret(
 
 class _BrokenError(Exception):
     """Internal: the rule that the current instruction breaks."""
-
-
-class _Message(NamedTuple):
-    receive: Op
-    coordinate: Coordinate
-    micro_batch: int
-    to_shadow: bool
-    sent_at: int
 
 
 class _State:
@@ -99,6 +92,32 @@ class _State:
         return CoordinateProgress(
             self.loaded, self.activations_received, self.forwards, self.gradients_received, self.backwards
         )
+
+
+@dataclass
+class _Channel:
+    """The queue from one worker to another. ``waiter`` is the receiver when it waits for the next message."""
+
+    messages: deque[tuple[_Route, int, int]]  # route, micro-batch, time
+    waiter: WorkerId | None = None
+
+
+@dataclass
+class _Route:
+    """One kind of message: from a coordinate to a neighbour, or to the neighbour's shadow. ``unsent`` counts up."""
+
+    receive: Op
+    source: WorkerId
+    target: WorkerId
+    receiver: Coordinate
+    to_shadow: bool
+    sender_state: _State
+    receiver_state: _State
+    channel: _Channel
+    unsent: int
+
+    def receiving(self, micro_batch: int) -> Instruction:
+        return Instruction(self.receive, self.receiver, micro_batch, self.to_shadow)
 
 
 class _Machine:
@@ -120,23 +139,15 @@ class _Machine:
         self.before = {c: Coordinate(c.pipeline, c.stage - 1) for c in self.owners}
         self.behind = {c: Coordinate(c.pipeline, c.stage + 1) for c in self.owners}
         self.own = {c: _State(progress.get(c, start)) for c in self.owners}
-        self.red = {c: _State(redundant.get(c, start)) for c in self.shadows}
-        # Next micro-batch that each receiver (coordinate, to its shadow?) still has to be sent, per direction.
-        self.unsent = {
-            (Op.SEND_ACTIVATION, c, shadow): s.activations_received
-            for shadow, states in ((False, self.own), (True, self.red))
-            for c, s in states.items()
-        } | {
-            (Op.SEND_GRAD, c, shadow): s.gradients_received
-            for shadow, states in ((False, self.own), (True, self.red))
-            for c, s in states.items()
+        self.red = {
+            c: _State(shadow_progress(c, redundant.get(c, start), last_stage=self.last_stage)) for c in self.shadows
         }
+        self.channels: dict[tuple[WorkerId, WorkerId], _Channel] = {}
+        self.routes = self._routes()
         self.programs = dict(plan.programs)
         self.position = dict.fromkeys(self.programs, 0)
         self.clock = dict.fromkeys(self.programs, 0)
         self.tail = dict.fromkeys(self.programs, 0)
-        self.channels: dict[tuple[WorkerId, WorkerId], deque[_Message]] = {}
-        self.wanted_by: dict[tuple[WorkerId, WorkerId], WorkerId] = {}
         self.committing: set[WorkerId] = set()
         self.runnable = deque(self.programs)
         self.timeline: list[Timed] = []
@@ -168,11 +179,37 @@ class _Machine:
             positions=self.position,
             waiting=waiting,
             in_flight=tuple(
-                (source, target, Instruction(m.receive, m.coordinate, m.micro_batch, m.to_shadow))
-                for (source, target), messages in self.channels.items()
-                for m in messages
+                (source, target, route.receiving(m))
+                for (source, target), channel in self.channels.items()
+                for route, m, _ in channel.messages
             ),
         )
+
+    def _routes(self) -> dict[tuple[Op, Coordinate, bool], _Route]:
+        """Every route twice: by the sender's and by the receiver's op, coordinate and flag."""
+        routes: dict[tuple[Op, Coordinate, bool], _Route] = {}
+        for to_shadow, holders, states in ((False, self.owners, self.own), (True, self.shadows, self.red)):
+            for receiver, target in holders.items():
+                state = states[receiver]
+                for forward, sender in ((True, self.before[receiver]), (False, self.behind[receiver])):
+                    source = self.owners.get(sender)
+                    # A shadow takes its neighbour's tensors directly when both are on one worker.
+                    if source is None or (to_shadow and source == target):
+                        continue
+                    route = _Route(
+                        Op.RECV_ACTIVATION if forward else Op.RECV_GRAD,
+                        source,
+                        target,
+                        receiver,
+                        to_shadow,
+                        self.own[sender],
+                        state,
+                        self.channels.setdefault((source, target), _Channel(deque())),
+                        state.activations_received if forward else state.gradients_received,
+                    )
+                    routes[Op.SEND_ACTIVATION if forward else Op.SEND_GRAD, sender, to_shadow] = route
+                    routes[route.receive, receiver, to_shadow] = route
+        return routes
 
     def _run_worker(self, worker: WorkerId, stop: int | None, until: int | None) -> Instruction | None:
         """Run one worker as far as it goes; returns the instruction at which it waits, if it does."""
@@ -262,50 +299,49 @@ class _Machine:
 
     def _send(self, worker: WorkerId, instruction: Instruction) -> bool:
         c, m = self._target(worker, instruction)
-        state = self._owned(worker, c)
-        forward = instruction.op is Op.SEND_ACTIVATION
-        receiver = self.behind[c] if forward else self.before[c]
-        holders = self.shadows if instruction.to_shadow else self.owners
-        target = holders.get(receiver)
-        if target is None or (instruction.to_shadow and target == worker):
-            raise _BrokenError(f"there is no {receiver} on another worker that takes this")
-        if m >= (state.forwards if forward else state.backwards):
+        route = self._route(instruction, c)
+        if route.source != worker:
+            raise _BrokenError(f"{c} belongs to worker {route.source}")
+        state = route.sender_state
+        if m >= (state.forwards if route.receive is Op.RECV_ACTIVATION else state.backwards):
             raise _BrokenError(f"micro-batch {m} is not computed yet")
-        key = (instruction.op, receiver, instruction.to_shadow)
-        self._in_order(m, self.unsent[key], f"sends to {receiver}")
-        self.unsent[key] += 1
-        channel = (worker, target)
-        receive = Op.RECV_ACTIVATION if forward else Op.RECV_GRAD
-        message = _Message(receive, receiver, m, instruction.to_shadow, self.clock[worker])
-        self.channels.setdefault(channel, deque()).append(message)
-        waiter = self.wanted_by.pop(channel, None)
-        if waiter is not None and waiter != worker:
-            self.runnable.append(waiter)
+        self._in_order(m, route.unsent, "sends")
+        route.unsent += 1
+        channel = route.channel
+        channel.messages.append((route, m, self.clock[worker]))
+        if channel.waiter is not None:
+            self.runnable.append(channel.waiter)
+            channel.waiter = None
         return True
 
     def _receive(self, worker: WorkerId, instruction: Instruction) -> bool:
         c, m = self._target(worker, instruction)
-        forward = instruction.op is Op.RECV_ACTIVATION
-        state = self._shadow(worker, c) if instruction.to_shadow else self._owned(worker, c)
-        source = self.owners.get(self.before[c] if forward else self.behind[c])
-        if source is None:
-            raise _BrokenError(f"{c} has no neighbour there")
+        route = self._route(instruction, c)
+        if route.target != worker:
+            raise _BrokenError(f"{c} belongs to worker {route.target}")
+        state, forward = route.receiver_state, route.receive is Op.RECV_ACTIVATION
         self._in_order(m, state.activations_received if forward else state.gradients_received, "receives")
-        queue = self.channels.get((source, worker))
-        if not queue:
-            self.wanted_by[source, worker] = worker
+        channel = route.channel
+        if not channel.messages:
+            channel.waiter = worker
             return False
-        head = queue[0]
-        if head[:4] != (instruction.op, c, m, instruction.to_shadow):  # all but the time
-            other = Instruction(head.receive, head.coordinate, head.micro_batch, head.to_shadow)
-            raise _BrokenError(f"the channel from {source} delivers what {other} takes first")
-        queue.popleft()
-        self.clock[worker] = max(self.clock[worker], head.sent_at)
+        head, delivered, sent_at = channel.messages[0]
+        if head is not route or delivered != m:
+            raise _BrokenError(f"the channel from {route.source} delivers {head.receiving(delivered)} first")
+        channel.messages.popleft()
+        if sent_at > self.clock[worker]:
+            self.clock[worker] = sent_at
         if forward:
             state.activations_received += 1
         else:
             state.gradients_received += 1
         return True
+
+    def _route(self, instruction: Instruction, coordinate: Coordinate) -> _Route:
+        route = self.routes.get((instruction.op, coordinate, instruction.to_shadow))
+        if route is None or (route.to_shadow and not self.plan.mode.redundant_ops):
+            raise _BrokenError("there is no neighbour for it" + (" that needs it" if instruction.to_shadow else ""))
+        return route
 
     def _end(self, worker: WorkerId, instruction: Instruction) -> bool:
         """The ops of the tail, each once, in order, when all that the worker holds is complete."""

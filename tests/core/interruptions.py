@@ -18,9 +18,11 @@ from deepspeed_bamboo.core.instructions import Op
 from deepspeed_bamboo.core.interpret import Execution, interpret
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.progress import CoordinateProgress
-from deepspeed_bamboo.core.recovery import plan_iteration, progress_after_loss
+from deepspeed_bamboo.core.recovery import plan_iteration, progress_after_loss, redundant_after_loss
 from deepspeed_bamboo.core.schedule import Plan
 from deepspeed_bamboo.core.verify import verify
+
+_INDEX = st.integers(0, 23)
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,11 @@ def fresh_plan(placement: Placement, micro_batches: int, mode: str) -> Plan:
 
 
 def hits(workers: int) -> st.SearchStrategy[Hit]:
-    point = st.integers(0, 1 << 16)
+    # Two bytes for each stop: one draw, where a list of integers would cost more than the case itself.
     return st.builds(
-        Hit,
-        stops=st.lists(point, min_size=workers, max_size=workers).map(tuple),
-        lost=st.lists(point, min_size=1, max_size=2).map(tuple),
+        lambda points, lost: Hit(tuple(points[i] | points[i + 1] << 8 for i in range(0, 2 * workers, 2)), lost),
+        st.binary(min_size=2 * workers, max_size=2 * workers),
+        st.one_of(st.tuples(_INDEX), st.tuples(_INDEX, _INDEX)),
     )
 
 
@@ -96,23 +98,32 @@ def run_to_the_end(case: Case) -> Execution:
     placement = case.placement
     plan = fresh_plan(placement, case.micro_batches, case.mode)
     progress: Mapping[Coordinate, CoordinateProgress] = dict.fromkeys(placement.grid, CoordinateProgress())
+    redundant: Mapping[Coordinate, CoordinateProgress] = {}
     history: dict[tuple[Op, Coordinate], list[int]] = {(op, c): [] for op in (Op.FNC, Op.BNC) for c in placement.grid}
     for hit in case.hits:
-        cut = interpret(plan, progress=progress, stops=_stops(plan, hit))
+        cut = interpret(plan, progress=progress, redundant=redundant, stops=_stops(plan, hit))
         _record(cut, history)
         after = _without_some(placement, hit)
-        progress = progress_after_loss(placement, after, cut.progress)
+        stored = {c: (p.forwards, p.backwards) for c, p in cut.redundant.items()}
+        progress = progress_after_loss(
+            placement,
+            after,
+            cut.progress,
+            {c: forwards for c, (forwards, _) in stored.items()},
+            {c: backwards for c, (_, backwards) in stored.items()},
+        )
+        redundant = redundant_after_loss(placement, after, cut.redundant)
         for c in placement.grid:
             if after.owner(c) != placement.owner(c):
-                history[Op.FNC, c], history[Op.BNC, c] = (
-                    list(range(progress[c].forwards)),
-                    list(range(progress[c].backwards)),
-                )
+                assert stored[c] == (progress[c].forwards, progress[c].backwards)
+                history[Op.FNC, c], history[Op.BNC, c] = list(range(stored[c][0])), list(range(stored[c][1]))
             else:
                 assert progress[c] == cut.progress[c]
-        plan = plan_iteration(after, micro_batches=case.micro_batches, progress=progress, mode=case.mode)
+        plan = plan_iteration(
+            after, micro_batches=case.micro_batches, progress=progress, redundant=redundant, mode=case.mode
+        )
         placement = after
-    end = verify(plan, progress)
+    end = verify(plan, progress, redundant=redundant)
     _record(end, history)
     for (op, coordinate), done in history.items():
         assert done == list(range(case.micro_batches)), f"{op.value} of {coordinate}: {done}"
