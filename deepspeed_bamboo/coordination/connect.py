@@ -11,11 +11,14 @@ from deepspeed_bamboo.coordination.job import DEFAULT_PREFIX, JobCoordinator
 
 
 def connect(environment: Mapping[str, str] | None = None) -> JobCoordinator:
-    """The coordinator named by ``BAMBOO_ENDPOINTS``, ``BAMBOO_JOB`` and ``BAMBOO_PREFIX``; connects at the first call.
+    """The coordinator of this worker's job: BAMBOO_ENDPOINTS, BAMBOO_JOB, BAMBOO_PREFIX, BAMBOO_GENERATION.
 
-    Reads ``os.environ`` unless another mapping is given. Raises KeyError naming the variable that is
-    missing (the process was not started by an agent), EndpointError for a malformed one.
+    Nothing is connected before the first call. Reads ``os.environ`` unless another mapping is given.
+    Raises KeyError naming a missing variable (the process was not started by an agent), EndpointError
+    for a malformed one.
     """
     variables = os.environ if environment is None else environment
+    generation = int(variables.get("BAMBOO_GENERATION", "0"))
     store = EtcdStore(parse_endpoints(variables["BAMBOO_ENDPOINTS"].split(",")))
-    return JobCoordinator(store, job=variables["BAMBOO_JOB"], prefix=variables.get("BAMBOO_PREFIX", DEFAULT_PREFIX))
+    prefix = variables.get("BAMBOO_PREFIX", DEFAULT_PREFIX)
+    return JobCoordinator(store, job=variables["BAMBOO_JOB"], prefix=prefix, generation=generation)

@@ -1,12 +1,12 @@
 """What can go wrong between a process and the coordinator.
 
-CoordinationError (RuntimeError)
+CoordinationError (BambooError)
 ├── CoordinatorUnavailable    no answer from the store within the stated time
 ├── LeaseExpired              the lease that a key was to hang on no longer exists
 ├── NoEpoch                   a loss was reported before the job had its first epoch
 ├── ServerStartError          the job's own etcd did not come up
 └── JobNameTaken              a live job already uses this name on these endpoints
-EndpointError (ValueError)    the text of an endpoint or of a job name is malformed
+EndpointError (ConfigError)   the text of an endpoint or of a job name is malformed
 """
 
 # ruff: noqa: N818  -- named for what is the case, as the other parts of the package use them
@@ -15,8 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from deepspeed_bamboo.errors import BambooError, ConfigError
 
-class CoordinationError(RuntimeError):
+
+class CoordinationError(BambooError):
     """Base of everything the coordinator can raise while a job runs."""
 
 
@@ -54,5 +56,5 @@ class JobNameTaken(CoordinationError):
     """Another live job uses this name under the same prefix of the same store."""
 
 
-class EndpointError(ValueError):
+class EndpointError(ConfigError):
     """An endpoint, job name or worker id does not have the form it must have."""

@@ -57,14 +57,13 @@ class EtcdStore:
         except grpc.RpcError as error:
             raise LeaseExpired(lease or 0) from error
 
-    def compare_and_swap(self, key: str, value: str, *, revision: int, lease: int | None = None) -> bool:
+    def compare_and_swap(
+        self, key: str, value: str, *, revision: int, lease: int | None = None, guard: tuple[str, int] | None = None
+    ) -> bool:
         raw, encoded = key.encode(), value.encode()
-        compare = etcdrpc.Compare(
-            result=etcdrpc.Compare.EQUAL, target=etcdrpc.Compare.MOD, key=raw, mod_revision=revision
-        )
         put = etcdrpc.PutRequest(key=raw, value=encoded, lease=lease or 0)
         request = etcdrpc.TxnRequest(
-            compare=[compare],
+            compare=[_at_revision(*pair) for pair in [(key, revision), *([guard] if guard else [])]],
             success=[etcdrpc.RequestOp(request_put=put)],
             failure=[etcdrpc.RequestOp(request_range=etcdrpc.RangeRequest(key=raw))],
         )
@@ -121,6 +120,12 @@ class EtcdStore:
     def _delete(self, request: Any) -> int:
         answer, _ = self._connection.call(lambda stubs, timeout: stubs.kv.DeleteRange(request, timeout=timeout))
         return int(answer.deleted)
+
+
+def _at_revision(key: str, revision: int) -> Any:
+    return etcdrpc.Compare(
+        result=etcdrpc.Compare.EQUAL, target=etcdrpc.Compare.MOD, key=key.encode(), mod_revision=revision
+    )
 
 
 def _end(prefix: str) -> bytes:

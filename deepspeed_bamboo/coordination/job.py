@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable, JobNameTaken, NoEpoch
-from deepspeed_bamboo.coordination.keys import JobKeys, decode, encode
+from deepspeed_bamboo.coordination.keys import GENERATION, JobKeys, decode, encode, member_of
 from deepspeed_bamboo.coordination.records import AgentRecord, Change, EpochRecord, JobFailure, Member
 from deepspeed_bamboo.coordination.registration import Registration
 from deepspeed_bamboo.coordination.store import KeyValueStore
@@ -28,9 +28,16 @@ class JobCoordinator:
     the store gave no answer; nothing has been concluded then, and the call may be repeated.
     """
 
-    def __init__(self, store: KeyValueStore, *, job: str, prefix: str = DEFAULT_PREFIX) -> None:
-        """Raises EndpointError when ``job`` cannot be part of a key."""
+    def __init__(
+        self, store: KeyValueStore, *, job: str, prefix: str = DEFAULT_PREFIX, generation: int | None = None
+    ) -> None:
+        """Raises EndpointError when ``job`` cannot be part of a key.
+
+        ``generation`` is that of the worker that uses this coordinator (see :meth:`advance_generation`):
+        it sees members of its own generation only. None, for an agent: all of them.
+        """
         self.job = job
+        self._own_generation = generation
         self._store = store
         self._keys = JobKeys(prefix=prefix, job=job)
         self._lock = threading.Lock()
@@ -60,15 +67,16 @@ class JobCoordinator:
         return Registration(
             self._store,
             key=self._keys.member(member.worker),
-            value=encode(member.to_json()),
+            value=encode({**member.to_json(), GENERATION: self._own_generation or 0}),
             lease_seconds=lease_seconds,
             may_stay=may_stay,
             may_return=is_member,
         )
 
     def members(self) -> dict[WorkerId, Member]:
-        """The registered workers."""
-        return {name: Member.from_json(value) for name, value in self._children(self._keys.members)}
+        """The registered workers, of the own generation if this coordinator has one."""
+        found = self._children(self._keys.members)
+        return {name: member_of(value) for name, value in found if self._is_of_own_generation(value)}
 
     def withdraw(self, worker: WorkerId) -> None:
         """Remove the key of ``worker``, whose process is known to be gone."""
@@ -110,15 +118,20 @@ class JobCoordinator:
     def propose(self, record: EpochRecord, *, expected: int | None) -> bool:
         """Make ``record`` the current epoch if the current one is still ``expected`` (None: none yet).
 
-        The first proposer wins; False for everybody else. Raises ValueError unless ``record.number``
-        follows ``expected``.
+        The first proposer wins; False for everybody else, and for a first epoch of workers that are being
+        started again. Raises ValueError unless ``record.number`` follows ``expected``.
         """
         if record.number != (0 if expected is None else expected + 1):
             raise ValueError(f"epoch {record.number} cannot follow epoch {expected}; numbers go up by one from 0")
         current, revision = self._read_epoch()
         if (current.number if current else None) != expected:
             return False
-        return self._swap(record, revision)
+        if expected is not None:
+            return self._swap(record, revision)
+        generation, generation_revision = self._read_generation()
+        if generation != (self._own_generation or 0):
+            return False
+        return self._swap(record, revision, guard=(self._keys.generation, generation_revision))
 
     def propose_loss(self, lost: Iterable[WorkerId], *, reason: str, proposer: str) -> EpochRecord:
         """Go on without the workers in ``lost``: returns the current epoch once it has none of them.
@@ -172,19 +185,23 @@ class JobCoordinator:
 
     def generation(self) -> int:
         """How often the workers were started from the beginning before the first epoch; 0 at first."""
-        entry = self._store.get(self._keys.generation)
-        return 0 if entry is None else int(decode(entry.value))
+        return self._read_generation()[0]
 
-    def advance_generation(self, *, expected: int) -> int:
-        """Ask all agents to start their workers again; the first to ask wins. Returns the current one."""
-        entry = self._store.get(self._keys.generation)
-        current = 0 if entry is None else int(decode(entry.value))
-        if current != expected:
-            return current
-        revision = 0 if entry is None else entry.revision
-        if self._store.compare_and_swap(self._keys.generation, encode(expected + 1), revision=revision):
-            return expected + 1
-        return self.generation()
+    def advance_generation(self, *, expected: int) -> bool:
+        """Ask all agents to start their workers again, which is possible as long as there is no epoch.
+
+        True when the generation after ``expected`` has begun, by this call or another. False when the job
+        has an epoch: then there is something to lose, and :meth:`propose_loss` is what to do.
+        """
+        while True:
+            generation, revision = self._read_generation()
+            if generation > expected:
+                return True
+            if self.epoch() is not None:
+                return False
+            value, absent = encode(expected + 1), (self._keys.epoch, 0)
+            if self._store.compare_and_swap(self._keys.generation, value, revision=revision, guard=absent):
+                return True
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -244,6 +261,13 @@ class JobCoordinator:
     def _children(self, prefix: str) -> list[tuple[str, Any]]:
         return [(e.key.removeprefix(prefix), decode(e.value)) for e in self._store.read(prefix).entries]
 
+    def _is_of_own_generation(self, value: dict[str, Any]) -> bool:
+        return self._own_generation is None or value.get(GENERATION, 0) == self._own_generation
+
+    def _read_generation(self) -> tuple[int, int]:
+        entry = self._store.get(self._keys.generation)
+        return (0, 0) if entry is None else (int(decode(entry.value)), entry.revision)
+
     def _read_epoch(self) -> tuple[EpochRecord | None, int]:
         """The current epoch and the revision to swap it at, after putting back a lost one."""
         while True:
@@ -263,8 +287,9 @@ class JobCoordinator:
                 self._latest = record
             return self._latest
 
-    def _swap(self, record: EpochRecord, revision: int) -> bool:
-        won = self._store.compare_and_swap(self._keys.epoch, encode(record.to_json()), revision=revision)
+    def _swap(self, record: EpochRecord, revision: int, *, guard: tuple[str, int] | None = None) -> bool:
+        value = encode(record.to_json())
+        won = self._store.compare_and_swap(self._keys.epoch, value, revision=revision, guard=guard)
         if won:
             self._remember(record)
             self._forget_reports(record.number - 2)

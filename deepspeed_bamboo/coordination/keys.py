@@ -12,9 +12,12 @@ from deepspeed_bamboo.coordination.records import AgentRecord, Change, EpochReco
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
+# A member's value carries its generation as well, which is nobody's business outside of this part.
+GENERATION = "generation"
+
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "epoch": EpochRecord.from_json,
-    "member": Member.from_json,
+    "member": lambda value: member_of(value),
     "agent": AgentRecord.from_json,
     "failure": JobFailure.from_json,
 }
@@ -78,6 +81,11 @@ class JobKeys:
         if kind == "suspicion" and len(parts) == 3:
             return Change("suspicion", epoch=int(parts[0]), worker=parts[1], value=decoded)
         return None
+
+
+def member_of(value: dict[str, Any]) -> Member:
+    """The member that a value of its key describes."""
+    return Member.from_json({name: field for name, field in value.items() if name != GENERATION})
 
 
 def encode(value: Any) -> str:

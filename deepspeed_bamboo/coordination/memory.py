@@ -56,12 +56,15 @@ class MemoryStore:
             self._check()
             self._write(key, value, lease)
 
-    def compare_and_swap(self, key: str, value: str, *, revision: int, lease: int | None = None) -> bool:
+    def compare_and_swap(
+        self, key: str, value: str, *, revision: int, lease: int | None = None, guard: tuple[str, int] | None = None
+    ) -> bool:
         with self._changed:
             self._check()
-            present = self._entries.get(key)
-            if (present.revision if present else 0) != revision:
-                return False
+            for name, wanted in [(key, revision), *([guard] if guard else [])]:
+                present = self._entries.get(name)
+                if (present.revision if present else 0) != wanted:
+                    return False
             self._write(key, value, lease)
             return True
 

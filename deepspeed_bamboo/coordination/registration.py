@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from deepspeed_bamboo.coordination.errors import CoordinationError, CoordinatorUnavailable
@@ -11,6 +12,7 @@ from deepspeed_bamboo.coordination.store import KeyValueStore
 
 logger = logging.getLogger(__name__)
 _RETRY_SECONDS = 0.1
+_JOIN_SECONDS = 1.0
 
 
 class Registration:
@@ -41,9 +43,22 @@ class Registration:
         self._may_stay = may_stay
         self._may_return = may_return
         self._stopped = threading.Event()
+        self._touched = time.monotonic()
+        self._settled = float("-inf")
         self._enter()
         self._thread = threading.Thread(target=self._keep, name="bamboo-registration", daemon=True)
         self._thread.start()
+
+    def settled_for_seconds(self) -> float:
+        """How long this process has been in touch with the store without an interruption; 0 while it is not.
+
+        Infinite when there was none since the beginning. After an interruption other processes' leases may
+        have run out too, and these processes may be about to return: their absence proves nothing yet.
+        """
+        now = time.monotonic()
+        if now - self._touched > self._patience_seconds():
+            return 0.0
+        return now - self._settled
 
     def withdraw(self) -> None:
         """Remove the key now and stop keeping it; ``lost`` stays as it is. May be called twice.
@@ -53,7 +68,7 @@ class Registration:
         already = self._stopped.is_set()
         self._stopped.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(_JOIN_SECONDS)
         if not already:
             self._revoke()
 
@@ -80,13 +95,25 @@ class Registration:
                 return
             pause = self._lease_seconds / 3
 
+    def _patience_seconds(self) -> float:
+        """The longest time between two renewals that is no interruption (normal is a third of the lease)."""
+        return self._lease_seconds * 0.75
+
+    def _touch(self, *, interrupted: bool) -> None:
+        now = time.monotonic()
+        if interrupted or now - self._touched > self._patience_seconds():
+            self._settled = now
+        self._touched = now
+
     def _renew(self) -> bool:
         """Renew or come back; False when this process is to leave."""
         if self._store.keep_alive(self._lease):
+            self._touch(interrupted=False)
             return self._may_stay()
         if not self._may_return():
             return False
         self._enter()
+        self._touch(interrupted=True)
         logger.info("%s registered again after its lease was gone", self._key)
         return True
 

@@ -176,7 +176,14 @@ def find_etcd() -> str:
 
 def free_port(host: str) -> int:
     """A TCP port on ``host`` that was free a moment ago; the caller must cope with losing it to somebody else."""
+    return free_ports(host, count=1)[0]
+
+
+def free_ports(host: str, *, count: int) -> list[int]:
+    """So many different ports, each as :func:`free_port`; an empty host stands for all addresses."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket(family, socket.SOCK_STREAM)) for _ in range(count)]
+        for probe in probes:
+            probe.bind((host, 0))
+        return [int(probe.getsockname()[1]) for probe in probes]

@@ -96,7 +96,8 @@ def main(arguments: list[str]) -> None:
     descriptor, owner_pid, directory, *command = arguments
     channel = socket.socket(fileno=int(descriptor))
     detach()
-    os.environ.clear()  # ETCD_* variables of the user's own cluster would override the command line
+    for name in [name for name in os.environ if name.startswith("ETCD_")]:
+        del os.environ[name]  # those of the user's own cluster would override the command line
     try:
         owner = os.pidfd_open(int(owner_pid))
         keep(channel, owner, directory, command)

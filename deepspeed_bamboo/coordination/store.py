@@ -53,8 +53,13 @@ class KeyValueStore(Protocol):
     def put(self, key: str, value: str, *, lease: int | None = None) -> None:
         """Write; with a lease the key vanishes with it. Raises LeaseExpired when that is gone already."""
 
-    def compare_and_swap(self, key: str, value: str, *, revision: int, lease: int | None = None) -> bool:
-        """Write if the key is still at ``revision`` (0: absent); False if not. Raises LeaseExpired."""
+    def compare_and_swap(
+        self, key: str, value: str, *, revision: int, lease: int | None = None, guard: tuple[str, int] | None = None
+    ) -> bool:
+        """Write if the key is still at ``revision`` (0: absent); False if not. Raises LeaseExpired.
+
+        ``guard``: another key and the revision that it must be at, too.
+        """
 
     def delete(self, key: str) -> bool:
         """Remove ``key``; False when it was not there."""

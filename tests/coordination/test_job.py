@@ -184,7 +184,6 @@ def test_a_watcher_is_told_everything_that_is_and_that_changes(open_job: OpenJob
     job.publish_progress(1, "w0", {"step": 3})
     job.report_suspicion(1, reporter="w0", suspect="w9", reason="reset")
     job.mark_ended("w7", {"code": 0})
-    job.advance_generation(expected=0)
     registration.withdraw()
     agent.withdraw()
     job.finish({"digest": "d"})
@@ -198,7 +197,6 @@ def test_a_watcher_is_told_everything_that_is_and_that_changes(open_job: OpenJob
         Change("progress", worker="w0", epoch=1, value={"step": 3}),
         Change("suspicion", worker="w9", epoch=1, value={"reporter": "w0", "reason": "reset"}),
         Change("ended", worker="w7", value={"code": 0}),
-        Change("generation", value=1),
         Change("member", worker="w0"),
         Change("agent", worker="0"),
         Change("finished", value={"digest": "d"}),
@@ -238,18 +236,45 @@ def test_first_failure_and_first_summary_stand(open_job: OpenJob) -> None:
 def test_generations_go_up_once_however_many_ask(open_job: OpenJob) -> None:
     jobs = [open_job() for _ in range(4)]
     together = threading.Barrier(4)
-    seen: list[int] = []
+    answers: list[bool] = []
 
     def ask(job: JobCoordinator) -> None:
         together.wait()
-        seen.append(job.advance_generation(expected=0))
+        answers.append(job.advance_generation(expected=0))
 
     threads = [threading.Thread(target=ask, args=(job,)) for job in jobs]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert seen == [1, 1, 1, 1] and jobs[0].generation() == 1
+    assert answers == [True] * 4 and jobs[0].generation() == 1
+    told: Collector[Change] = Collector()
+    jobs[1].watch(told)
+    told.wait_for(lambda change: change.kind == "resync")
+    assert told.items[0] == Change("generation", value=1)
+
+
+def test_workers_are_started_again_only_before_the_first_epoch(open_job: OpenJob) -> None:
+    job = open_job()
+    job.propose(first_epoch(WORKERS), expected=None)
+    assert job.advance_generation(expected=0) is False
+    assert job.generation() == 0
+
+
+def test_a_generation_that_is_over_neither_counts_nor_makes_epochs(
+    open_store: Callable[[], KeyValueStore],
+) -> None:
+    name = unique_name()
+    old, new = (JobCoordinator(open_store(), job=name, generation=number) for number in (0, 1))
+    left_over = old.register(member("n-0-0"), lease_seconds=5)
+    assert old.advance_generation(expected=0) is True
+    registration = new.register(member("n-0-1"), lease_seconds=5)
+    assert old.propose(first_epoch(["n-0-0"]), expected=None) is False
+    assert set(new.members()) == {"n-0-1"} and set(old.members()) == {"n-0-0"}
+    assert set(JobCoordinator(open_store(), job=name).members()) == {"n-0-0", "n-0-1"}
+    assert new.propose(first_epoch(["n-0-1"]), expected=None) is True
+    left_over.withdraw()
+    registration.withdraw()
 
 
 def test_a_live_name_is_taken_and_a_dead_jobs_keys_are_removed(open_job: OpenJob) -> None:

@@ -60,6 +60,17 @@ def test_compare_and_swap_needs_the_right_revision(open_store: OpenStore, root: 
     assert entry is not None and entry.value == "two"
 
 
+def test_a_guard_must_hold_too(open_store: OpenStore, root: str) -> None:
+    store = open_store()
+    assert store.compare_and_swap(root + "a", "1", revision=0, guard=(root + "b", 7)) is False
+    assert store.compare_and_swap(root + "a", "1", revision=0, guard=(root + "b", 0)) is True
+    store.put(root + "b", "x")
+    guard = store.get(root + "b")
+    assert guard is not None
+    assert store.compare_and_swap(root + "c", "1", revision=0, guard=(root + "b", 0)) is False
+    assert store.compare_and_swap(root + "c", "1", revision=0, guard=(root + "b", guard.revision)) is True
+
+
 def test_of_many_swaps_at_once_one_wins(open_store: OpenStore, root: str) -> None:
     stores = [open_store() for _ in range(8)]
     together = threading.Barrier(len(stores))

@@ -1,0 +1,269 @@
+"""The agent of one launcher slot: starts a worker, notices its death at once, outlives it, ends with the job."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from deepspeed_bamboo.coordination import AgentRecord, Change, JobCoordinator, Registration
+from deepspeed_bamboo.elastic import decisions
+from deepspeed_bamboo.elastic.boot import Boot
+from deepspeed_bamboo.elastic.error_report import ErrorReport
+from deepspeed_bamboo.elastic.leftovers import remove_shared_memory, signal_session
+from deepspeed_bamboo.elastic.mailbox import Mailbox
+from deepspeed_bamboo.elastic.messenger import Messenger
+from deepspeed_bamboo.elastic.processes import DeathWatch
+from deepspeed_bamboo.elastic.rendezvous import LauncherRendezvous
+from deepspeed_bamboo.elastic.slot import Slot
+from deepspeed_bamboo.elastic.starting import QuietLogs, WorkerStarter
+from deepspeed_bamboo.elastic.supervisor import Supervisor
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_STOP_SECONDS = 3
+_EXIT_NEWS_SECONDS = 2.0
+_GOODBYE_SECONDS = 1.5
+_OTHERS_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """``lease_seconds``: coordinator.lease_seconds. ``hosts_coordinator``: others need this agent's etcd.
+
+    ``launchers``: the processes without which there is no reason to go on (see ``launcher_chain``).
+    """
+
+    lease_seconds: float = 3.0
+    hosts_coordinator: bool = False
+    launchers: tuple[int, ...] = ()
+
+
+class BambooElasticAgent(LocalElasticAgent):
+    """torch's local agent for one worker, with membership in the job's coordinator instead of a rendezvous.
+
+    What it takes from its base: process contexts, their supervision and shutdown, and the events that
+    are recorded about workers. What differs: it hears of everything through one queue (``mailbox.py``),
+    decides in one state machine (``supervisor.py``), and does not wait for the coordinator in its own
+    thread (``messenger.py``). Call :meth:`run` in the main thread; it returns when the job is over.
+    """
+
+    def __init__(
+        self,
+        slot: Slot,
+        boot: Boot,
+        *,
+        coordinator: JobCoordinator,
+        starter: WorkerStarter,
+        settings: AgentSettings,
+        on_all_present: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``on_all_present`` is called when every slot of the job has its agent."""
+        spec = WorkerSpec(
+            role="bamboo",
+            local_world_size=1,
+            rdzv_handler=LauncherRendezvous(slot, boot),
+            entrypoint=sys.executable,
+            max_restarts=0,
+        )
+        super().__init__(spec, QuietLogs(), shutdown_timeout=_STOP_SECONDS)
+        logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+        self._slot = slot
+        self._boot = boot
+        self._settings = settings
+        self._coordinator = coordinator
+        self._starter = starter
+        self._on_all_present = on_all_present
+        self._supervisor = Supervisor(slot, lease_seconds=settings.lease_seconds)
+        self._mailbox = Mailbox()
+        self._agents: set[str] = set()
+        self._worker = ""
+        self._generation = 0
+        self._report: ErrorReport | None = None
+        self._sessions: list[int] = []
+        self._exit_code: int | None = None
+        self._registration: Registration | None = None
+        self._messenger: Messenger | None = None
+        self._kept_signals = {number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
+
+    @property
+    def exit_code(self) -> int:
+        """What the slot's process should end with, after :meth:`run`."""
+        return 1 if self._exit_code is None else self._exit_code
+
+    # -- what the base class calls -----------------------------------------------------------------
+
+    def _invoke_run(self, role: str = "bamboo") -> RunResult:
+        registration = self._coordinator.register_agent(
+            AgentRecord(rank=self._slot.rank, node=self._slot.node, pid=os.getpid()),
+            lease_seconds=self._settings.lease_seconds,
+        )
+        self._registration = registration
+        self._messenger = Messenger(
+            self._coordinator, self._slot, registration, self._mailbox, lease_seconds=self._settings.lease_seconds
+        )
+        watch = self._coordinator.watch(self._on_change)
+        launchers = DeathWatch(self._settings.launchers, self._on_launcher_death)
+        self._take_signals()
+        try:
+            self._work()
+            self._say_goodbye()
+        finally:
+            launchers.stop()
+            watch.stop()
+            registration.withdraw()
+        state = WorkerState.SUCCEEDED if self.exit_code == 0 else WorkerState.FAILED
+        return RunResult(state=state, return_values={self._slot.rank: self.exit_code})
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """The launcher's ranks; the base class would ask the other agents through ``store``."""
+        rank, size = self._slot.rank, self._slot.world_size
+        return [Worker(0, global_rank=rank, role_rank=rank, world_size=size, role_world_size=size)]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._report = ErrorReport()
+        self._pcontext = self._starter.start(self._environment(self._report.path))
+        self._take_signals()  # starting has put handlers of torch's own in place
+        pid = self._pcontext.pids()[0]
+        self._sessions.append(pid)
+        worker = self._worker
+        DeathWatch([pid], lambda _: self._mailbox.put_call(lambda: self._collect(worker)))
+        return self._pcontext.pids()
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        self._perform(self._supervisor.start())
+        while self._exit_code is None:
+            event = self._mailbox.get()
+            self._perform(self._supervisor.handle(event))
+
+    def _perform(self, actions: Sequence[decisions.Action]) -> None:
+        for action in actions:
+            if isinstance(action, decisions.StartWorker):
+                self._start(action)
+            elif isinstance(action, decisions.KillWorker):
+                self._kill(signal.SIGKILL)
+            elif isinstance(action, decisions.EndWorker):
+                self._shutdown(signal.SIGTERM, timeout=_STOP_SECONDS)
+            elif isinstance(action, decisions.Say):
+                self._say(action.text)
+            elif isinstance(action, decisions.WakeAfter):
+                self._mailbox.put_later(decisions.Woken(action.reason), after_seconds=action.seconds)
+            elif isinstance(action, decisions.Leave):
+                self._exit_code = action.code
+            elif self._messenger is not None:
+                self._messenger.send(action)
+
+    def _start(self, action: decisions.StartWorker) -> None:
+        self._worker, self._generation = action.worker, action.generation
+        try:
+            self._initialize_workers(self._worker_group)
+        except SignalException as interruption:
+            # Between torch's handlers and this agent's own; a half-started worker dies with this process.
+            self._take_signals()
+            self._mailbox.put(decisions.Signalled(int(interruption.sigval)))
+
+    def _collect(self, worker: str) -> decisions.Event:
+        """The worker's process has ended: what with, and what it left."""
+        result = None if self._pcontext is None else self._pcontext.wait(_EXIT_NEWS_SECONDS, period=0.002)
+        failure = None if result is None else result.failures.get(0)
+        code = failure.exitcode if failure is not None else (0 if result is not None else -int(signal.SIGKILL))
+        text = "" if self._report is None else self._report.read()
+        if self._report is not None:
+            self._report.close()
+            self._report = None
+        pid = self._sessions[-1]
+        if code != 0:
+            signal_session(pid, signal.SIGTERM)
+        port = self._boot.master_ports[self._generation]
+        remove_shared_memory(worker_pid=pid, rank=self._slot.rank, master_addr=self._boot.master_addr, master_port=port)
+        return decisions.WorkerExited(worker, code, text)
+
+    def _kill(self, number: signal.Signals) -> None:
+        for pid in () if self._pcontext is None else self._pcontext.pids().values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    # -- what is heard, from other threads ---------------------------------------------------------
+
+    def _on_change(self, change: Change) -> None:
+        if change.kind == "agent":
+            (self._agents.discard if change.value is None else self._agents.add)(change.worker)
+            if len(self._agents) >= self._slot.world_size:
+                self._on_all_present()
+        self._mailbox.put(decisions.Changed(change))
+
+    def _on_launcher_death(self, pid: int) -> None:
+        self._mailbox.put(decisions.LauncherGone(command=pid != self._settings.launchers[0]))
+
+    def _take_signals(self) -> None:
+        """Hear the signals that end a program, except those that this process was started to ignore."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in _SIGNALS:
+            kept = number in self._kept_signals
+            signal.signal(number, self._on_signal if kept else signal.SIG_IGN)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._mailbox.put(decisions.Signalled(number))
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def _say_goodbye(self) -> None:
+        """Nothing of the worker stays, the others are told, and whoever is last removes the job's keys."""
+        for session in self._sessions:
+            if self.exit_code != 0:
+                signal_session(session, signal.SIGKILL)
+        if self._messenger is not None:
+            self._messenger.stop(within_seconds=_GOODBYE_SECONDS)
+        if self._registration is not None:
+            self._registration.withdraw()
+        if self._settings.hosts_coordinator:
+            self._wait_for_others()
+        Messenger.clean_up_if_last(self._coordinator)
+
+    def _wait_for_others(self) -> None:
+        """They need the coordinator until they have left: for as long as they like if all went well."""
+        patience = float("inf") if self._supervisor.finished and self.exit_code == 0 else _OTHERS_SECONDS
+        own = str(self._slot.rank)
+        self._mailbox.wait_until(
+            lambda event: not self._agents - {own} or isinstance(event, decisions.Signalled | decisions.LauncherGone),
+            within_seconds=patience,
+        )
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _environment(self, error_file: str) -> dict[str, str]:
+        slot, boot = self._slot, self._boot
+        return {
+            "RANK": str(slot.rank),
+            "LOCAL_RANK": str(slot.local_rank),
+            "WORLD_SIZE": str(slot.world_size),
+            "LOCAL_WORLD_SIZE": str(slot.local_world_size),
+            "MASTER_ADDR": boot.master_addr,
+            "MASTER_PORT": str(boot.master_ports[self._generation]),
+            "BAMBOO_JOB": boot.job,
+            "BAMBOO_ENDPOINTS": ",".join(boot.endpoints),
+            "BAMBOO_PREFIX": boot.prefix,
+            "BAMBOO_WORKER": self._worker,
+            "BAMBOO_GENERATION": str(self._generation),
+            "BAMBOO_NODE": slot.node,
+            "BAMBOO_ZONE": slot.zone,
+            "BAMBOO_AGENT_PID": str(os.getpid()),
+            "BAMBOO_ERROR_FILE": error_file,
+        }
+
+    def _say(self, text: str) -> None:
+        print(f"[bamboo rank {self._slot.rank}] {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,84 @@
+"""What a worker process runs before and around its real entry point.
+
+``python -u -m deepspeed_bamboo.elastic.bootstrap MODULE ARGUMENTS...`` is ``python -u -m MODULE
+ARGUMENTS...``, except that the process ends with its agent, that an uncaught exception is handed to
+the agent (which prints it, naming worker and rank) instead of being printed here, and that a process
+which failed cannot linger in its exit handlers.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+
+from deepspeed_bamboo.elastic.error_report import write_report
+from deepspeed_bamboo.elastic.orphans import die_with_agent
+
+_LINGER_SECONDS = 2.0
+
+
+def main() -> None:
+    """Run the module named on the command line. Ends the process as that module would."""
+    if len(sys.argv) < 2:
+        raise SystemExit("usage: python -m deepspeed_bamboo.elastic.bootstrap MODULE ARGUMENTS...")
+    del sys.argv[0]
+    module = sys.argv[0]
+    sys.exit(guarded(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True)))
+
+
+def guarded(function: Callable[[], object]) -> int:
+    """Call ``function``; returns the exit code that the process should end with.
+
+    When that is not 0, the process will end within two seconds even if an exit handler or a thread
+    that is no daemon hangs, because its peers wait for news of it.
+    """
+    die_with_agent()
+    code = _call(function)
+    if code != 0:
+        timer = threading.Timer(_LINGER_SECONDS, os._exit, args=(code,))
+        timer.daemon = True
+        timer.start()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def _call(function: Callable[[], object]) -> int:
+    try:
+        function()
+    except SystemExit as leaving:
+        if leaving.code is None or isinstance(leaving.code, int):
+            return leaving.code or 0
+        _report(f"{leaving.code}\n")
+        return 1
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)  # so that the agent sees what it was
+    except BaseException as error:  # noqa: BLE001 - the user's bug, whatever it is: handed on, then the process ends
+        _report("".join(traceback.format_exception(type(error), error, _of_the_user(error.__traceback__))))
+        return 1
+    return 0
+
+
+def _report(text: str) -> None:
+    if not write_report(text):
+        sys.stderr.write(text)
+
+
+def _of_the_user(trace: TracebackType | None) -> TracebackType | None:
+    """``trace`` without the frames that led to the script, if anything is left then."""
+    machinery = (__file__, runpy.__file__, "<frozen runpy>")
+    rest = trace
+    while rest is not None and rest.tb_frame.f_code.co_filename in machinery:
+        rest = rest.tb_next
+    return rest if rest is not None else trace
+
+
+if __name__ == "__main__":
+    main()

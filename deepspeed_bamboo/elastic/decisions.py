@@ -1,0 +1,194 @@
+"""What an agent can hear, and what it can decide to do about it."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from deepspeed_bamboo.coordination import Change, EpochRecord, JobFailure
+from deepspeed_bamboo.core.placement import WorkerId
+
+# -- events ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WorkerExited:
+    """The own worker has ended. ``code`` is negative for a signal; ``report`` is its traceback, if it wrote one."""
+
+    worker: WorkerId
+    code: int
+    report: str
+
+
+@dataclass(frozen=True)
+class Changed:
+    """Something changed in the job."""
+
+    change: Change
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """This agent was sent a signal."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class LauncherGone:
+    """The launcher has ended. ``command``: it was the ``deepspeed`` command itself, not a node's launcher."""
+
+    command: bool
+
+
+@dataclass(frozen=True)
+class LossSettled:
+    """A reported loss was answered: by an epoch, or (None) by starting the workers again or ending the job."""
+
+    workers: tuple[WorkerId, ...]
+    epoch: EpochRecord | None
+
+
+@dataclass(frozen=True)
+class FailureRecorded:
+    """``failure`` was offered as the reason for the job's end, and is (``first``) or is not that reason.
+
+    When the coordinator could not be asked in time it is ``first``: this agent acts on what it knows.
+    """
+
+    failure: JobFailure
+    first: bool
+
+
+@dataclass(frozen=True)
+class Woken:
+    """The time asked for with WakeAfter is over."""
+
+    reason: str
+
+
+Event = WorkerExited | Changed | Signalled | LauncherGone | LossSettled | FailureRecorded | Woken
+
+# -- actions ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StartWorker:
+    """Start a worker of this generation, with the id ``worker``."""
+
+    worker: WorkerId
+    generation: int
+
+
+@dataclass(frozen=True)
+class KillWorker:
+    """SIGKILL to the own worker, at once."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class EndWorker:
+    """SIGTERM to the own worker, SIGKILL when it is still there a few seconds later."""
+
+
+@dataclass(frozen=True)
+class ReportLoss:
+    """Make the next epoch without ``worker``, which is certainly gone, and remove its key."""
+
+    worker: WorkerId
+    reason: str
+    generation: int
+
+
+@dataclass(frozen=True)
+class CheckVanished:
+    """The key of ``worker`` is gone: find out whether that means a loss, and if so report it."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True)
+class CheckSuspect:
+    """``reporter`` cannot talk to ``worker``: find out whether its process is gone, and if so report the loss."""
+
+    worker: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True)
+class MarkEnded:
+    """Record that ``worker`` ended its script well, and remove its key."""
+
+    worker: WorkerId
+    generation: int
+
+
+@dataclass(frozen=True)
+class Withdraw:
+    """Remove the key of ``worker``, whose process is gone, without a loss."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True)
+class Fail:
+    """Offer ``failure`` as the reason for the job's end."""
+
+    failure: JobFailure
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Record that the job is complete."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Say:
+    """Tell the user."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class WakeAfter:
+    """Hear Woken(reason) in so many seconds."""
+
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Leave:
+    """End this agent with ``code``."""
+
+    code: int
+
+
+Action = (
+    StartWorker
+    | KillWorker
+    | EndWorker
+    | ReportLoss
+    | CheckVanished
+    | CheckSuspect
+    | MarkEnded
+    | Withdraw
+    | Fail
+    | Finish
+    | Say
+    | WakeAfter
+    | Leave
+)
+
+
+def how_it_ended(code: int) -> str:
+    """``code`` of a process in words."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

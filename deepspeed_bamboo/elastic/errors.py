@@ -1,0 +1,17 @@
+"""What can go wrong between a launcher's slot and its worker.
+
+LaunchError (ConfigError)    this slot cannot start; the message says what to change
+└── ExchangeError            the slots of one job did not find each other
+"""
+
+from __future__ import annotations
+
+from deepspeed_bamboo.errors import ConfigError
+
+
+class LaunchError(ConfigError):
+    """The command line, the environment or the machine does not allow this slot to start."""
+
+
+class ExchangeError(LaunchError):
+    """Rank 0's news about how to reach the coordinator did not reach this slot, or could not be given."""

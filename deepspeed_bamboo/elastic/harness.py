@@ -1,0 +1,253 @@
+"""One simulated machine: agents and workers as forks, for tests and fault sweeps. A run takes milliseconds to start.
+
+    with ForkServer(PRELOAD) as server:
+        with Machine(server, worker_main, workers=4) as machine:
+            machine.kill_worker(2)
+            outcome = machine.wait(within_seconds=60)
+
+``worker_main(argv)`` is a function at the top level of an importable module; what it returns or raises
+ends its worker as a script's end or exception would.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobCoordinator, parse_endpoints
+from deepspeed_bamboo.coordination.etcd import EtcdStore
+from deepspeed_bamboo.coordination.server import PrivateEtcd, free_ports
+from deepspeed_bamboo.elastic.boot import Boot
+from deepspeed_bamboo.elastic.errors import LaunchError
+from deepspeed_bamboo.elastic.fork_server import ForkedProcess, ForkRequest, ForkServer, reference
+from deepspeed_bamboo.elastic.slot import Slot, key_part
+from deepspeed_bamboo.elastic.supervisor import MAX_RESTARTS
+
+# What agents and workers need, by name: this part of the package does not import deepspeed.
+PRELOAD = (
+    "deepspeed",
+    "deepspeed_bamboo.coordination",
+    "deepspeed_bamboo.elastic.agent",
+    "deepspeed_bamboo.elastic.bootstrap",
+    "deepspeed_bamboo.elastic.forked_worker",
+)
+
+WorkerMain = Callable[[list[str]], Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: agents' exit codes (None: still running at the time limit) and what each slot printed."""
+
+    exit_codes: dict[int, int | None]
+    outputs: dict[int, str]
+    seconds: float
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether some agent had not ended in time."""
+        return None in self.exit_codes.values()
+
+    @property
+    def output(self) -> str:
+        """All that was printed, slot by slot."""
+        return "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in self.outputs.items())
+
+
+class Machine:
+    """Slots of one machine with their agents. Leaving the ``with`` block ends whatever still runs."""
+
+    def __init__(
+        self,
+        server: ForkServer,
+        worker_main: WorkerMain,
+        *,
+        workers: int = 4,
+        argv: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        endpoints: Sequence[str] = (),
+        job: str | None = None,
+        lease_seconds: float = 3.0,
+    ) -> None:
+        """Start. ``environment`` is added to that of agents and workers; without ``endpoints`` an etcd is started.
+
+        Give the same ``endpoints`` and no ``job`` to many machines, one after the other, to save that time.
+        """
+        self.job = job or f"run-{os.getpid()}-{time.monotonic_ns()}"
+        self._workers = workers
+        self._etcd = None if endpoints else PrivateEtcd()
+        self.endpoints = tuple(endpoints) if self._etcd is None else (str(self._etcd.endpoint),)
+        self._folder = Path(tempfile.mkdtemp(prefix="bamboo-machine-"))
+        self._store: EtcdStore | None = None
+        self._agents: dict[int, ForkedProcess] = {}
+        self._started = time.monotonic()
+        boot = Boot(
+            job=self.job,
+            prefix="/deepspeed_bamboo",
+            endpoints=self.endpoints,
+            master_addr="127.0.0.1",
+            master_ports=tuple(free_ports("127.0.0.1", count=MAX_RESTARTS + 1)),
+        )
+        try:
+            for rank in range(workers):
+                plan = self._plan(rank, boot, server, worker_main, argv, lease_seconds)
+                self._agents[rank] = server.fork(
+                    ForkRequest(
+                        target=reference(agent_main),
+                        arguments=(plan,),
+                        environment=dict(environment or {}),
+                        output=str(self._output(rank)),
+                    )
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Machine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def etcd(self) -> PrivateEtcd:
+        """The machine's own etcd. Raises LaunchError when it was given endpoints."""
+        if self._etcd is None:
+            raise LaunchError("this machine uses the endpoints it was given and has no etcd of its own")
+        return self._etcd
+
+    @property
+    def coordinator(self) -> JobCoordinator:
+        """A coordinator of the job, for looking at it."""
+        if self._store is None:
+            self._store = EtcdStore(parse_endpoints(self.endpoints))
+        return JobCoordinator(self._store, job=self.job)
+
+    @property
+    def agent_pids(self) -> dict[int, int]:
+        """The agents' processes by rank."""
+        return {rank: agent.pid for rank, agent in self._agents.items()}
+
+    def worker_pid(self, rank: int, *, generation: int = 0, within_seconds: float = 30.0) -> int:
+        """The process of a rank's worker, once it is started. Raises LaunchError when it is not in time."""
+        file = self._pid_file(rank)
+        deadline = time.monotonic() + within_seconds
+        while time.monotonic() < deadline:
+            lines = file.read_text(encoding="utf-8").split() if file.exists() else []
+            if len(lines) > generation:
+                return int(lines[generation])
+            time.sleep(0.002)
+        raise LaunchError(f"rank {rank} has no worker of generation {generation}:\n{self.output(rank)}")
+
+    def kill_worker(self, rank: int, number: int = signal.SIGKILL, *, generation: int = 0) -> float:
+        """Send ``number`` to a rank's worker; returns the time (monotonic) just before."""
+        pid = self.worker_pid(rank, generation=generation)
+        now = time.monotonic()
+        os.kill(pid, number)
+        return now
+
+    def signal_agent(self, rank: int, number: int) -> None:
+        """Send ``number`` to a rank's agent."""
+        self._agents[rank].signal(number)
+
+    def output(self, rank: int) -> str:
+        """What agent and worker of a rank have printed so far."""
+        file = self._output(rank)
+        return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+
+    def wait(self, *, within_seconds: float) -> Outcome:
+        """Wait for all agents to end, for no longer than that; then look."""
+        deadline = time.monotonic() + within_seconds
+        codes = {
+            rank: agent.exit_code(within_seconds=max(0.0, deadline - time.monotonic()))
+            for rank, agent in self._agents.items()
+        }
+        seconds = time.monotonic() - self._started
+        return Outcome(codes, {rank: self.output(rank) for rank in self._agents}, seconds)
+
+    def close(self) -> None:
+        """Kill what still runs and remove what was made."""
+        for agent in self._agents.values():
+            agent.abandon()
+        if self._store is not None:
+            self._remove_keys(self._store)
+            self._store.close()
+            self._store = None
+        if self._etcd is not None:
+            self._etcd.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _remove_keys(self, store: EtcdStore) -> None:
+        try:
+            JobCoordinator(store, job=self.job).clean_up()
+        except CoordinatorUnavailable:
+            return  # the test has ended the server
+
+    def _plan(
+        self, rank: int, boot: Boot, server: ForkServer, worker_main: WorkerMain, argv: Sequence[str], lease: float
+    ) -> dict[str, Any]:
+        slot = Slot(
+            rank=rank,
+            local_rank=rank,
+            world_size=self._workers,
+            local_world_size=self._workers,
+            node=key_part(socket.gethostname()),
+            zone="unknown",
+            master_addr=boot.master_addr,
+            master_port=boot.master_ports[0],
+        )
+        return {
+            "slot": vars(slot),
+            "boot": boot.to_json(),
+            "server": server.address,
+            "target": reference(worker_main),
+            "argv": list(argv),
+            "output": str(self._output(rank)),
+            "pid_file": str(self._pid_file(rank)),
+            "lease_seconds": lease,
+            "launcher": os.getpid(),
+        }
+
+    def _output(self, rank: int) -> Path:
+        return self._folder / f"output-{rank}"
+
+    def _pid_file(self, rank: int) -> Path:
+        return self._folder / f"pids-{rank}"
+
+
+def agent_main(plan: dict[str, Any]) -> int:
+    """In an agent's process: be the agent that ``plan`` describes. Returns its exit code."""
+    from deepspeed_bamboo.elastic.agent import AgentSettings, BambooElasticAgent
+    from deepspeed_bamboo.elastic.forked_worker import ForkStarter
+
+    boot = Boot.from_json(plan["boot"])
+    store = EtcdStore(parse_endpoints(boot.endpoints), call_timeout_seconds=1.0, attempt_timeout_seconds=0.5)
+    agent = BambooElasticAgent(
+        Slot(**plan["slot"]),
+        boot,
+        coordinator=JobCoordinator(store, job=boot.job, prefix=boot.prefix),
+        starter=ForkStarter(
+            plan["server"],
+            target=plan["target"],
+            arguments=plan["argv"],
+            output=plan["output"],
+            pid_file=plan["pid_file"],
+        ),
+        settings=AgentSettings(lease_seconds=plan["lease_seconds"], launchers=(plan["launcher"],)),
+    )
+    try:
+        agent.run()
+    finally:
+        store.close()
+    return agent.exit_code

@@ -1,0 +1,68 @@
+"""Turning what an agent believes to be a loss into what the job agrees on."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from enum import Enum
+
+from deepspeed_bamboo.coordination import EpochRecord, JobCoordinator, JobFailure, Member, NoEpoch
+from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.elastic.supervisor import MAX_RESTARTS
+
+_PROBE_SECONDS = 1.0
+
+
+def settle_loss(
+    coordinator: JobCoordinator, worker: WorkerId, *, reason: str, generation: int, proposer: str
+) -> EpochRecord | None:
+    """Have the job go on without ``worker``, whose process is certainly gone; and remove its key.
+
+    Returns the epoch that does, or None when there is nothing to go on from: before the first epoch
+    nothing is trained, so all workers start again, a few times; a fatal loss ends the job.
+    Raises CoordinatorUnavailable; then it may be called again.
+    """
+    epoch = _propose_or_start_again(coordinator, worker, reason=reason, generation=generation, proposer=proposer)
+    coordinator.withdraw(worker)
+    return epoch if epoch is not None and worker not in epoch.members else None
+
+
+def _propose_or_start_again(
+    coordinator: JobCoordinator, worker: WorkerId, *, reason: str, generation: int, proposer: str
+) -> EpochRecord | None:
+    while True:
+        try:
+            return coordinator.propose_loss([worker], reason=f"{worker}: {reason}", proposer=proposer)
+        except NoEpoch:
+            if generation >= MAX_RESTARTS:
+                message = (
+                    f"worker {worker} was lost before training began ({reason}), as in each of the {MAX_RESTARTS} "
+                    f"attempts before; look at its output, and at this machine's memory and devices"
+                )
+                coordinator.fail(JobFailure(worker=worker, kind="fatal_loss", message=message, traceback=""))
+                return None
+            if coordinator.advance_generation(expected=generation):
+                return None
+
+
+class Presence(Enum):
+    """What a look at another worker's process has shown."""
+
+    GONE = "gone"
+    UNKNOWN = "unknown"
+
+
+def probe(member: Member) -> Presence:
+    """Whether the process behind ``member`` is certainly gone.
+
+    Its machine refuses connections to its store's port when nobody listens there any more. Whatever
+    else happens (accepted, no answer at all, no route) proves nothing: a stopped process accepts.
+    """
+    family = socket.AF_INET6 if ":" in member.address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_PROBE_SECONDS)
+        try:
+            code = connection.connect_ex((member.address, member.store_port))
+        except OSError:
+            return Presence.UNKNOWN
+    return Presence.GONE if code == errno.ECONNREFUSED else Presence.UNKNOWN

@@ -1,0 +1,146 @@
+"""Carries out an agent's decisions that need the coordinator, without making the agent wait for it."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from deepspeed_bamboo.coordination import (
+    CoordinatorUnavailable,
+    EpochRecord,
+    JobCoordinator,
+    JobFailure,
+    Registration,
+)
+from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.elastic import decisions
+from deepspeed_bamboo.elastic.courier import Courier, Errand
+from deepspeed_bamboo.elastic.losses import Presence, probe, settle_loss
+from deepspeed_bamboo.elastic.mailbox import Mailbox
+from deepspeed_bamboo.elastic.slot import Slot
+
+logger = logging.getLogger(__name__)
+
+_AS_LONG_AS_IT_TAKES = float("inf")
+_FAILURE_SECONDS = 2.0
+_ENDED_SECONDS = 30.0
+_SETTLING_SECONDS = 1.0
+
+
+class Messenger:
+    """Two couriers: one for who is lost, which may have to wait for the end of an outage, one for how it ends."""
+
+    def __init__(
+        self,
+        coordinator: JobCoordinator,
+        slot: Slot,
+        registration: Registration,
+        mailbox: Mailbox,
+        *,
+        lease_seconds: float,
+    ) -> None:
+        """``registration`` is the agent's own: it tells whether the coordinator was out of reach lately."""
+        self._coordinator = coordinator
+        self._slot = slot
+        self._registration = registration
+        self._mailbox = mailbox
+        self._lease_seconds = lease_seconds
+        self._proposer = f"agent of rank {slot.rank}"
+        self._losses = Courier()
+        self._endings = Courier()
+
+    def send(self, action: decisions.Action) -> None:
+        """Have ``action`` carried out; returns at once. What comes of it arrives in the mailbox."""
+        if isinstance(action, decisions.ReportLoss):
+            self._losses.send(Errand(f"loss of {action.worker}", lambda: self._report(action), _AS_LONG_AS_IT_TAKES))
+        elif isinstance(action, decisions.CheckVanished):
+            self._losses.send(Errand(f"check of {action.worker}", lambda: self._check(action), _AS_LONG_AS_IT_TAKES))
+        elif isinstance(action, decisions.CheckSuspect):
+            self._losses.send(Errand(f"probe of {action.worker}", lambda: self._probe(action), _AS_LONG_AS_IT_TAKES))
+        elif isinstance(action, decisions.MarkEnded):
+            self._endings.send(Errand(f"end of {action.worker}", lambda: self._mark_ended(action), _ENDED_SECONDS))
+        elif isinstance(action, decisions.Withdraw):
+            worker = action.worker
+            self._endings.send(Errand(f"key of {worker}", lambda: self._coordinator.withdraw(worker), _ENDED_SECONDS))
+        elif isinstance(action, decisions.Finish):
+            summary = {"reason": action.reason}
+            self._endings.send(Errand("finish", lambda: self._coordinator.finish(summary), _ENDED_SECONDS))
+        elif isinstance(action, decisions.Fail):
+            failure = action.failure
+            self._endings.send(
+                Errand("failure", lambda: self._fail(failure), _FAILURE_SECONDS, lambda: self._recorded(failure))
+            )
+
+    def stop(self, *, within_seconds: float) -> None:
+        """Deliver what there is to deliver, as far as that is possible in time."""
+        deadline = time.monotonic() + within_seconds
+        for courier in (self._losses, self._endings):
+            courier.stop(within_seconds=max(0.0, deadline - time.monotonic()))
+
+    @staticmethod
+    def clean_up_if_last(coordinator: JobCoordinator) -> None:
+        """Remove the job's keys when no other agent is left to need them."""
+        try:
+            if not coordinator.agents():
+                coordinator.clean_up()
+        except CoordinatorUnavailable as error:
+            logger.info("keys of job %s left behind: %s", coordinator.job, error)
+
+    def _report(self, action: decisions.ReportLoss) -> None:
+        epoch = settle_loss(
+            self._coordinator,
+            action.worker,
+            reason=action.reason,
+            generation=action.generation,
+            proposer=self._proposer,
+        )
+        self._settled(action.worker, epoch)
+
+    def _check(self, action: decisions.CheckVanished) -> None:
+        """A key that is gone means a loss, unless keys went because the store was out of reach or lost its data.
+
+        Then everybody gets the time of a lease to come back.
+        """
+        grace = self._lease_seconds + _SETTLING_SECONDS
+        settled = self._registration.settled_for_seconds()
+        if settled < grace or self._slot.rank not in self._coordinator.agents():
+            logger.info("the coordinator was out of reach; %s gets %.1f s to return", action.worker, grace)
+            self._mailbox.put_later(decisions.Woken("absent"), after_seconds=max(0.1, grace - settled))
+            return
+        if action.worker in self._coordinator.members():
+            return
+        self._propose(action.worker, f"no sign of life for {self._lease_seconds:g} s")
+
+    def _probe(self, action: decisions.CheckSuspect) -> None:
+        member = self._coordinator.members().get(action.worker)
+        if member is not None and probe(member) is Presence.GONE:
+            self._propose(action.worker, f"{action.reason}; its machine refuses connections to it")
+
+    def _propose(self, worker: WorkerId, reason: str) -> None:
+        before = self._coordinator.epoch()
+        if before is None or worker not in before.members:
+            return
+        epoch = self._coordinator.propose_loss([worker], reason=f"{worker}: {reason}", proposer=self._proposer)
+        self._coordinator.withdraw(worker)
+        if epoch.proposer == self._proposer and worker in epoch.lost:
+            self._settled(worker, epoch)
+
+    def _settled(self, worker: WorkerId, epoch: EpochRecord | None) -> None:
+        self._mailbox.put(decisions.LossSettled((worker,), epoch))
+
+    def _mark_ended(self, action: decisions.MarkEnded) -> None:
+        self._coordinator.mark_ended(action.worker, {"generation": action.generation})
+        self._coordinator.withdraw(action.worker)
+
+    def _fail(self, failure: JobFailure) -> None:
+        if failure.kind == "user_error" and self._is_starting_again(failure.worker):
+            self._mailbox.put(decisions.FailureRecorded(failure, first=False))
+        else:
+            self._mailbox.put(decisions.FailureRecorded(failure, first=self._coordinator.fail(failure)))
+
+    def _is_starting_again(self, worker: WorkerId) -> bool:
+        """Whether ``worker`` failed only because another was lost before there was an epoch."""
+        return not worker.endswith(f"-{self._coordinator.generation()}")
+
+    def _recorded(self, failure: JobFailure) -> None:
+        self._mailbox.put(decisions.FailureRecorded(failure, first=True))

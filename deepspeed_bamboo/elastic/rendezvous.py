@@ -1,0 +1,43 @@
+"""The rendezvous that torch's agents insist on. The launcher has settled it all: ranks never change here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from deepspeed_bamboo.elastic.boot import Boot
+from deepspeed_bamboo.elastic.slot import Slot
+
+
+class LauncherRendezvous(RendezvousHandler):
+    """Membership lives in the coordinator; this only repeats what the slot and rank 0's news say."""
+
+    def __init__(self, slot: Slot, boot: Boot) -> None:
+        self._slot = slot
+        self._boot = boot
+
+    def get_backend(self) -> str:
+        return "bamboo"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """The slot's rank, and where the workers of the first attempt meet. There is no agents' store."""
+        no_store: Any = None
+        meeting = RendezvousStoreInfo(self._boot.master_addr, self._boot.master_ports[0])
+        return RendezvousInfo(no_store, self._slot.rank, self._slot.world_size, meeting)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to close."""
+
+    def num_nodes_waiting(self) -> int:
+        """Always 0: who joins is decided in the coordinator, and restarts nobody."""
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._boot.job
+
+    def shutdown(self) -> bool:
+        return True

@@ -1,0 +1,346 @@
+"""What an agent does about what it hears: a state machine without clock, process or network.
+
+Every decision is made here and explains itself in the reason it carries. The agent (``agent.py``)
+feeds it events one by one and carries out the actions it returns, in order.
+"""
+
+from __future__ import annotations
+
+import signal
+from enum import Enum
+
+from deepspeed_bamboo.coordination import Change, EpochRecord, JobFailure, Member
+from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.elastic.decisions import (
+    Action,
+    Changed,
+    CheckSuspect,
+    CheckVanished,
+    EndWorker,
+    Event,
+    Fail,
+    FailureRecorded,
+    Finish,
+    KillWorker,
+    LauncherGone,
+    Leave,
+    LossSettled,
+    MarkEnded,
+    ReportLoss,
+    Say,
+    Signalled,
+    StartWorker,
+    WakeAfter,
+    Withdraw,
+    Woken,
+    WorkerExited,
+    how_it_ended,
+)
+from deepspeed_bamboo.elastic.error_report import last_line
+from deepspeed_bamboo.elastic.slot import Slot
+
+MAX_RESTARTS = 3
+
+# Whoever signals a process tree reaches the worker a moment before its agent.
+_SIGNALS_OF_THE_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+_WAIT_FOR_OWN_SIGNAL_SECONDS = 0.3
+_WAIT_FOR_FAILURE_SECONDS = 2.0
+_EXIT_JOB_FAILED = 3  # a worker's own code for: the job failed elsewhere
+
+
+class Own(Enum):
+    """What became of the own worker."""
+
+    RUNNING = "running"
+    UNEXPLAINED = "unexplained"  # gone; what for is about to be known
+    REPLACED = "replaced"  # killed, to be started again
+    ENDING = "ending"  # told to end, because the job ends
+    ENDED = "ended"  # its script is over, without an error
+    LOST = "lost"  # gone as a lost node
+    FAILED = "failed"  # its script raised
+
+
+class Supervisor:
+    """The state of one slot and what it knows of its job."""
+
+    def __init__(self, slot: Slot, *, lease_seconds: float) -> None:
+        self._slot = slot
+        self._lease_seconds = lease_seconds
+        self._generation = 0
+        self._next_generation = 0
+        self._own = Own.RUNNING
+        self._exit: WorkerExited | None = None  # of an unexplained end
+        self._epoch: EpochRecord | None = None
+        self._was_member = False
+        self._members: dict[WorkerId, Member] = {}
+        self._ended: dict[WorkerId, int] = {}  # -> generation
+        self._failure: JobFailure | None = None
+        self._finished = False
+        self._offered: JobFailure | None = None  # the failure that this agent wants recorded, or has recorded
+        self._offer_pending = False
+        self._code_if_interrupted = 1
+        self._leaves_alone = False
+        self._left = False
+
+    @property
+    def worker(self) -> WorkerId:
+        """The id of the current worker."""
+        return self._slot.worker(generation=self._generation)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the job is complete."""
+        return self._finished
+
+    def start(self) -> list[Action]:
+        """The first thing to do."""
+        return [StartWorker(self.worker, self._generation)]
+
+    def handle(self, event: Event) -> list[Action]:
+        """What to do now. Nothing any more once it has returned a Leave."""
+        if self._left:
+            return []
+        if isinstance(event, WorkerExited):
+            actions = self._on_exit(event)
+        elif isinstance(event, Changed):
+            actions = self._on_change(event.change)
+        elif isinstance(event, Signalled):
+            actions = self._on_signal(event.number)
+        elif isinstance(event, LauncherGone):
+            actions = self._on_launcher_gone(event)
+        elif isinstance(event, LossSettled):
+            actions = self._on_loss_settled(event)
+        elif isinstance(event, FailureRecorded):
+            actions = self._on_failure_recorded(event)
+        else:
+            actions = self._on_woken(event)
+        return actions + self._leave_if_done()
+
+    # -- the own worker ----------------------------------------------------------------------------
+
+    def _on_exit(self, event: WorkerExited) -> list[Action]:
+        if event.worker != self.worker or self._own not in (Own.RUNNING, Own.ENDING, Own.REPLACED):
+            return []
+        if self._own is Own.REPLACED:
+            return [Withdraw(event.worker), *self._start_again()]
+        if self._own is Own.ENDING or self._failure is not None:
+            self._own = Own.LOST
+            return [Withdraw(event.worker)]
+        if event.code == 0:
+            return self._on_end_of_script(event)
+        if self._was_expelled():
+            self._own = Own.LOST
+            return [Withdraw(event.worker)]
+        if event.code < 0 and self._finished:
+            return [
+                Say(f"worker {event.worker} {how_it_ended(event.code)} after the job was complete"),
+                *self._on_end_of_script(event),
+            ]
+        if event.code < 0 and -event.code in _SIGNALS_OF_THE_END:
+            return self._wait_for_explanation(event, _WAIT_FOR_OWN_SIGNAL_SECONDS)
+        if event.code == _EXIT_JOB_FAILED and not event.report:
+            return self._wait_for_explanation(event, _WAIT_FOR_FAILURE_SECONDS)
+        return self._conclude(event)
+
+    def _wait_for_explanation(self, event: WorkerExited, seconds: float) -> list[Action]:
+        self._own, self._exit = Own.UNEXPLAINED, event
+        return [WakeAfter(seconds, "explanation")]
+
+    def _conclude(self, event: WorkerExited) -> list[Action]:
+        """Take the exit for what it looks like: a signal is a lost node, everything else the script's own error."""
+        if event.code < 0:
+            self._own = Own.LOST
+            return [ReportLoss(event.worker, f"its process {how_it_ended(event.code)}", self._generation)]
+        self._own = Own.FAILED
+        report = event.report or f"(no traceback: the process {how_it_ended(event.code)})"
+        message = f"worker {event.worker} (rank {self._slot.rank}) {how_it_ended(event.code)}: {last_line(report)}"
+        failure = JobFailure(worker=event.worker, kind="user_error", message=message, traceback=report)
+        return self._offer(failure)
+
+    def _on_end_of_script(self, event: WorkerExited) -> list[Action]:
+        self._own = Own.ENDED
+        return [MarkEnded(event.worker, self._generation)]
+
+    def _was_expelled(self) -> bool:
+        return self._was_member and self._epoch is not None and self.worker not in self._epoch.members
+
+    # -- the job -----------------------------------------------------------------------------------
+
+    def _on_change(self, change: Change) -> list[Action]:
+        if change.kind == "epoch" and isinstance(change.value, EpochRecord):
+            return self._on_epoch(change.value)
+        if change.kind == "member":
+            return self._on_member(change.worker, change.value)
+        if change.kind == "ended" and change.value is not None:
+            self._ended[change.worker] = int(change.value.get("generation", 0))
+            return self._finish_if_all_ended()
+        if change.kind == "generation" and change.value is not None:
+            return self._on_generation(int(change.value))
+        if change.kind == "suspicion" and change.value is not None:
+            return self._on_suspicion(change)
+        if change.kind == "failure" and isinstance(change.value, JobFailure):
+            return self._on_failure(change.value)
+        if change.kind == "finished" and change.value is not None:
+            self._finished = True
+        return []
+
+    def _on_epoch(self, epoch: EpochRecord) -> list[Action]:
+        self._epoch = epoch
+        if self.worker in epoch.members:
+            self._was_member = True
+        actions: list[Action] = []
+        if self._was_expelled() and self._own is Own.RUNNING and self._failure is None:
+            actions += [
+                Say(f"the job goes on without worker {self.worker} ({epoch.reason}); ending it"),
+                KillWorker("the job goes on without it"),
+            ]
+        absent = [worker for worker in epoch.members if worker not in self._members and worker != self.worker]
+        if absent and not self._finished:
+            actions.append(WakeAfter(self._lease_seconds, "absent"))
+        return actions + self._finish_if_all_ended()
+
+    def _on_member(self, worker: WorkerId, member: Member | None) -> list[Action]:
+        if member is not None:
+            self._members[worker] = member
+            return []
+        self._members.pop(worker, None)
+        return self._check_if_missed(worker)
+
+    def _check_if_missed(self, worker: WorkerId) -> list[Action]:
+        """A member that is not there, and that nobody has explained, may be lost."""
+        if self._epoch is None or worker not in self._epoch.members:
+            return []
+        if worker in self._ended or self._finished or self._failure is not None:
+            return []
+        if worker == self.worker and self._own is not Own.RUNNING:
+            return []
+        return [CheckVanished(worker)]
+
+    def _on_suspicion(self, change: Change) -> list[Action]:
+        reporter, suspect = change.value["reporter"], change.worker
+        if reporter != self.worker or self._finished or self._failure is not None:
+            return []
+        if suspect in self._ended:
+            message = (
+                f"the script of worker {suspect} had ended (exit code 0) while worker {reporter} still needed it "
+                f"({change.value['reason']}); all workers must run the same number of steps"
+            )
+            return self._offer(JobFailure(worker=suspect, kind="user_error", message=message, traceback=""))
+        return [CheckSuspect(suspect, change.value["reason"])]
+
+    def _finish_if_all_ended(self) -> list[Action]:
+        if self._finished or self._failure is not None or not self._ended:
+            return []
+        if self._epoch is None:
+            current = [worker for worker, generation in self._ended.items() if generation == self._generation]
+            complete = len(current) >= self._slot.world_size
+        else:
+            complete = all(worker in self._ended for worker in self._epoch.members)
+        return [Finish("every worker has ended its script")] if complete else []
+
+    # -- starting over -----------------------------------------------------------------------------
+
+    def _on_generation(self, generation: int) -> list[Action]:
+        if generation <= self._next_generation or self._failure is not None:
+            return []
+        self._next_generation = generation
+        if self._own is Own.RUNNING:
+            self._own = Own.REPLACED
+            return [KillWorker(f"all workers start again (attempt {generation + 1})")]
+        if self._own is Own.REPLACED:
+            return []
+        self._exit = None
+        return [Withdraw(self.worker), *self._start_again()]
+
+    def _start_again(self) -> list[Action]:
+        self._generation = self._next_generation
+        self._own = Own.RUNNING
+        return [StartWorker(self.worker, self._generation)]
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def _on_signal(self, number: int) -> list[Action]:
+        if self._finished and self._own is not Own.RUNNING:
+            return []
+        name = signal.Signals(number).name
+        first = self._failure is None and self._offered is None
+        if first:
+            self._code_if_interrupted = 128 + number
+        actions: list[Action] = []
+        if first:
+            message = f"{name} was sent to the agent of rank {self._slot.rank} on {self._slot.node}"
+            actions += self._offer(JobFailure(worker=self.worker, kind="interrupted", message=message, traceback=""))
+        elif number == signal.SIGINT and self._own is Own.ENDING:
+            return [KillWorker("interrupted twice")]
+        return actions + self._end_worker()
+
+    def _on_launcher_gone(self, event: LauncherGone) -> list[Action]:
+        if self._finished and self._own is not Own.RUNNING:
+            return []
+        if event.command or self._slot.one_machine:
+            return self._on_signal(signal.SIGHUP)
+        self._leaves_alone = True
+        if self._own is Own.RUNNING:
+            return [KillWorker("its launcher is gone, which is taken for the loss of this node")]
+        return []
+
+    def _offer(self, failure: JobFailure) -> list[Action]:
+        self._offered, self._offer_pending = failure, True
+        return [Fail(failure)]
+
+    def _end_worker(self) -> list[Action]:
+        if self._own in (Own.RUNNING, Own.REPLACED):
+            self._own = Own.ENDING
+            return [EndWorker()]
+        if self._own is Own.UNEXPLAINED:
+            self._own = Own.LOST
+        return []
+
+    def _on_failure(self, failure: JobFailure) -> list[Action]:
+        known, self._failure = self._failure, failure
+        if known is not None:
+            return []
+        actions: list[Action] = []
+        if self._offered != failure and self._slot.local_rank == 0:
+            actions.append(Say(f"the job ends: {failure.message}"))
+        return actions + self._end_worker()
+
+    def _on_failure_recorded(self, event: FailureRecorded) -> list[Action]:
+        self._offered, self._offer_pending = (event.failure if event.first else None), False
+        actions: list[Action] = []
+        if event.first and self._failure is None:
+            self._failure = event.failure
+        if event.first and event.failure.kind == "user_error":
+            actions.append(Say(f"the job ends: {event.failure.message}\n{event.failure.traceback}".rstrip()))
+        elif event.first and event.failure.kind == "interrupted":
+            actions.append(Say(f"the job ends: {event.failure.message}"))
+        return actions + (self._end_worker() if event.first else [])
+
+    def _on_loss_settled(self, event: LossSettled) -> list[Action]:
+        if event.epoch is None or self._failure is not None:
+            return []
+        names = ", ".join(event.workers)
+        return [Say(f"lost {names} ({event.epoch.reason}); the job goes on in epoch {event.epoch.number}")]
+
+    def _on_woken(self, event: Woken) -> list[Action]:
+        if event.reason == "explanation" and self._own is Own.UNEXPLAINED and self._exit is not None:
+            exited, self._exit = self._exit, None
+            return self._conclude(exited)
+        if event.reason == "absent" and self._epoch is not None:
+            absent = [worker for worker in self._epoch.members if worker not in self._members]
+            return [action for worker in absent for action in self._check_if_missed(worker)]
+        return []
+
+    def _leave_if_done(self) -> list[Action]:
+        if self._offer_pending or self._own in (Own.RUNNING, Own.ENDING, Own.REPLACED, Own.UNEXPLAINED):
+            return []
+        if self._failure is not None:
+            code = self._code_if_interrupted if self._failure.kind == "interrupted" else 1
+        elif self._finished:
+            code = 0
+        elif self._leaves_alone:
+            code = 1
+        else:
+            return []
+        self._left = True
+        return [Leave(code)]

@@ -1,0 +1,352 @@
+"""Agents and workers of one machine as real processes: what happens when some of them die, in every way."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from deepspeed_bamboo.coordination import EpochRecord
+from deepspeed_bamboo.elastic.fork_server import ForkServer
+from deepspeed_bamboo.elastic.harness import Machine, Outcome
+from deepspeed_bamboo.elastic.processes import ProcessIdentity
+from tests.coordination.helpers import alive, wait_until
+from tests.elastic import workers
+
+
+def epoch_of(machine: Machine, number: int) -> EpochRecord:
+    """The job's epoch once it is at least ``number``."""
+    deadline = time.monotonic() + 20
+    while (epoch := machine.coordinator.epoch()) is None or epoch.number < number:
+        printed = machine.wait(within_seconds=0).output if time.monotonic() > deadline else ""
+        assert time.monotonic() < deadline, f"no epoch {number} but {epoch}; the workers printed\n{printed}"
+        time.sleep(0.005)
+    return epoch
+
+
+def finish(machine: Machine) -> Outcome:
+    machine.coordinator.finish({"by": "the test"})
+    return machine.wait(within_seconds=20)
+
+
+def ranks(epoch: EpochRecord) -> list[int]:
+    return [int(worker.split("-")[-2]) for worker in epoch.members]
+
+
+ALL_WELL = {0: 0, 1: 0, 2: 0, 3: 0}
+
+
+def test_workers_see_who_they_are(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.print_environment, workers=2, environment={"BAMBOO_ZONE": "ignored"}) as machine:
+        outcome = machine.wait(within_seconds=20)
+        assert outcome.exit_codes == {0: 0, 1: 0}, outcome.output
+        for rank in (0, 1):
+            seen = dict(line.split("=", 1) for line in outcome.outputs[rank].split())
+            assert seen["RANK"] == seen["LOCAL_RANK"] == str(rank)
+            assert seen["WORLD_SIZE"] == "2" and seen["MASTER_PORT"] != "29500"
+            assert seen["BAMBOO_WORKER"].endswith(f"-{rank}-0") and seen["BAMBOO_GENERATION"] == "0"
+            assert seen["BAMBOO_ENDPOINTS"] == ",".join(machine.endpoints)
+            assert seen["BAMBOO_AGENT_PID"] == str(machine.agent_pids[rank])
+            assert seen["BAMBOO_ZONE"] == "unknown"
+
+
+def test_four_agents_and_workers_start_and_end_within_two_seconds(fork_server: ForkServer) -> None:
+    start = time.monotonic()
+    with Machine(fork_server, workers.trivial, argv=["there"]) as machine:
+        outcome = machine.wait(within_seconds=20)
+    assert outcome.exit_codes == ALL_WELL, outcome.output
+    assert all(text.strip() == "hello there" for text in outcome.outputs.values()), outcome.output
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_a_killed_worker_is_lost_at_once_and_its_agent_stays(fork_server: ForkServer, rank: int) -> None:
+    with Machine(fork_server, workers.train) as machine:
+        epoch_of(machine, 0)
+        killed = machine.kill_worker(rank)
+        epoch = epoch_of(machine, 1)
+        assert ranks(epoch) == [other for other in range(4) if other != rank]
+        assert epoch.proposer == f"agent of rank {rank}" and "killed by SIGKILL" in epoch.reason
+        wait_until(lambda: len(machine.coordinator.progress(1)) == 3, what="all survivors' reports")
+        seconds = [report["seen"] - killed for report in machine.coordinator.progress(1).values()]
+        assert max(seconds) < 0.25, f"survivors heard of it after {seconds}"
+        wait_until(lambda: len(machine.coordinator.members()) == 3, what="the lost one's key to go")
+        assert len(machine.coordinator.agents()) == 4
+        outcome = finish(machine)
+    assert outcome.exit_codes == ALL_WELL, outcome.output
+    assert f"[bamboo rank {rank}] lost" in outcome.outputs[rank]
+
+
+def test_a_stopped_worker_is_lost_with_its_lease_and_killed_by_its_agent(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.train, lease_seconds=1) as machine:
+        epoch_of(machine, 0)
+        pid = machine.worker_pid(2)
+        stopped = machine.kill_worker(2, signal.SIGSTOP)
+        epoch = epoch_of(machine, 1)
+        assert 0.5 < time.monotonic() - stopped < 4
+        assert ranks(epoch) == [0, 1, 3] and "no sign of life" in epoch.reason
+        wait_until(lambda: not alive(pid), what="the stopped worker's end")
+        outcome = finish(machine)
+    assert outcome.exit_codes == ALL_WELL, outcome.output
+
+
+def test_two_losses_in_a_row(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.train) as machine:
+        epoch_of(machine, 0)
+        machine.kill_worker(0)
+        epoch_of(machine, 1)
+        machine.kill_worker(2)
+        assert ranks(epoch_of(machine, 2)) == [1, 3]
+        outcome = finish(machine)
+    assert outcome.exit_codes == ALL_WELL, outcome.output
+
+
+def test_two_losses_at_once(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.train) as machine:
+        epoch_of(machine, 0)
+        machine.worker_pid(1)
+        machine.kill_worker(1)
+        machine.kill_worker(3)
+        assert ranks(epoch_of(machine, 2)) == [0, 2]
+        outcome = finish(machine)
+    assert outcome.exit_codes == ALL_WELL, outcome.output
+
+
+def test_a_fatal_loss_ends_the_job_and_names_what_is_lost(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.train) as machine:
+        epoch_of(machine, 0)
+        start = machine.kill_worker(1)
+        machine.kill_worker(2)
+        outcome = machine.wait(within_seconds=20)
+        assert time.monotonic() - start < 10
+    assert outcome.exit_codes == {0: 1, 1: 1, 2: 1, 3: 1}, outcome.output
+    lines = re.findall(r"\[bamboo rank 0\] the job ends: (.*)", outcome.output)
+    assert len(lines) == 1 and "0.2" in lines[0] and "checkpoint" in lines[0]
+
+
+def test_an_exception_ends_all_with_its_traceback_once(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.raise_on_rank_2) as machine:
+        outcome = machine.wait(within_seconds=20)
+    assert outcome.exit_codes == {0: 1, 1: 1, 2: 1, 3: 1}, outcome.output
+    assert outcome.seconds < 10
+    assert outcome.output.count("Traceback") == 1
+    text = outcome.outputs[2]
+    assert "(rank 2)" in text and "ValueError: the user's mistake" in text and "in raise_on_rank_2" in text
+    assert "bootstrap" not in text and "runpy" not in text, "only the user's frames are shown"
+
+
+def test_a_failed_worker_that_hangs_at_its_exit_does_not_hold_up_the_end(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.raise_and_hang_at_exit) as machine:
+        outcome = machine.wait(within_seconds=20)
+    assert set(outcome.exit_codes.values()) == {1}, outcome.output
+    assert outcome.seconds < 10
+    assert "RuntimeError: an exit handler will hang" in outcome.outputs[1]
+
+
+def test_an_exit_code_without_a_traceback_is_an_error_of_the_script(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.leave_with_code_7_on_rank_1) as machine:
+        outcome = machine.wait(within_seconds=20)
+    assert set(outcome.exit_codes.values()) == {1}, outcome.output
+    assert "ended with exit code 7" in outcome.outputs[1]
+
+
+def test_a_script_that_ends_while_others_need_it_is_named(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.leave_early_on_rank_1) as machine:
+        outcome = machine.wait(within_seconds=20)
+    assert set(outcome.exit_codes.values()) == {1}, outcome.output
+    assert "same number of steps" in outcome.output and "Traceback" not in outcome.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_one_agent_ends_all(fork_server: ForkServer, number: signal.Signals) -> None:
+    with Machine(fork_server, workers.train) as machine:
+        epoch_of(machine, 0)
+        start = time.monotonic()
+        machine.signal_agent(2, number)
+        outcome = machine.wait(within_seconds=20)
+        assert time.monotonic() - start < 3
+    assert outcome.exit_codes == {0: 1, 1: 1, 2: 128 + number, 3: 1}, outcome.output
+    assert f"{number.name} was sent to the agent of rank 2" in outcome.outputs[2]
+    assert "lost" not in outcome.output, "an interruption is no loss"
+
+
+def test_a_worker_that_ignores_sigterm_is_killed_in_time(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.train_ignoring_sigterm) as machine:
+        epoch_of(machine, 0)
+        start = time.monotonic()
+        machine.signal_agent(0, signal.SIGTERM)
+        outcome = machine.wait(within_seconds=20)
+        assert time.monotonic() - start < 8
+    assert None not in outcome.exit_codes.values() and 0 not in outcome.exit_codes.values(), outcome.output
+
+
+def test_a_signal_to_the_worker_alone_is_a_loss(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.train) as machine:
+        epoch_of(machine, 0)
+        machine.kill_worker(1, signal.SIGTERM)
+        epoch = epoch_of(machine, 1)
+        assert ranks(epoch) == [0, 2, 3] and "SIGTERM" in epoch.reason
+        outcome = finish(machine)
+    assert outcome.exit_codes == ALL_WELL, outcome.output
+
+
+def test_a_signal_to_worker_and_agent_is_no_loss(fork_server: ForkServer) -> None:
+    """As when a launcher ends the tree of a slot: children first."""
+    with Machine(fork_server, workers.train) as machine:
+        epoch_of(machine, 0)
+        machine.kill_worker(1, signal.SIGTERM)
+        time.sleep(0.05)
+        machine.signal_agent(1, signal.SIGTERM)
+        outcome = machine.wait(within_seconds=20)
+    assert 0 not in outcome.exit_codes.values(), outcome.output
+    assert "lost" not in outcome.output
+
+
+def test_a_worker_dies_with_its_agent_and_is_missed(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.train, lease_seconds=1) as machine:
+        epoch_of(machine, 0)
+        pid = machine.worker_pid(1)
+        machine.signal_agent(1, signal.SIGKILL)
+        wait_until(lambda: not alive(pid), within_seconds=1, what="the orphan's end")
+        assert ranks(epoch_of(machine, 1)) == [0, 2, 3]
+        outcome = finish(machine)
+    assert outcome.exit_codes == {0: 0, 1: -9, 2: 0, 3: 0}, outcome.output
+
+
+def test_a_suspicion_makes_a_vanished_process_known_before_its_lease_runs_out(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.suspect_rank_1, lease_seconds=20) as machine:
+        epoch_of(machine, 0)
+        start = time.monotonic()
+        machine.signal_agent(1, signal.SIGKILL)
+        epoch = epoch_of(machine, 1)
+        assert time.monotonic() - start < 2
+        assert ranks(epoch) == [0, 2, 3] and "connection reset; its machine refuses" in epoch.reason
+        outcome = finish(machine)
+    assert outcome.exit_codes == {0: 0, 1: -9, 2: 0, 3: 0}, outcome.output
+
+
+def test_a_suspicion_alone_expels_nobody(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.suspect_a_live_worker) as machine:
+        epoch_of(machine, 0)
+        time.sleep(1)  # there is no event to wait for: nothing must happen
+        assert epoch_of(machine, 0).number == 0
+        outcome = finish(machine)
+    assert outcome.exit_codes == ALL_WELL, outcome.output
+
+
+def test_what_a_killed_worker_leaves_is_removed(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.train_with_children) as machine:
+        epoch_of(machine, 0)
+        pid = machine.worker_pid(2)
+        before = [ProcessIdentity.of(child) for child in _session(pid) if child != pid]
+        assert before and os.path.exists(f"/dev/shm/torch_{pid}_1_0")  # noqa: PTH110
+        machine.kill_worker(2)
+        epoch_of(machine, 1)
+        wait_until(lambda: not _session(pid), what="its children to be gone")
+        wait_until(lambda: not os.path.exists(f"/dev/shm/torch_{pid}_1_0"), what="its file to be gone")  # noqa: PTH110
+        machine.signal_agent(0, signal.SIGTERM)
+        outcome = machine.wait(within_seconds=20)
+        for rank in range(4):
+            for child in _session(machine.worker_pid(rank)):
+                os.kill(child, signal.SIGKILL)
+                pytest.fail(f"rank {rank} left process {child}: {outcome.output}")
+            (path := f"/dev/shm/torch_{machine.worker_pid(rank)}_1_0")
+            assert not os.path.exists(path)  # noqa: PTH110
+
+
+def _session(pid: int) -> list[int]:
+    from deepspeed_bamboo.elastic.leftovers import processes_of_session
+
+    return processes_of_session(pid)
+
+
+def test_a_death_before_the_first_epoch_starts_all_again(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.die_before_the_first_epoch, argv=["2"]) as machine:
+        epoch = epoch_of(machine, 0)
+        assert ranks(epoch) == [0, 1, 2, 3]
+        assert all(worker.endswith("-2") for worker in epoch.members), "the third attempt succeeded"
+        outcome = finish(machine)
+    assert outcome.exit_codes == ALL_WELL, outcome.output
+    assert "hung up" not in outcome.output, "consequences of the death are not reported as errors"
+
+
+def test_deaths_at_every_start_end_the_job(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.die_before_the_first_epoch, argv=["99"]) as machine:
+        outcome = machine.wait(within_seconds=30)
+    assert outcome.exit_codes == {0: 1, 1: 1, 2: 1, 3: 1}, outcome.output
+    assert "was lost before training began" in outcome.outputs[0] and "killed by SIGKILL" in outcome.outputs[0]
+
+
+def test_an_outage_longer_than_all_leases_loses_nobody(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.train, lease_seconds=1) as machine:
+        epoch_of(machine, 0)
+        os.kill(machine.etcd.pid, signal.SIGSTOP)
+        time.sleep(3)  # every lease runs out
+        os.kill(machine.etcd.pid, signal.SIGCONT)
+        wait_until(lambda: len(machine.coordinator.members()) == 4, what="all members' return")
+        time.sleep(3)  # longer than the time that agents give members to return
+        assert epoch_of(machine, 0).number == 0
+        assert len(machine.coordinator.members()) == 4
+        killed = machine.kill_worker(3)
+        assert ranks(epoch_of(machine, 1)) == [0, 1, 2]
+        assert time.monotonic() - killed < 1, "after the outage losses are noticed as before"
+        outcome = finish(machine)
+    assert outcome.exit_codes == ALL_WELL, outcome.output
+
+
+def test_a_death_during_an_outage_is_settled_after_it(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.train, lease_seconds=1) as machine:
+        epoch_of(machine, 0)
+        os.kill(machine.etcd.pid, signal.SIGSTOP)
+        machine.kill_worker(1)
+        time.sleep(2.5)
+        os.kill(machine.etcd.pid, signal.SIGCONT)
+        epoch_of(machine, 1)
+        time.sleep(3)
+        epoch = epoch_of(machine, 1)
+        assert epoch.number == 1 and ranks(epoch) == [0, 2, 3]
+        outcome = finish(machine)
+    assert outcome.exit_codes == ALL_WELL, outcome.output
+
+
+def test_a_killed_etcd_comes_back_and_nobody_is_lost(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.train, lease_seconds=1) as machine:
+        epoch_of(machine, 0)
+        os.kill(machine.etcd.pid, signal.SIGKILL)
+        killed = machine.kill_worker(2)
+        assert ranks(epoch_of(machine, 1)) == [0, 1, 3]
+        assert time.monotonic() - killed < 5
+        outcome = finish(machine)
+    assert outcome.exit_codes == ALL_WELL, outcome.output
+
+
+def test_without_a_coordinator_a_signal_still_ends_everything_in_time(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.train) as machine:
+        epoch_of(machine, 0)
+        os.kill(machine.etcd.pid, signal.SIGSTOP)
+        start = time.monotonic()
+        for rank in range(4):
+            machine.signal_agent(rank, signal.SIGTERM)
+        outcome = machine.wait(within_seconds=20)
+        assert time.monotonic() - start < 10
+        assert set(outcome.exit_codes.values()) == {143}, outcome.output
+        for rank in range(4):
+            assert not alive(machine.worker_pid(rank))
+        os.kill(machine.etcd.pid, signal.SIGCONT)
+
+
+def test_two_jobs_on_one_coordinator_do_not_disturb_each_other(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.train, workers=2) as one:
+        with Machine(fork_server, workers.train, workers=2, endpoints=one.endpoints) as two:
+            epoch_of(one, 0)
+            epoch_of(two, 0)
+            one.signal_agent(0, signal.SIGTERM)
+            ended = one.wait(within_seconds=20)
+            assert 0 not in ended.exit_codes.values()
+            assert epoch_of(two, 0).number == 0
+            two.kill_worker(1)
+            assert ranks(epoch_of(two, 1)) == [0]
+            assert finish(two).exit_codes == {0: 0, 1: 0}

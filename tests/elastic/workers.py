@@ -1,0 +1,202 @@
+"""What the tests run as workers: each is ``worker_main(argv)`` in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from deepspeed_bamboo.coordination import Change, EpochRecord, JobCoordinator, Member, connect
+from deepspeed_bamboo.core.grid import Grid
+from deepspeed_bamboo.core.placement import Placement
+
+WORKER = "BAMBOO_WORKER"
+
+
+class FakeTraining:
+    """Takes part in a job as the engine would, without training anything.
+
+    Every epoch that it hears of is published as progress, with the time (monotonic, the same clock in
+    all processes of a machine).
+    """
+
+    def __init__(self, *, lease_seconds: float = 1.0) -> None:
+        self.job: JobCoordinator = connect()
+        self.worker = os.environ[WORKER]
+        self.rank = int(os.environ["RANK"])
+        self.over = threading.Event()
+        self._epoch_seen = threading.Event()
+        self.job.watch(self._on_change)
+        self.registration = self.job.register(self._member(), lease_seconds=lease_seconds)
+
+    def begin(self) -> None:
+        """Return in the job's first epoch, which rank 0 makes when all are there."""
+        world_size = int(os.environ["WORLD_SIZE"])
+        if self.rank == 0:
+            while len(members := self.job.members()) < world_size:
+                time.sleep(0.005)
+            workers = sorted(members, key=lambda worker: members[worker].rank)
+            self.job.propose(
+                EpochRecord(
+                    number=0,
+                    members=tuple(workers),
+                    placement=Placement.initial(Grid(1, world_size), workers),
+                    reason="start",
+                    lost=(),
+                    proposer=self.worker,
+                    time_seconds=time.time(),
+                ),
+                expected=None,
+            )
+        self._epoch_seen.wait()
+
+    def wait(self) -> None:
+        """Return when the job is finished or has failed."""
+        self.over.wait()
+
+    def _member(self) -> Member:
+        return Member(
+            worker=self.worker,
+            node=os.environ["BAMBOO_NODE"],
+            zone=os.environ["BAMBOO_ZONE"],
+            address="127.0.0.1",
+            store_port=_listening_port(),
+            pid=os.getpid(),
+            rank=self.rank,
+        )
+
+    def _on_change(self, change: Change) -> None:
+        if change.kind == "epoch" and change.value is not None:
+            self.job.publish_progress(change.epoch, self.worker, {"seen": time.monotonic()})
+            self._epoch_seen.set()
+        if change.kind in ("finished", "failure") and change.value is not None:
+            self.over.set()
+
+
+def _listening_port() -> int:
+    import socket
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    _KEPT.append(listener)
+    return int(listener.getsockname()[1])
+
+
+_KEPT: list[object] = []
+
+
+def trivial(argv: list[str]) -> None:
+    print("hello", *argv)
+
+
+def train(argv: list[str]) -> None:
+    """Take part until the job is over."""
+    training = FakeTraining()
+    training.begin()
+    training.wait()
+
+
+def train_ignoring_sigterm(argv: list[str]) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    train(argv)
+    time.sleep(60)
+
+
+def raise_on_rank_2(argv: list[str]) -> None:
+    training = FakeTraining()
+    training.begin()
+    if training.rank == 2:
+        raise ValueError("the user's mistake")
+    training.wait()
+    time.sleep(60)  # stands for a collective that never returns
+
+
+def raise_and_hang_at_exit(argv: list[str]) -> None:
+    training = FakeTraining()
+    training.begin()
+    if training.rank == 1:
+        threading.Thread(target=time.sleep, args=(60,)).start()
+        raise RuntimeError("an exit handler will hang")
+    training.wait()
+
+
+def leave_with_code_7_on_rank_1(argv: list[str]) -> None:
+    training = FakeTraining()
+    training.begin()
+    if training.rank == 1:
+        os._exit(7)
+    training.wait()
+
+
+def leave_early_on_rank_1(argv: list[str]) -> None:
+    """Rank 1's script is over too soon; rank 0 finds that out when it wants to talk to it."""
+    training = FakeTraining()
+    training.begin()
+    if training.rank == 1:
+        return
+    if training.rank == 0:
+        while not (ended := training.job.ended()):
+            time.sleep(0.01)
+        training.job.report_suspicion(0, reporter=training.worker, suspect=next(iter(ended)), reason="reset")
+    training.wait()
+
+
+def train_with_children(argv: list[str]) -> None:
+    """Like data loaders: processes and a shared-memory file that a killed worker cannot remove."""
+    training = FakeTraining()
+    if os.fork() == 0:
+        time.sleep(120)
+        os._exit(0)
+    Path(f"/dev/shm/torch_{os.getpid()}_1_0").write_bytes(b"x")
+    training.begin()
+    training.wait()
+
+
+def die_before_the_first_epoch(argv: list[str]) -> None:
+    """Rank 1 is killed during the start of the first ``argv[0]`` attempts; the others fail as a consequence."""
+    generation = int(os.environ["BAMBOO_GENERATION"])
+    training = FakeTraining()
+    print("attempt", generation)
+    if generation < int(argv[0]):
+        if training.rank == 1:
+            while len(training.job.members()) < int(os.environ["WORLD_SIZE"]):
+                time.sleep(0.005)
+            os.kill(os.getpid(), signal.SIGKILL)
+        while training.job.generation() == generation:
+            time.sleep(0.001)
+        raise RuntimeError("rank 1 hung up on me")
+    training.begin()
+    training.wait()
+
+
+def suspect_rank_1(argv: list[str]) -> None:
+    """When rank 1 does not answer any more, the others say so."""
+    training = FakeTraining(lease_seconds=20)
+    training.begin()
+    suspect = next(worker for worker, member in training.job.members().items() if member.rank == 1)
+    pid = training.job.members()[suspect].pid
+    while training.rank != 1 and not training.over.is_set():
+        if not Path(f"/proc/{pid}").exists():
+            training.job.report_suspicion(0, reporter=training.worker, suspect=suspect, reason="connection reset")
+            break
+        time.sleep(0.005)
+    training.wait()
+
+
+def suspect_a_live_worker(argv: list[str]) -> None:
+    training = FakeTraining()
+    training.begin()
+    if training.rank == 0:
+        for worker in training.job.members():
+            if worker != training.worker:
+                training.job.report_suspicion(0, reporter=training.worker, suspect=worker, reason="slow")
+    training.wait()
+
+
+def print_environment(argv: list[str]) -> None:
+    for name in sorted(os.environ):
+        if name.startswith("BAMBOO_") or name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            print(f"{name}={os.environ[name]}")
+    sys.stdout.flush()
