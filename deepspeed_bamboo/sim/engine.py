@@ -67,6 +67,9 @@ class Policy(ABC):
         """A step has ended, and the next one would begin."""
         self.wants_step_end = False
 
+    def ended(self, now: int) -> None:  # noqa: B027  optional hook
+        """The run is over."""
+
 
 @dataclass(frozen=True)
 class RunLimits:
@@ -133,6 +136,7 @@ class _Loop:
                 ledger.accrue(end)
                 break
             self._deliver(at)
+        policy.ended(ledger.now)
         if self._report is not None:
             self._report(ledger.now, progress.steps)
 

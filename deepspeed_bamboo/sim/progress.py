@@ -61,9 +61,9 @@ class Progress:
         return self.steps == self.target_steps
 
     @property
-    def step_milliseconds(self) -> int:
+    def seconds_per_step(self) -> float:
         """How long a step now takes."""
-        return self._step_milliseconds
+        return self._step_milliseconds / MILLISECONDS_PER_SECOND
 
     def start(self, now: int, step_milliseconds: int, *, samples: int | None = None) -> None:
         """Begin a step, to be followed by others alike. `samples` is what each trains, by default the batch."""

@@ -12,7 +12,7 @@ from typing import Protocol
 from ..core.cost import JobProfile, hosted_step_seconds, redundant_forward_overhead, total_work_seconds
 from .errors import MissingStepTimeError, ScenarioError
 
-__all__ = ["Grid", "ProfiledSteps", "StepTable", "StepTimes"]
+__all__ = ["Grid", "ProfiledSteps", "StepTable", "StepTimes", "WithoutRedundancy"]
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -40,7 +40,7 @@ class StepTimes(Protocol):
         ...
 
     def fastest_seconds(self, machines: int) -> float:
-        """No step on so many machines is faster than this, whatever the grid."""
+        """No batch on so many machines, one or more, is trained faster than this, whatever the grid."""
         ...
 
     def largest_pipelines(self, *, stages: int, machines: int) -> int:
@@ -128,9 +128,13 @@ class StepTable:
         return low + (high - low) * (share - left) / (right - left)
 
     def fastest_seconds(self, machines: int) -> float:
-        """See StepTimes. All machines loaded alike, or the best row that fits on them."""
-        rows = [seconds for grid, seconds in self.seconds.items() if grid.size <= machines]
-        return min([self._interpolated(1.0 / machines), *rows])
+        """See StepTimes. All machines loaded alike, or the best row, prorated if only some of its pipelines fit."""
+        fastest = self._interpolated(1.0 / machines)
+        for grid, seconds in self.seconds.items():
+            fitting = min(machines // grid.stages, grid.pipelines)
+            if fitting:
+                fastest = min(fastest, seconds * grid.pipelines / fitting)
+        return fastest
 
     @cached_property
     def _most(self) -> dict[int, int]:
@@ -191,3 +195,32 @@ class ProfiledSteps:
     def largest_pipelines(self, *, stages: int, machines: int) -> int:
         """See StepTimes."""
         return min(machines // stages, self.most_pipelines)
+
+
+@dataclass(frozen=True)
+class WithoutRedundancy:
+    """The same step times without what eager FRC adds to them.
+
+    Attributes:
+        steps: with it.
+        overhead: what it adds, as a fraction.
+    """
+
+    steps: StepTimes
+    overhead: float
+
+    def grid_seconds(self, grid: Grid) -> float:
+        """See StepTimes."""
+        return self.steps.grid_seconds(grid) / (1.0 + self.overhead)
+
+    def hosted_seconds(self, grid: Grid, *, most_hosted: int) -> float:
+        """See StepTimes."""
+        return self.steps.hosted_seconds(grid, most_hosted=most_hosted) / (1.0 + self.overhead)
+
+    def fastest_seconds(self, machines: int) -> float:
+        """See StepTimes."""
+        return self.steps.fastest_seconds(machines) / (1.0 + self.overhead)
+
+    def largest_pipelines(self, *, stages: int, machines: int) -> int:
+        """See StepTimes."""
+        return self.steps.largest_pipelines(stages=stages, machines=machines)
