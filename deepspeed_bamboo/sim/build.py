@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ from .policies.bamboo import BambooPolicy, BambooRules, Oddities
 from .policies.bounds import OnDemandPolicy, OraclePolicy
 from .policies.dropping import DroppingPolicy
 from .policies.live import LivePolicy, StateSize
+from .policies.proactive import ProactivePolicy
 from .policies.restarting import CheckpointPolicy, RestartCosts, VarunaPolicy
 from .progress import Progress
 from .scenario import BambooSpec, CheckpointSpec, Scenario
@@ -59,6 +61,7 @@ def build_policy(job: Job, ledger: Ledger, *, policy: str, seed: int) -> Policy:
         "bamboo-published": lambda: _bamboo(job, ledger, odd=True),
         "bamboo": lambda: _bamboo(job, ledger, odd=False),
         "deepspeed-bamboo": lambda: _live(job, ledger),
+        "proactive": lambda: _proactive(job, ledger, seed),
         "oracle": lambda: OraclePolicy(_progress(job, ledger, 0), ledger, steps=job.plain_steps),
     }
     return builders[policy]()
@@ -143,6 +146,19 @@ def _live(job: Job, ledger: Ledger) -> Policy:
         steps=job.steps,
         state=size,
         redundancy_share=job.redundancy_share,
+    )
+
+
+def _proactive(job: Job, ledger: Ledger, seed: int) -> Policy:
+    spec, model = _given(job.scenario.policies.proactive), job.scenario.model
+    return ProactivePolicy(
+        _progress(job, ledger, spec.checkpoint_seconds),
+        ledger,
+        spec=spec,
+        steps=job.plain_steps,
+        model_state_bytes=float(model.parameters * model.state_bytes_per_parameter),
+        # Not the market's generator: what a policy samples must not change what happens to it.
+        generator=random.Random(f"proactive {seed}"),
     )
 
 

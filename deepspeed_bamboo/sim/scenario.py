@@ -212,7 +212,8 @@ class ProactiveSpec(_Spec):
     interval_seconds: Positive = 60.0
     look_ahead: Count = 12
     history: Annotated[int, Field(ge=4)] = 12
-    predictor: Literal["best", "persistence", "moving-average", "arima"] = "best"
+    predictors: Annotated[tuple[str, ...], Field(min_length=1)] = ("persistence", "moving-average")
+    """The one with the smallest error so far is followed; `arima` needs the extra predict."""
     intra_stage_seconds: NonNegative = 10.0
     """A pipeline is dropped or whole machines swapped: groups are rebuilt, nothing moves."""
     inter_stage_seconds: NonNegative = 25.0

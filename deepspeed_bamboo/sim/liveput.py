@@ -1,0 +1,275 @@
+"""Liveput: the throughput that a grid is expected to deliver under preemptions to come (Parcae, NSDI'24, section 6).
+
+Pure functions, usable online: from the grid that runs, the machines that there are and a forecast of their number,
+`plan` finds the grid to run now, by dynamic programming over the look-ahead. What a preemption costs depends on which
+machines it hits, so costs are expectations over all equally likely victims, counted exactly where that is feasible
+and sampled otherwise.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from .steptimes import Grid, StepTimes
+
+__all__ = [
+    "Migration",
+    "MigrationCosts",
+    "Planner",
+    "Survivors",
+    "counted_survivors",
+    "migration_between",
+    "sampled_survivors",
+]
+
+
+class Migration(enum.Enum):
+    """What it takes to get from one grid to another."""
+
+    NONE = "none"
+    """Nothing changes."""
+    INTRA_STAGE = "intra-stage"
+    """Every stage still has replicas enough: groups are rebuilt, no state moves."""
+    INTER_STAGE = "inter-stage"
+    """Some machines take up another stage, and receive its state from a replica."""
+    PIPELINE = "pipeline"
+    """The model is cut into another number of stages: most machines receive state."""
+    RESTORE = "restore"
+    """A stage has no replica left: all begin from the last checkpoint."""
+
+
+@dataclass(frozen=True)
+class MigrationCosts:
+    """Seconds that training stands still.
+
+    Attributes:
+        intra_stage_seconds: see Migration.
+        inter_stage_seconds: without the state that moves.
+        pipeline_seconds: without the state that moves.
+        restore_seconds: on top of pipeline_seconds.
+        rework_seconds: training lost on average with a restore: half of the checkpoint interval.
+        model_state_bytes: parameters and optimizer state of the whole model.
+        link_bytes_per_second: what a machine receives at.
+    """
+
+    intra_stage_seconds: float
+    inter_stage_seconds: float
+    pipeline_seconds: float
+    restore_seconds: float
+    rework_seconds: float
+    model_state_bytes: float
+    link_bytes_per_second: float
+
+    def seconds(self, kind: Migration, *, stages: int) -> float:
+        """Standing still for a migration to a grid of so many stages, without rework.
+
+        State arrives at every machine at the same time, from different replicas, so one stage's size counts.
+        """
+        moving = self.model_state_bytes / stages / self.link_bytes_per_second
+        costs = {
+            Migration.NONE: 0.0,
+            Migration.INTRA_STAGE: self.intra_stage_seconds,
+            Migration.INTER_STAGE: self.inter_stage_seconds + moving,
+            Migration.PIPELINE: self.pipeline_seconds + moving,
+            Migration.RESTORE: self.pipeline_seconds + self.restore_seconds,
+        }
+        return costs[kind]
+
+
+def migration_between(before: Grid | None, after: Grid, *, least_replicas: int) -> Migration:
+    """The kind of a migration.
+
+    Args:
+        before: the grid that ran; None if none did.
+        after: the grid to run.
+        least_replicas: live replicas of the stage of `before` that has fewest; its pipelines if none was lost.
+    """
+    if before is None or least_replicas == 0:
+        return Migration.RESTORE
+    if after.stages != before.stages:
+        return Migration.PIPELINE
+    if after.pipelines > least_replicas:
+        return Migration.INTER_STAGE
+    if after == before and least_replicas == before.pipelines:
+        return Migration.NONE
+    return Migration.INTRA_STAGE
+
+
+# How likely it is that the stage with the fewest replicas has 0, 1, ..., D of them left.
+Survivors = tuple[float, ...]
+
+
+def counted_survivors(grid: Grid, *, machines: int, preempted: int) -> Survivors:
+    """The distribution of the least replicas when `preempted` of `machines` go, all choices equally likely; exact.
+
+    Counted with a generating function: the coefficient of z^k in (sum over i <= m of C(D, i) z^i)^P (1 + z)^spares is
+    the number of choices of k victims that take no more than m from any stage.
+
+    Args:
+        grid: D x P machines work, the others stand by.
+        machines: at least D x P.
+        preempted: 0 to machines.
+    """
+    choices = math.comb(machines, preempted)
+    at_most = [0] * (grid.pipelines + 1)
+    for most_lost in range(grid.pipelines + 1):
+        stage = [math.comb(grid.pipelines, lost) for lost in range(min(most_lost, preempted) + 1)]
+        spares = [math.comb(machines - grid.size, lost) for lost in range(min(machines - grid.size, preempted) + 1)]
+        ways = _product(_power(stage, grid.stages, preempted), spares, preempted)
+        at_most[most_lost] = ways[preempted] if len(ways) > preempted else 0
+    # The stage that loses most loses exactly D - left.
+    return tuple(
+        (at_most[lost] - (at_most[lost - 1] if lost else 0)) / choices
+        for lost in range(grid.pipelines, -1, -1)
+    )
+
+
+def _power(base: list[int], exponent: int, degree: int) -> list[int]:
+    result = [1]
+    while exponent:
+        if exponent & 1:
+            result = _product(result, base, degree)
+        base = _product(base, base, degree)
+        exponent >>= 1
+    return result
+
+
+def _product(left: list[int], right: list[int], degree: int) -> list[int]:
+    """Of two polynomials, without the terms above a degree."""
+    result = [0] * min(degree + 1, len(left) + len(right) - 1)
+    for i, one in enumerate(left):
+        for j, other in enumerate(right[: degree + 1 - i]):
+            result[i + j] += one * other
+    return result
+
+
+def sampled_survivors(
+    grid: Grid, *, machines: int, preempted: int, samples: int, generator: random.Random
+) -> Survivors:
+    """The same from random choices of the victims, for when counting would take too long."""
+    found = [0] * (grid.pipelines + 1)
+    for _ in range(samples):
+        lost = [0] * grid.stages
+        for victim in generator.sample(range(machines), preempted):
+            if victim < grid.size:
+                lost[victim % grid.stages] += 1
+        found[grid.pipelines - max(lost)] += 1
+    return tuple(count / samples for count in found)
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans for one job; remembers expectations that come up again.
+
+    Attributes:
+        steps: step times; the smaller the better.
+        samples_per_step: the global batch.
+        stages: the numbers of stages to consider.
+        costs: of migrations.
+        interval_seconds: between two counts of the forecast.
+        survivors: counted_survivors, or one that samples.
+    """
+
+    steps: StepTimes
+    samples_per_step: int
+    stages: range
+    costs: MigrationCosts
+    interval_seconds: float
+    survivors: Callable[[Grid, int, int], Survivors]
+
+    @cached_property
+    def _memory(self) -> dict[object, object]:
+        return {}
+
+    def candidates(self, machines: int) -> tuple[Grid, ...]:
+        """Grids worth considering: no other is as fast or faster on as few machines or fewer."""
+        known = self._memory.get(machines)
+        if known is None:
+            known = self._memory[machines] = self._find_candidates(machines)
+        return known  # type: ignore[return-value]
+
+    def _find_candidates(self, machines: int) -> tuple[Grid, ...]:
+        grids = [Grid(d, p) for p in self.stages for d in range(1, machines // p + 1)]
+        kept: list[Grid] = []
+        fastest = math.inf
+        for grid in sorted(grids, key=lambda one: (one.size, self.step_seconds(one))):
+            if self.step_seconds(grid) < fastest:
+                fastest = self.step_seconds(grid)
+                kept.append(grid)
+        return tuple(kept)
+
+    def step_seconds(self, grid: Grid) -> float:
+        """A step on a grid."""
+        known = self._memory.get(grid)
+        if known is None:
+            known = self._memory[grid] = self.steps.hosted_seconds(grid, most_hosted=1)
+        return known  # type: ignore[return-value]
+
+    def expected_samples(self, before: Grid, after: Grid, *, machines: int, preempted: int) -> float:
+        """Samples that an interval is expected to deliver, that begins with `preempted` of `machines` going and a
+        migration from one grid to another."""
+        key = (before, after, machines, preempted)
+        known = self._memory.get(key)
+        if known is None:
+            known = self._memory[key] = self._expect(before, after, machines, preempted)
+        return known  # type: ignore[return-value]
+
+    def _expect(self, before: Grid, after: Grid, machines: int, preempted: int) -> float:
+        lost = 0.0
+        for replicas, likely in enumerate(self.survivors(before, machines, preempted)):
+            if likely:
+                kind = migration_between(before, after, least_replicas=replicas)
+                rework = self.costs.rework_seconds if kind is Migration.RESTORE else 0.0
+                lost += likely * (self.costs.seconds(kind, stages=after.stages) + rework)
+        return (self.interval_seconds - lost) * self.samples_per_step / self.step_seconds(after)
+
+    def plan(self, before: Grid | None, *, least_replicas: int, machines: int, forecast: Sequence[int]) -> Grid | None:
+        """The grid to run now.
+
+        Args:
+            before: what ran so far; None if nothing did.
+            least_replicas: of its stages, now; see migration_between.
+            machines: that there are now.
+            forecast: machines in the coming intervals.
+
+        Returns:
+            The first grid of the sequence that is expected to deliver the most samples; None if no grid fits.
+        """
+        first = {}
+        for grid in self._offered(before, machines):
+            kind = migration_between(before, grid, least_replicas=least_replicas)
+            # A restore must be paid whatever is chosen, so its rework makes no difference here.
+            gone = self.costs.seconds(kind, stages=grid.stages)
+            gained = (self.interval_seconds - gone) * self.samples_per_step / self.step_seconds(grid)
+            first[grid] = (gained, grid)
+        if not first:
+            return None
+        best = first
+        for now, following in zip((machines, *forecast), forecast, strict=False):
+            best = self._one_interval_on(best, now, following)
+        return max(best.values(), key=lambda one: (one[0], -one[1].size))[1]
+
+    def _offered(self, before: Grid | None, machines: int) -> tuple[Grid, ...]:
+        found = self.candidates(machines)
+        if before is not None and before.size <= machines and before not in found:
+            return (*found, before)
+        return found
+
+    def _one_interval_on(
+        self, best: dict[Grid, tuple[float, Grid]], machines: int, following: int
+    ) -> dict[Grid, tuple[float, Grid]]:
+        """From the best way to each grid (samples, and the grid that it begins with) to the next interval's."""
+        preempted = max(0, machines - following)
+        result: dict[Grid, tuple[float, Grid]] = {}
+        for before, (gained, first) in best.items():
+            for after in self._offered(before, following):
+                more = self.expected_samples(before, after, machines=max(machines, before.size), preempted=preempted)
+                if after not in result or gained + more > result[after][0]:
+                    result[after] = (gained + more, first)
+        # With no grid that fits, waiting is all there is.
+        return result or best
