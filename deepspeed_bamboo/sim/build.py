@@ -14,7 +14,7 @@ from .ledger import Ledger
 from .policies.bamboo import BambooPolicy, BambooRules, Oddities
 from .policies.bounds import OnDemandPolicy, OraclePolicy
 from .policies.dropping import DroppingPolicy
-from .policies.live import LivePolicy, StateSize
+from .policies.live import LivePolicy
 from .policies.proactive import ProactivePolicy
 from .policies.restarting import CheckpointPolicy, RestartCosts, VarunaPolicy
 from .progress import Progress
@@ -35,7 +35,9 @@ def available_policies(scenario: Scenario) -> list[str]:
         ("dropping", policies.dropping),
         ("bamboo-published", policies.bamboo),
         ("bamboo", policies.bamboo),
+        ("deepspeed-bamboo-eager", policies.live),
         ("deepspeed-bamboo", policies.live),
+        ("deepspeed-bamboo-off", policies.live),
         ("proactive", policies.proactive),
         ("oracle", policies),
     ]
@@ -60,7 +62,9 @@ def build_policy(job: Job, ledger: Ledger, *, policy: str, seed: int) -> Policy:
         "dropping": lambda: _dropping(job, ledger),
         "bamboo-published": lambda: _bamboo(job, ledger, odd=True),
         "bamboo": lambda: _bamboo(job, ledger, odd=False),
-        "deepspeed-bamboo": lambda: _live(job, ledger),
+        "deepspeed-bamboo-eager": lambda: _live(job, ledger, mode="eager"),
+        "deepspeed-bamboo": lambda: _live(job, ledger, mode=None),
+        "deepspeed-bamboo-off": lambda: _live(job, ledger, mode="off"),
         "proactive": lambda: _proactive(job, ledger, seed),
         "oracle": lambda: OraclePolicy(_progress(job, ledger, 0), ledger, steps=job.plain_steps),
     }
@@ -136,16 +140,18 @@ def _oddities(spec: BambooSpec) -> Oddities:
     )
 
 
-def _live(job: Job, ledger: Ledger) -> Policy:
+def _live(job: Job, ledger: Ledger, *, mode: str | None) -> Policy:
     spec, model = _given(job.scenario.policies.live), job.scenario.model
-    size = StateSize(model.parameters * model.state_bytes_per_parameter / spec.stages)
+    if mode is not None:
+        spec = spec.model_copy(update={"redundancy": mode})
+    overhead = {"eager": job.overhead, "lazy": spec.lazy_overhead, "off": 0.0}[spec.redundancy]
     return LivePolicy(
         _progress(job, ledger, spec.checkpoint_seconds),
         ledger,
         spec=spec,
-        steps=job.steps,
-        state=size,
-        redundancy_share=job.redundancy_share,
+        steps=job.plain_steps,
+        coordinate_bytes=model.parameters * model.state_bytes_per_parameter / spec.stages,
+        overhead=overhead,
     )
 
 

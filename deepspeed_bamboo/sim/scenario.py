@@ -180,6 +180,10 @@ class LiveSpec(_Spec):
 
     pipelines: Count
     stages: Count
+    redundancy: Literal["eager", "lazy", "off"] = "lazy"
+    """As `redundancy.mode` of the engine. Off: no shadows; a lost coordinate is copied from another pipeline."""
+    lazy_overhead: NonNegative = 0.08
+    """What keeping replicas up to date adds to a step, without FRC. Eager: model.redundancy_overhead."""
     detect_seconds: NonNegative = 3.0
     """Until a vanished machine's lease has run out (coordinator.lease_seconds)."""
     regroup_seconds: NonNegative = 1.0

@@ -14,7 +14,6 @@ import enum
 import heapq
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import ClassVar
 
 from ..clock import MILLISECONDS_PER_SECOND, NEVER, to_milliseconds
@@ -25,14 +24,7 @@ from ..progress import Progress
 from ..scenario import LiveSpec
 from ..steptimes import Grid, StepTimes
 
-__all__ = ["LivePolicy", "StateSize"]
-
-
-@dataclass(frozen=True)
-class StateSize:
-    """Bytes of one coordinate's parameters and optimizer state."""
-
-    coordinate_bytes: float
+__all__ = ["LivePolicy"]
 
 
 class _Ring(enum.IntEnum):
@@ -63,18 +55,21 @@ class LivePolicy(Policy):
         *,
         spec: LiveSpec,
         steps: StepTimes,
-        state: StateSize,
-        redundancy_share: float,
+        coordinate_bytes: float,
+        overhead: float,
     ) -> None:
+        """`steps` are without redundancy, which costs `overhead`; a coordinate's state has `coordinate_bytes`."""
         super().__init__(progress, ledger)
         self._spec = spec
         self._steps = steps
-        self._state = state
-        self.redundancy_share = redundancy_share
+        self._overhead = overhead
+        self.redundancy_share = overhead / (1.0 + overhead)
+        self._copy_seconds = coordinate_bytes / spec.link_bytes_per_second
         self._grid = Grid(spec.pipelines, spec.stages)
         self._hosting = Hosting(self._grid)
         # Memory for a coordinate and a shadow each; from it the fewest workers that can train.
-        most = max(1, int(spec.state_memory_bytes / (2.0 * state.coordinate_bytes)))
+        self._shadows = spec.redundancy != "off"
+        most = max(1, int(spec.state_memory_bytes / (coordinate_bytes * (2.0 if self._shadows else 1.0))))
         self._least_workers = math.ceil(self._grid.size / most)
         self._zones: dict[str, str] = {}
         self._rings: list[tuple[int, _Ring, str]] = []
@@ -169,7 +164,7 @@ class LivePolicy(Policy):
         by_shadow: dict[int, str] = {}
         for coordinate in homes:
             shadow = hosting.host[hosting.predecessor(coordinate)]
-            if shadow is not None and self._unprotected.get(coordinate, 0) <= now and shadow in hosting:
+            if self._shadows and shadow is not None and self._unprotected.get(coordinate, 0) <= now:
                 by_shadow[coordinate] = shadow
         copied = [coordinate for coordinate in homes if coordinate not in by_shadow]
         for coordinate in copied:
@@ -197,6 +192,8 @@ class LivePolicy(Policy):
 
     def _rebuild_shadows(self, now: int, changed: Iterable[int]) -> None:
         """Coordinates that changed workers hold no replica of their successor, nor is their own where it should be."""
+        if not self._shadows:
+            return
         hosting = self._hosting
         affected = dict.fromkeys(changed)
         for coordinate in tuple(affected):
@@ -205,7 +202,7 @@ class LivePolicy(Policy):
         for coordinate in affected:
             holder = hosting.host[hosting.predecessor(coordinate)]
             receiving[holder] = receiving.get(holder, 0) + 1
-        seconds = max(receiving.values(), default=0) * self._state.coordinate_bytes / self._spec.link_bytes_per_second
+        seconds = max(receiving.values(), default=0) * self._copy_seconds
         self._copying_until = max(now, self._copying_until) + to_milliseconds(seconds)
         for coordinate in affected:
             self._unprotected[coordinate] = self._copying_until
@@ -217,7 +214,7 @@ class LivePolicy(Policy):
         for coordinate in moved:
             node = self._hosting.host[coordinate]
             received[node] = received.get(node, 0) + 1
-        return max(received.values(), default=0) * self._state.coordinate_bytes / self._spec.link_bytes_per_second
+        return max(received.values(), default=0) * self._copy_seconds
 
     def _resume(self, now: int) -> None:
         """A pause is over: train, if there are workers enough."""
@@ -237,8 +234,8 @@ class LivePolicy(Policy):
     def _start(self, now: int) -> None:
         most = self._hosting.most_hosted
         if most not in self._step_seconds:
-            overhead = 1.0 + (self._spec.hosting_overhead if most > 1 else 0.0)
-            self._step_seconds[most] = self._steps.hosted_seconds(self._grid, most_hosted=most) * overhead
+            factor = (1.0 + self._overhead) * (1.0 + (self._spec.hosting_overhead if most > 1 else 0.0))
+            self._step_seconds[most] = self._steps.hosted_seconds(self._grid, most_hosted=most) * factor
         seconds = self._step_seconds[most]
         if now < self._copying_until:
             seconds *= self._spec.copying_slowdown
