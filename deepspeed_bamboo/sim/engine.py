@@ -141,9 +141,12 @@ class _Loop:
             self._report(ledger.now, progress.steps)
 
     def _next_external(self) -> int:
-        machine = self._next.at_milliseconds if self._next is not None else NEVER
-        booted = self._booting[0][0] if self._booting else NEVER
-        return min(machine, booted, self._policy.ledger.price_changes_at)
+        at = self._policy.ledger.price_changes_at
+        if self._next is not None and self._next.at_milliseconds < at:
+            at = self._next.at_milliseconds
+        if self._booting and self._booting[0][0] < at:
+            at = self._booting[0][0]
+        return at
 
     def _deliver(self, at: int) -> None:
         policy, ledger = self._policy, self._policy.ledger

@@ -44,6 +44,8 @@ class Ledger:
         self._prices = prices
         self._price = prices.dollars_per_hour[0]
         self._price_index = 0
+        # When the next price begins; the engine stops there, so that a price is constant between its instants.
+        self.price_changes_at = self._following_change()
         self.series = series
         self.now = 0
         self.mode = Mode.IDLE
@@ -63,9 +65,7 @@ class Ledger:
         """Machines held and billed now."""
         return len(self.started)
 
-    @property
-    def price_changes_at(self) -> int:
-        """When the next price begins; the engine stops there, so that a price is constant between its instants."""
+    def _following_change(self) -> int:
         following = self._price_index + 1
         return self._prices.from_milliseconds[following] if following < len(self._prices.dollars_per_hour) else NEVER
 
@@ -89,6 +89,7 @@ class Ledger:
         self.accrue(now)
         self._price_index += 1
         self._price = self._prices.dollars_per_hour[self._price_index]
+        self.price_changes_at = self._following_change()
 
     def enter(self, now: int, mode: Mode) -> None:
         """What the job does from `now` on."""

@@ -9,6 +9,7 @@ and sampled otherwise.
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -100,6 +101,10 @@ def migration_between(before: Grid | None, after: Grid, *, least_replicas: int) 
     return Migration.INTRA_STAGE
 
 
+# Of the grids that are worth considering, so many of the fastest are: slower ones are steps down that a forecast of a
+# sharp drop could ask for, which the next interval can still choose.
+_MOST_CANDIDATES = 16
+
 # How likely it is that the stage with the fewest replicas has 0, 1, ..., D of them left.
 Survivors = tuple[float, ...]
 
@@ -187,7 +192,7 @@ class Planner:
         return {}
 
     def candidates(self, machines: int) -> tuple[Grid, ...]:
-        """Grids worth considering: no other is as fast or faster on as few machines or fewer."""
+        """Grids worth considering: no other is as fast or faster on as few machines or fewer; the fastest of them."""
         known = self._memory.get(machines)
         if known is None:
             known = self._memory[machines] = self._find_candidates(machines)
@@ -201,7 +206,7 @@ class Planner:
             if self.step_seconds(grid) < fastest:
                 fastest = self.step_seconds(grid)
                 kept.append(grid)
-        return tuple(kept)
+        return tuple(kept[-_MOST_CANDIDATES:])
 
     def step_seconds(self, grid: Grid) -> float:
         """A step on a grid."""
@@ -210,23 +215,23 @@ class Planner:
             known = self._memory[grid] = self.steps.hosted_seconds(grid, most_hosted=1)
         return known  # type: ignore[return-value]
 
-    def expected_samples(self, before: Grid, after: Grid, *, machines: int, preempted: int) -> float:
-        """Samples that an interval is expected to deliver, that begins with `preempted` of `machines` going and a
-        migration from one grid to another."""
+    def expected_samples(self, before: Grid, after: Grid, *, machines: int, preempted: int, intervals: int) -> float:
+        """Samples expected of some intervals that begin with `preempted` of `machines` going and a migration."""
         key = (before, after, machines, preempted)
-        known = self._memory.get(key)
-        if known is None:
-            known = self._memory[key] = self._expect(before, after, machines, preempted)
-        return known  # type: ignore[return-value]
+        lost = self._memory.get(key)
+        if lost is None:
+            lost = self._memory[key] = self._expected_standstill(before, after, machines, preempted)
+        seconds = intervals * self.interval_seconds - lost  # type: ignore[operator]
+        return float(seconds * self.samples_per_step / self.step_seconds(after))
 
-    def _expect(self, before: Grid, after: Grid, machines: int, preempted: int) -> float:
+    def _expected_standstill(self, before: Grid, after: Grid, machines: int, preempted: int) -> float:
         lost = 0.0
         for replicas, likely in enumerate(self.survivors(before, machines, preempted)):
             if likely:
                 kind = migration_between(before, after, least_replicas=replicas)
                 rework = self.costs.rework_seconds if kind is Migration.RESTORE else 0.0
                 lost += likely * (self.costs.seconds(kind, stages=after.stages) + rework)
-        return (self.interval_seconds - lost) * self.samples_per_step / self.step_seconds(after)
+        return lost
 
     def plan(self, before: Grid | None, *, least_replicas: int, machines: int, forecast: Sequence[int]) -> Grid | None:
         """The grid to run now.
@@ -240,18 +245,20 @@ class Planner:
         Returns:
             The first grid of the sequence that is expected to deliver the most samples; None if no grid fits.
         """
-        first = {}
+        # While the number of machines stays, moving later is never better than moving at once: one decision a run.
+        (_, staying), *runs = _runs((machines, *forecast))
+        best = {}
         for grid in self._offered(before, machines):
             kind = migration_between(before, grid, least_replicas=least_replicas)
             # A restore must be paid whatever is chosen, so its rework makes no difference here.
-            gone = self.costs.seconds(kind, stages=grid.stages)
-            gained = (self.interval_seconds - gone) * self.samples_per_step / self.step_seconds(grid)
-            first[grid] = (gained, grid)
-        if not first:
+            training = staying * self.interval_seconds - self.costs.seconds(kind, stages=grid.stages)
+            best[grid] = (training * self.samples_per_step / self.step_seconds(grid), grid)
+        if not best:
             return None
-        best = first
-        for now, following in zip((machines, *forecast), forecast, strict=False):
-            best = self._one_interval_on(best, now, following)
+        now = machines
+        for following, intervals in runs:
+            best = self._one_run_on(best, now, following, intervals)
+            now = following
         return max(best.values(), key=lambda one: (one[0], -one[1].size))[1]
 
     def _offered(self, before: Grid | None, machines: int) -> tuple[Grid, ...]:
@@ -260,16 +267,23 @@ class Planner:
             return (*found, before)
         return found
 
-    def _one_interval_on(
-        self, best: dict[Grid, tuple[float, Grid]], machines: int, following: int
+    def _one_run_on(
+        self, best: dict[Grid, tuple[float, Grid]], machines: int, following: int, intervals: int
     ) -> dict[Grid, tuple[float, Grid]]:
-        """From the best way to each grid (samples, and the grid that it begins with) to the next interval's."""
+        """From the best way to each grid (samples, and the grid that it begins with) to those of the next run."""
         preempted = max(0, machines - following)
         result: dict[Grid, tuple[float, Grid]] = {}
         for before, (gained, first) in best.items():
             for after in self._offered(before, following):
-                more = self.expected_samples(before, after, machines=max(machines, before.size), preempted=preempted)
+                more = self.expected_samples(
+                    before, after, machines=machines, preempted=preempted, intervals=intervals
+                )
                 if after not in result or gained + more > result[after][0]:
                     result[after] = (gained + more, first)
         # With no grid that fits, waiting is all there is.
         return result or best
+
+
+def _runs(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Equal neighbours counted: (3, 3, 5) is [(3, 2), (5, 1)]."""
+    return [(count, len(list(group))) for count, group in itertools.groupby(counts)]

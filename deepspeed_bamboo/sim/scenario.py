@@ -27,7 +27,9 @@ __all__ = [
     "VarunaSpec",
     "load_preset",
     "load_scenario",
+    "parse_scenario",
     "preset_names",
+    "validated",
 ]
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -227,8 +229,8 @@ class ProactiveSpec(_Spec):
     restore_seconds: NonNegative = 14.0
     checkpoint_seconds: Positive = 60.0
     link_bytes_per_second: Positive = 0.6e9
-    exact_limit: Annotated[int, Field(ge=0)] = 256
-    """Up to so many machines preemptions are counted exactly; beyond it they are sampled."""
+    exact_limit: Annotated[int, Field(ge=0)] = 64
+    """Up to so many expected preemptions their effect is counted exactly; beyond it it is sampled."""
     samples: Count = 1_000
 
 

@@ -92,9 +92,11 @@ class BambooPolicy(Policy):
         self._gathered: list[str] = []
         self._timeouts: list[tuple[int, int]] = []
         self._grid = Grid(0, 0)
+        self._coordinates: list[tuple[int, int]] = []
         self._overloaded = 0
         self._waiting = 0
         self._slowed = False
+        self._fitting: dict[int, int] = {}
 
     def ready(self, now: int, node: str) -> None:
         """See Policy. A standby waits for the next reconfiguration; the first machine of all begins a rendezvous."""
@@ -164,7 +166,7 @@ class BambooPolicy(Policy):
         """The time of a rendezvous is over. If one of those in it is gone by now, it begins anew."""
         _, kind = heapq.heappop(self._timeouts)
         self.alarm_at = self._timeouts[0][0] if self._timeouts else NEVER
-        if any(node not in self._hosted for node in self._gathered):
+        if not self._hosted.keys() >= set(self._gathered):
             self._rendezvous(now, kind)
             return
         self._assign()
@@ -183,20 +185,23 @@ class BambooPolicy(Policy):
 
     def _assign(self) -> None:
         """Give the grid's coordinates to those gathered, one each in their order; the rest stand by."""
-        stages = self._rules.stages
-        pipelines = self._steps.largest_pipelines(stages=stages, machines=len(self._gathered))
-        self._grid = Grid(pipelines, stages) if pipelines else Grid(0, 0)
+        pipelines, stages = self._pipelines_for(len(self._gathered)), self._rules.stages
+        if self._grid.pipelines != pipelines:
+            self._grid = Grid(pipelines, stages) if pipelines else Grid(0, 0)
+            self._coordinates = [(pipeline, stage) for pipeline in range(pipelines) for stage in range(stages)]
         self._waiting = max(0, len(self._gathered) - self._grid.size)
         if not self._gathered:
             return  # Only after a repeated time-out: machines keep what they hosted.
-        self._host = {}
+        self._host = dict(zip(self._coordinates, self._gathered, strict=False))
+        self._hosted = {node: [] for node in self._hosted}
+        for coordinate, node in self._host.items():
+            self._hosted[node] = [coordinate]
         self._overloaded = 0
-        for index, node in enumerate(self._gathered):
-            self._hosted[node] = []
-            if index < self._grid.size:
-                coordinate = divmod(index, stages)
-                self._hosted[node].append(coordinate)
-                self._host[coordinate] = node
+
+    def _pipelines_for(self, machines: int) -> int:
+        if machines not in self._fitting:
+            self._fitting[machines] = self._steps.largest_pipelines(stages=self._rules.stages, machines=machines)
+        return self._fitting[machines]
 
     def step_ended(self, now: int) -> None:
         """See Policy: reconfigure, if a rule says so."""
@@ -213,5 +218,4 @@ class BambooPolicy(Policy):
             return True
         if overloaded and 2 * overloaded / active > self._rules.risk_threshold:
             return True
-        possible = self._steps.largest_pipelines(stages=self._rules.stages, machines=active + self._waiting)
-        return possible > self._grid.pipelines
+        return self._pipelines_for(active + self._waiting) > self._grid.pipelines

@@ -29,10 +29,10 @@ class DroppingPolicy(Policy):
         self._spec = spec
         self._steps = steps
         self._ready: dict[str, None] = {}
-        # Which pipeline a machine works in; and how many there were at the last rendezvous, and are now.
+        # Which pipeline a machine works in, each whole pipeline's machines, and how many there were at the rendezvous.
         self._pipeline: dict[str, int] = {}
+        self._whole: dict[int, list[str]] = {}
         self._planned = 0
-        self._whole: set[int] = set()
         self._regrouping = False
 
     def ready(self, now: int, node: str) -> None:
@@ -49,8 +49,8 @@ class DroppingPolicy(Policy):
         lost = self._pipeline.get(node)
         if lost is None:
             return
-        self._whole.discard(lost)
-        self._pipeline = {other: pipeline for other, pipeline in self._pipeline.items() if pipeline != lost}
+        for member in self._whole.pop(lost):
+            del self._pipeline[member]
         if self._whole:
             self.ledger.failovers += 1
             self.progress.stop(now)
@@ -91,7 +91,7 @@ class DroppingPolicy(Policy):
         self._planned = self._steps.largest_pipelines(stages=stages, machines=len(self._ready))
         working = list(self._ready)[: self._planned * stages]
         self._pipeline = {node: index // stages for index, node in enumerate(working)}
-        self._whole = set(range(self._planned))
+        self._whole = {index: working[index * stages : (index + 1) * stages] for index in range(self._planned)}
 
     def step_ended(self, now: int) -> None:
         """See Policy: one more pipeline, when there are machines for it."""

@@ -79,7 +79,7 @@ class ProactivePolicy(Policy):
         self.alarm_at = 0
 
     def _survivors(self, grid: Grid, machines: int, preempted: int) -> Survivors:
-        if machines <= self._spec.exact_limit:
+        if preempted <= self._spec.exact_limit:
             return counted_survivors(grid, machines=machines, preempted=preempted)
         return sampled_survivors(
             grid, machines=machines, preempted=preempted, samples=self._spec.samples, generator=self._generator
