@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +18,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress as Bar
+from rich.table import Table
 
 from .build import available_policies
 from .errors import ScenarioError, SimulationError
 from .jobs import Job, build_job
+from .predict import counts_by_interval, fitting_history, mean_absolute_error, named_predictors
 from .report import as_json, print_table
 from .runner import run_seeds
 from .scenario import Scenario, load_preset, load_scenario, preset_names, validated
@@ -63,6 +66,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     machines.add_argument("--capacity", metavar="N", type=int, help="machines wanted")
     machines.add_argument("--trace", metavar="FILE", type=Path, help="machines as recorded, instead of by odds")
     machines.add_argument("--segment", metavar="FROM-TO", help="hours of the trace, for example 1.5-2.5")
+    predictors = parser.add_argument_group("predictors of availability, instead of policies")
+    predictors.add_argument("--predictors", action="store_true", help="their mean absolute errors on --trace")
+    predictors.add_argument("--horizons", metavar="N,N", default="5,8,12", help="minutes ahead (default 5,8,12)")
     out = parser.add_argument_group("results")
     out.add_argument("--json", metavar="FILE", help="write the results as JSON; - is standard output, without a table")
     out.add_argument("--plot", metavar="FILE", type=Path, help="draw the policies over time (extra: plot)")
@@ -86,6 +92,8 @@ def _run(arguments: argparse.Namespace) -> int:
             preset = load_preset(name)
             console.print(f"{name}: {preset.description} Policies: {', '.join(available_policies(preset))}.")
         return 0
+    if arguments.predictors:
+        return _compare_predictors(arguments, console)
     scenario, folder = _scenario(arguments)
     trace = _trace(arguments)
     job = build_job(scenario, trace=trace, folder=folder)
@@ -94,24 +102,56 @@ def _run(arguments: argparse.Namespace) -> int:
     seeds = range(1, arguments.seeds + 1)
     with _progress_bar(len(policies) * len(seeds)) as report:
         summaries = run_seeds(job, policies=policies, seeds=seeds, processes=arguments.jobs, report=report)
+    repairs = list(trace.repairs) if trace else []
     about = {
         "preset": arguments.preset,
         "scenario": str(arguments.scenario) if arguments.scenario else None,
         "trace": str(arguments.trace) if arguments.trace else None,
         "segment": arguments.segment,
         "seeds": arguments.seeds,
-        "repairs": list(trace.repairs) if trace else [],
+        "repairs": repairs,
     }
     if arguments.json:
         _write(arguments.json, as_json(summaries, about=about))
     if arguments.json != "-":
         print_table(summaries, title=_title(job, arguments), console=console)
-        for repair in about["repairs"]:
+        for repair in repairs:
             console.print(f"repaired: {repair}")
     if arguments.plot:
         from .plot import plot_policies
 
         plot_policies(job, policies=policies, seed=1, path=arguments.plot)
+    return 0
+
+
+def _compare_predictors(arguments: argparse.Namespace, console: Console) -> int:
+    trace = _trace(arguments)
+    if trace is None:
+        raise ScenarioError("--predictors are measured on a trace: give --trace as well")
+    try:
+        horizons = [int(part) for part in arguments.horizons.split(",")]
+    except ValueError:
+        horizons = [0]
+    if min(horizons) < 1:
+        raise ScenarioError(f"--horizons {arguments.horizons}: they are whole numbers from 1, for example 5,8,12")
+    counts = counts_by_interval(trace, interval_seconds=60.0)
+    errors = {
+        name: {
+            horizon: mean_absolute_error(counts, predictor, horizon=horizon, history=fitting_history(horizon))
+            for horizon in horizons
+        }
+        for name, predictor in named_predictors(("persistence", "moving-average", "arima")).items()
+    }
+    if arguments.json:
+        _write(arguments.json, json.dumps({"mean_absolute_error_by_horizon_minutes": errors}, indent=1))
+    if arguments.json != "-":
+        table = Table(title=f"mean absolute error in machines, {arguments.trace}", title_justify="left")
+        table.add_column("predictor")
+        for horizon in horizons:
+            table.add_column(f"{horizon} min", justify="right")
+        for name, by_horizon in errors.items():
+            table.add_row(name, *(f"{error:.2f}" for error in by_horizon.values()))
+        console.print(table)
     return 0
 
 

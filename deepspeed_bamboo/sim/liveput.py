@@ -13,7 +13,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from .steptimes import Grid, StepTimes
@@ -103,7 +103,7 @@ def migration_between(before: Grid | None, after: Grid, *, least_replicas: int) 
 
 # Of the grids that are worth considering, so many of the fastest are: slower ones are steps down that a forecast of a
 # sharp drop could ask for, which the next interval can still choose.
-_MOST_CANDIDATES = 16
+_MOST_CANDIDATES = 8
 
 # How likely it is that the stage with the fewest replicas has 0, 1, ..., D of them left.
 Survivors = tuple[float, ...]
@@ -121,17 +121,18 @@ def counted_survivors(grid: Grid, *, machines: int, preempted: int) -> Survivors
         preempted: 0 to machines.
     """
     choices = math.comb(machines, preempted)
-    at_most = [0] * (grid.pipelines + 1)
-    for most_lost in range(grid.pipelines + 1):
-        stage = [math.comb(grid.pipelines, lost) for lost in range(min(most_lost, preempted) + 1)]
-        spares = [math.comb(machines - grid.size, lost) for lost in range(min(machines - grid.size, preempted) + 1)]
+    spare = machines - grid.size
+    spares = [math.comb(spare, lost) for lost in range(min(spare, preempted) + 1)]
+    left: list[float] = [0.0] * (grid.pipelines + 1)
+    fewer = 0
+    for most_lost in range(min(grid.pipelines, preempted) + 1):
+        stage = [math.comb(grid.pipelines, lost) for lost in range(most_lost + 1)]
         ways = _product(_power(stage, grid.stages, preempted), spares, preempted)
-        at_most[most_lost] = ways[preempted] if len(ways) > preempted else 0
-    # The stage that loses most loses exactly D - left.
-    return tuple(
-        (at_most[lost] - (at_most[lost - 1] if lost else 0)) / choices
-        for lost in range(grid.pipelines, -1, -1)
-    )
+        at_most = ways[preempted] if len(ways) > preempted else 0
+        # The stage that loses most loses exactly so many.
+        left[grid.pipelines - most_lost] = (at_most - fewer) / choices
+        fewer = at_most
+    return tuple(left)
 
 
 def _power(base: list[int], exponent: int, degree: int) -> list[int]:
@@ -167,6 +168,16 @@ def sampled_survivors(
     return tuple(count / samples for count in found)
 
 
+@dataclass
+class _Memory:
+    """What a planner has found out so far: values that never change, so that plans stay a function of their input."""
+
+    candidates: dict[int, tuple[Grid, ...]] = field(default_factory=dict)
+    step_seconds: dict[Grid, float] = field(default_factory=dict)
+    standstill: dict[tuple[Grid, Grid, int, int], float] = field(default_factory=dict)
+    survivors: dict[tuple[Grid, int, int], Survivors] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Planner:
     """Plans for one job; remembers expectations that come up again.
@@ -188,15 +199,15 @@ class Planner:
     survivors: Callable[[Grid, int, int], Survivors]
 
     @cached_property
-    def _memory(self) -> dict[object, object]:
-        return {}
+    def _memory(self) -> _Memory:
+        return _Memory()
 
     def candidates(self, machines: int) -> tuple[Grid, ...]:
         """Grids worth considering: no other is as fast or faster on as few machines or fewer; the fastest of them."""
-        known = self._memory.get(machines)
-        if known is None:
-            known = self._memory[machines] = self._find_candidates(machines)
-        return known  # type: ignore[return-value]
+        known = self._memory.candidates
+        if machines not in known:
+            known[machines] = self._find_candidates(machines)
+        return known[machines]
 
     def _find_candidates(self, machines: int) -> tuple[Grid, ...]:
         grids = [Grid(d, p) for p in self.stages for d in range(1, machines // p + 1)]
@@ -210,23 +221,27 @@ class Planner:
 
     def step_seconds(self, grid: Grid) -> float:
         """A step on a grid."""
-        known = self._memory.get(grid)
-        if known is None:
-            known = self._memory[grid] = self.steps.hosted_seconds(grid, most_hosted=1)
-        return known  # type: ignore[return-value]
+        known = self._memory.step_seconds
+        if grid not in known:
+            known[grid] = self.steps.hosted_seconds(grid, most_hosted=1)
+        return known[grid]
 
     def expected_samples(self, before: Grid, after: Grid, *, machines: int, preempted: int, intervals: int) -> float:
         """Samples expected of some intervals that begin with `preempted` of `machines` going and a migration."""
+        known = self._memory.standstill
         key = (before, after, machines, preempted)
-        lost = self._memory.get(key)
-        if lost is None:
-            lost = self._memory[key] = self._expected_standstill(before, after, machines, preempted)
-        seconds = intervals * self.interval_seconds - lost  # type: ignore[operator]
-        return float(seconds * self.samples_per_step / self.step_seconds(after))
+        if key not in known:
+            known[key] = self._expected_standstill(before, after, machines, preempted)
+        seconds = intervals * self.interval_seconds - known[key]
+        return seconds * self.samples_per_step / self.step_seconds(after)
 
     def _expected_standstill(self, before: Grid, after: Grid, machines: int, preempted: int) -> float:
+        known = self._memory.survivors
+        key = (before, machines, preempted)
+        if key not in known:
+            known[key] = self.survivors(before, machines, preempted)
         lost = 0.0
-        for replicas, likely in enumerate(self.survivors(before, machines, preempted)):
+        for replicas, likely in enumerate(known[key]):
             if likely:
                 kind = migration_between(before, after, least_replicas=replicas)
                 rework = self.costs.rework_seconds if kind is Migration.RESTORE else 0.0

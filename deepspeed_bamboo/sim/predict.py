@@ -21,6 +21,7 @@ __all__ = [
     "Scoreboard",
     "arima",
     "counts_by_interval",
+    "fitting_history",
     "mean_absolute_error",
     "moving_average",
     "named_predictors",
@@ -68,11 +69,7 @@ def named_predictors(names: Sequence[str]) -> dict[str, Predictor]:
     Raises:
         ScenarioError: a name is unknown, or there is none.
     """
-    known: Mapping[str, Predictor] = {
-        "persistence": persistence,
-        "moving-average": moving_average,
-        "arima": arima,
-    }
+    known: Mapping[str, Predictor] = {"persistence": persistence, "moving-average": moving_average, "arima": arima}
     unknown = [name for name in names if name not in known]
     if unknown or not names:
         raise ScenarioError(f"predictor {unknown[0] if unknown else ''!r} is unknown; there are {', '.join(known)}")
@@ -120,6 +117,11 @@ class Scoreboard:
     def forecast(self) -> tuple[float, ...]:
         """The best predictor's forecast from the last observed interval."""
         return self.forecasts[self.best][-1]
+
+
+def fitting_history(horizon: int) -> int:
+    """How many past intervals to show for a horizon, as Parcae's public code does for horizons of 5, 8 and 12."""
+    return 10 if horizon < 8 else horizon
 
 
 def counts_by_interval(trace: Trace, *, interval_seconds: float) -> list[int]:

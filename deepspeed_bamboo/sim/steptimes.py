@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..core.cost import JobProfile, hosted_step_seconds, redundant_forward_overhead, total_work_seconds
 from .errors import MissingStepTimeError, ScenarioError
@@ -15,8 +15,7 @@ from .errors import MissingStepTimeError, ScenarioError
 __all__ = ["Grid", "ProfiledSteps", "StepTable", "StepTimes", "WithoutRedundancy"]
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Grid:
+class Grid(NamedTuple):
     """Pipelines times stages: the D x P grid of coordinates."""
 
     pipelines: int
@@ -171,8 +170,18 @@ class ProfiledSteps:
         """See StepTimes."""
         return self.hosted_seconds(grid, most_hosted=1)
 
+    @cached_property
+    def _known(self) -> dict[tuple[Grid, int], float]:
+        return {}
+
     def hosted_seconds(self, grid: Grid, *, most_hosted: int) -> float:
         """See StepTimes."""
+        key = (grid, most_hosted)
+        if key not in self._known:
+            self._known[key] = self._hosted_seconds(grid, most_hosted)
+        return self._known[key]
+
+    def _hosted_seconds(self, grid: Grid, most_hosted: int) -> float:
         if grid.stages > len(self.profile.layers):
             raise MissingStepTimeError(
                 f"{self.profile.name} has {len(self.profile.layers)} layers, too few for {grid.stages} stages; "
