@@ -1,0 +1,45 @@
+"""What the processes of a job agree on, in etcd or in memory. Imports neither torch nor deepspeed."""
+
+from deepspeed_bamboo.coordination.connect import connect
+from deepspeed_bamboo.coordination.endpoints import Endpoint, parse_endpoints
+from deepspeed_bamboo.coordination.errors import (
+    CoordinationError,
+    CoordinatorUnavailable,
+    EndpointError,
+    JobNameTaken,
+    LeaseExpired,
+    NoEpoch,
+    ServerStartError,
+)
+from deepspeed_bamboo.coordination.job import DEFAULT_PREFIX, JobCoordinator
+from deepspeed_bamboo.coordination.memory import MemoryStore
+from deepspeed_bamboo.coordination.records import AgentRecord, Change, EpochRecord, JobFailure, Member
+from deepspeed_bamboo.coordination.registration import Registration
+from deepspeed_bamboo.coordination.store import Entry, KeyValueStore, Snapshot, StoreEvent, WatchHandle
+
+__all__ = [
+    "DEFAULT_PREFIX",
+    "AgentRecord",
+    "Change",
+    "CoordinationError",
+    "CoordinatorUnavailable",
+    "Endpoint",
+    "EndpointError",
+    "Entry",
+    "EpochRecord",
+    "JobCoordinator",
+    "JobFailure",
+    "JobNameTaken",
+    "KeyValueStore",
+    "LeaseExpired",
+    "Member",
+    "MemoryStore",
+    "NoEpoch",
+    "Registration",
+    "ServerStartError",
+    "Snapshot",
+    "StoreEvent",
+    "WatchHandle",
+    "connect",
+    "parse_endpoints",
+]

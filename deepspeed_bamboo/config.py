@@ -1,0 +1,219 @@
+"""The "bamboo" section of a DeepSpeed configuration.
+
+Everything has a default that works on one machine, so ``"bamboo": {}`` turns the plugin on. Keys that
+don't exist are refused with the nearest one that does. ``load_bamboo_section`` reads the section from
+whatever DeepSpeed itself accepts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+
+from deepspeed_bamboo.config_messages import describe
+from deepspeed_bamboo.errors import ConfigError
+from deepspeed_bamboo.faults import FaultScript
+from deepspeed_bamboo.suggest import nearest
+
+SECTION = "bamboo"
+
+RedundancyMode = Literal["off", "lazy", "eager", "full"]
+OffloadTarget = Literal["none", "cpu", "recompute"]
+
+
+def _path_to_text(value: object) -> object:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Location = Annotated[str, BeforeValidator(_path_to_text), Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """Base of all parts: unknown keys refused, no silent conversions, immutable."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+class RedundancyConfig(Section):
+    """What each worker keeps and computes for its successor's stage."""
+
+    mode: RedundancyMode = "lazy"
+    """off: no shadows; lazy: a replica, redundant forward only after a loss; eager: redundant forward in
+    the pipeline's bubbles, backward after a loss; full: both always (the paper's upper bound)."""
+
+    offload: OffloadTarget = "cpu"
+    """Where the redundant forward keeps what its backward needs: none (device memory), cpu, or recompute."""
+
+    memory_limit_gigabytes: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Most memory that redundancy may take in each worker; null: no limit."""
+
+
+class CoordinatorConfig(Section):
+    """The etcd through which workers agree on who is alive."""
+
+    endpoints: list[str] = Field(default_factory=list)
+    """host:port of each member of your etcd; empty: the job starts an etcd of its own on the first node."""
+
+    lease_seconds: Seconds = 3.0
+    """A node that is silent for this long counts as lost."""
+
+    connect_timeout_seconds: Seconds = 5.0
+    """How long to try to reach etcd at the start before giving up."""
+
+    suspicion_seconds: Seconds | None = None
+    """How long a transfer may stand still before its peer is suspected; null: lease_seconds."""
+
+    prefix: str = "/deepspeed_bamboo"
+    """Under which etcd keys the job lives; starts with a slash."""
+
+    @property
+    def suspicion_limit_seconds(self) -> float:
+        """suspicion_seconds with its default filled in."""
+        return self.lease_seconds if self.suspicion_seconds is None else self.suspicion_seconds
+
+    @field_validator("endpoints")
+    @classmethod
+    def _check_endpoints(cls, endpoints: list[str]) -> list[str]:
+        wrong = [f"{endpoint!r} {problem}" for endpoint in endpoints if (problem := endpoint_problem(endpoint))]
+        wrong += [f"{endpoint!r} is listed twice" for endpoint in set(endpoints) if endpoints.count(endpoint) > 1]
+        if wrong:
+            raise ValueError("; ".join(sorted(wrong)))
+        return endpoints
+
+    @field_validator("prefix")
+    @classmethod
+    def _check_prefix(cls, prefix: str) -> str:
+        if not re.fullmatch(r"(/[^/\s]+)+", prefix):
+            raise ValueError("a prefix starts with a slash, has no empty parts and no blanks, as in /team/jobs")
+        return prefix
+
+
+class TopologyConfig(Section):
+    """Where machines stand, so that neighbours in the pipeline don't vanish together."""
+
+    zones: Annotated[str, Field(min_length=1)] = "auto"
+    """auto: ask BAMBOO_ZONE, then the cloud's metadata service; anything else: this machine's zone."""
+
+
+class CheckpointConfig(Section):
+    """Asynchronous checkpoints, read only when redundancy can't cover a loss."""
+
+    dir: Location | None = None
+    """A directory or s3://bucket/prefix; null: none are written."""
+
+    interval_minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
+    """Time between checkpoints."""
+
+
+class BambooConfig(Section):
+    """The whole section."""
+
+    enabled: bool = True
+    """false: exactly as if the section were not there."""
+
+    redundancy: RedundancyConfig = Field(default_factory=RedundancyConfig)
+    """What each worker keeps and computes for its successor's stage."""
+
+    coordinator: CoordinatorConfig = Field(default_factory=CoordinatorConfig)
+    """The etcd through which workers agree on who is alive."""
+
+    topology: TopologyConfig = Field(default_factory=TopologyConfig)
+    """Where machines stand."""
+
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """Asynchronous checkpoints."""
+
+    event_log: Location | None = None
+    """Directory that gets one JSON-lines file per worker; null: no event log."""
+
+    seed: int | None = None
+    """Seed of the random numbers that forwards draw; null: the seed that torch had at initialize."""
+
+    faults: list[Any] | Location | None = None
+    """Scripted faults for tests: a list, or the path of a JSON file with one (BAMBOO_FAULTS wins)."""
+
+    debug_check_shadows: Annotated[int, Field(ge=0)] = 0
+    """Compare every shadow with its owner each so many steps; 0: never."""
+
+    @field_validator("faults")
+    @classmethod
+    def _check_faults(cls, faults: list[Any] | str | None) -> list[Any] | str | None:
+        if isinstance(faults, list):
+            FaultScript.parse(faults)
+        return faults
+
+
+def endpoint_problem(endpoint: str) -> str | None:
+    """What is wrong with ``endpoint`` as host:port, in words that follow it; None when nothing is."""
+    if "://" in endpoint:
+        return f"has a scheme; write {endpoint.split('://', 1)[1].rstrip('/')!r}"
+    host, separator, port = endpoint.rpartition(":")
+    if not separator or not port.isascii() or not port.isdigit():
+        return "has no port; write host:port, as in 10.0.0.5:2379"
+    if not 1 <= int(port) <= 65535:
+        return f"has port {port}; ports are 1 to 65535"
+    if ":" in host and not re.fullmatch(r"\[[0-9A-Fa-f:.%\w]+\]", host):
+        return "has several colons; write an IPv6 address as [address]:port"
+    if not re.fullmatch(r"[\w.-]+|\[.+\]", host):
+        return "has no usable host name; write host:port, as in 10.0.0.5:2379"
+    return None
+
+
+def parse_bamboo_section(section: object) -> BambooConfig:
+    """Validate the value of the "bamboo" key. Raises ConfigError that lists every problem."""
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"got {section!r}, but the section is an object; write {{}} for all defaults", where=SECTION)
+    try:
+        return BambooConfig.model_validate(dict(section))
+    except ValidationError as error:
+        raise ConfigError(*describe(error, model=BambooConfig, section=SECTION), where='the "bamboo" section') from None
+
+
+def load_bamboo_section(source: Mapping[str, Any] | str | os.PathLike[str]) -> BambooConfig | None:
+    """The validated "bamboo" section of a DeepSpeed configuration, or None when it has none.
+
+    ``source``: what ``deepspeed.initialize(config=...)`` takes: a dict, the path of a JSON file
+    (comments and trailing commas allowed), or base64 of one. It is not changed.
+    Raises ConfigError for a file that isn't there, can't be read or parsed, and for a wrong section.
+    """
+    settings = load_deepspeed_settings(source)
+    if SECTION in settings:
+        return parse_bamboo_section(settings[SECTION])
+    for key in settings:
+        if nearest(key, [SECTION], similarity=0.8):
+            raise ConfigError(f"unknown key {key!r} in the DeepSpeed configuration; did you mean {SECTION!r}?")
+    return None
+
+
+def load_deepspeed_settings(source: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
+    """The whole DeepSpeed configuration as a new dict (its values are shared with ``source``).
+
+    Raises ConfigError for a file that isn't there or can't be read or parsed.
+    """
+    if isinstance(source, Mapping):
+        return dict(source)
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(f"got {type(source).__name__} as DeepSpeed configuration; give a dict, a path or base64")
+    from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+
+    text = os.fspath(source)
+    try:
+        settings = load_ds_config(text)
+    except OSError as error:
+        raise ConfigError(f"{text} can't be read ({error.strerror}); give a JSON file") from error
+    except ValueError as error:
+        if not os.path.exists(text):  # noqa: PTH110 (a base64 string may be too long for a Path)
+            raise ConfigError(f"DeepSpeed configuration {_shorten(text)} does not exist; check the path") from error
+        raise ConfigError(f"{text} is no valid DeepSpeed JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{_shorten(text)} holds no JSON object; a DeepSpeed configuration is {{...}}")
+    return settings
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}..."

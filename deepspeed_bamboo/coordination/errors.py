@@ -1,0 +1,58 @@
+"""What can go wrong between a process and the coordinator.
+
+CoordinationError (RuntimeError)
+├── CoordinatorUnavailable    no answer from the store within the stated time
+├── LeaseExpired              the lease that a key was to hang on no longer exists
+├── NoEpoch                   a loss was reported before the job had its first epoch
+├── ServerStartError          the job's own etcd did not come up
+└── JobNameTaken              a live job already uses this name on these endpoints
+EndpointError (ValueError)    the text of an endpoint or of a job name is malformed
+"""
+
+# ruff: noqa: N818  -- named for what is the case, as the other parts of the package use them
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class CoordinationError(RuntimeError):
+    """Base of everything the coordinator can raise while a job runs."""
+
+
+class CoordinatorUnavailable(CoordinationError):
+    """No answer from the store: ``endpoints`` were tried for ``tried_seconds``, the last refusal was ``reason``."""
+
+    def __init__(self, *, endpoints: Sequence[str], tried_seconds: float, reason: str) -> None:
+        self.endpoints = tuple(endpoints)
+        self.tried_seconds = tried_seconds
+        self.reason = reason
+        super().__init__(
+            f"the coordinator at {', '.join(self.endpoints)} gave no answer within {tried_seconds:.1f} s "
+            f"({reason}); check that etcd (v3 API) runs there and that this machine can reach it, "
+            f"or set coordinator.endpoints to [] to let the job start its own"
+        )
+
+
+class LeaseExpired(CoordinationError):
+    """The store knows no lease of this number (any more)."""
+
+    def __init__(self, lease: int) -> None:
+        self.lease = lease
+        super().__init__(f"lease {lease:x} has expired or was revoked")
+
+
+class NoEpoch(CoordinationError):
+    """The job has no epoch yet, so there is no membership to change."""
+
+
+class ServerStartError(CoordinationError):
+    """The job's own etcd did not come up; the message carries the end of its log."""
+
+
+class JobNameTaken(CoordinationError):
+    """Another live job uses this name under the same prefix of the same store."""
+
+
+class EndpointError(ValueError):
+    """An endpoint, job name or worker id does not have the form it must have."""

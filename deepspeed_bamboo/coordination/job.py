@@ -1,0 +1,281 @@
+"""One job's shared state: who takes part, which epoch it is, how far everybody is, how it ended."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable, JobNameTaken, NoEpoch
+from deepspeed_bamboo.coordination.keys import JobKeys, decode, encode
+from deepspeed_bamboo.coordination.records import AgentRecord, Change, EpochRecord, JobFailure, Member
+from deepspeed_bamboo.coordination.registration import Registration
+from deepspeed_bamboo.coordination.store import KeyValueStore
+from deepspeed_bamboo.coordination.watching import JobWatch
+from deepspeed_bamboo.core.placement import WorkerId
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PREFIX = "/deepspeed_bamboo"
+
+
+class JobCoordinator:
+    """The job ``job`` under ``prefix`` in ``store``. Safe to use from any number of threads.
+
+    Every call is bounded in time by the store's own limit and raises CoordinatorUnavailable when
+    the store gave no answer; nothing has been concluded then, and the call may be repeated.
+    """
+
+    def __init__(self, store: KeyValueStore, *, job: str, prefix: str = DEFAULT_PREFIX) -> None:
+        """Raises EndpointError when ``job`` cannot be part of a key."""
+        self.job = job
+        self._store = store
+        self._keys = JobKeys(prefix=prefix, job=job)
+        self._lock = threading.Lock()
+        self._latest: EpochRecord | None = None
+
+    # -- who is there ------------------------------------------------------------------------------
+
+    def register(self, member: Member, *, lease_seconds: float) -> Registration:
+        """Make ``member`` known for as long as this process keeps its lease.
+
+        Its key goes with the lease, which every watcher sees. After an outage of the store it is
+        written again if the member is still part of the current epoch, or if there is none yet.
+        """
+        joined = threading.Event()
+
+        def is_member() -> bool:
+            epoch = self.epoch()
+            return epoch is None or member.worker in epoch.members
+
+        def may_stay() -> bool:
+            epoch = self.epoch()
+            if epoch is not None and member.worker in epoch.members:
+                joined.set()
+                return True
+            return epoch is None or not joined.is_set()
+
+        return Registration(
+            self._store,
+            key=self._keys.member(member.worker),
+            value=encode(member.to_json()),
+            lease_seconds=lease_seconds,
+            may_stay=may_stay,
+            may_return=is_member,
+        )
+
+    def members(self) -> dict[WorkerId, Member]:
+        """The registered workers."""
+        return {name: Member.from_json(value) for name, value in self._children(self._keys.members)}
+
+    def withdraw(self, worker: WorkerId) -> None:
+        """Remove the key of ``worker``, whose process is known to be gone."""
+        self._store.delete(self._keys.member(worker))
+
+    def register_agent(self, agent: AgentRecord, *, lease_seconds: float) -> Registration:
+        """Make a slot's agent known for as long as it lives; it always may come back after an outage."""
+        return Registration(
+            self._store,
+            key=self._keys.agent(agent.rank),
+            value=encode(agent.to_json()),
+            lease_seconds=lease_seconds,
+            may_stay=lambda: True,
+            may_return=lambda: True,
+        )
+
+    def agents(self) -> dict[int, AgentRecord]:
+        """The agents that run now, by their slot's rank."""
+        return {int(rank): AgentRecord.from_json(value) for rank, value in self._children(self._keys.agents)}
+
+    def mark_ended(self, worker: WorkerId, info: dict[str, Any]) -> None:
+        """Record that ``worker`` ended its script without an error, so that its absence is no loss."""
+        self._store.put(self._keys.ended(worker), encode(info))
+
+    def ended(self) -> dict[WorkerId, dict[str, Any]]:
+        """The workers that ended their scripts without an error."""
+        return dict(self._children(self._keys.all_ended))
+
+    # -- epochs ------------------------------------------------------------------------------------
+
+    def epoch(self) -> EpochRecord | None:
+        """The current epoch, or None before the first.
+
+        Puts back the newest epoch this process knows of when the store has lost it (an etcd that
+        came back without its data): what all had agreed on stays agreed on.
+        """
+        return self._read_epoch()[0]
+
+    def propose(self, record: EpochRecord, *, expected: int | None) -> bool:
+        """Make ``record`` the current epoch if the current one is still ``expected`` (None: none yet).
+
+        The first proposer wins; False for everybody else. Raises ValueError unless ``record.number``
+        follows ``expected``.
+        """
+        if record.number != (0 if expected is None else expected + 1):
+            raise ValueError(f"epoch {record.number} cannot follow epoch {expected}; numbers go up by one from 0")
+        current, revision = self._read_epoch()
+        if (current.number if current else None) != expected:
+            return False
+        return self._swap(record, revision)
+
+    def propose_loss(self, lost: Iterable[WorkerId], *, reason: str, proposer: str) -> EpochRecord:
+        """Go on without the workers in ``lost``: returns the current epoch once it has none of them.
+
+        If that loses a coordinate for good, records a ``fatal_loss`` failure naming it and returns
+        the current epoch as it is. Raises NoEpoch before the first epoch.
+        """
+        gone = frozenset(lost)
+        while True:
+            current, revision = self._read_epoch()
+            if current is None:
+                raise NoEpoch(f"{', '.join(sorted(gone))} lost before job {self.job} had its first epoch")
+            leaving = tuple(worker for worker in current.members if worker in gone)
+            if not leaving:
+                return current
+            placement, fatal = current.placement.without(leaving)
+            if placement is None:
+                names = ", ".join(map(str, fatal))
+                message = (
+                    f"no live worker holds the state of {names} (pipeline.stage) after the loss of "
+                    f"{', '.join(leaving)} in epoch {current.number} ({reason}); restart from the last checkpoint"
+                )
+                self.fail(JobFailure(worker=leaving[0], kind="fatal_loss", message=message, traceback=""))
+                return current
+            record = EpochRecord(
+                number=current.number + 1,
+                members=tuple(worker for worker in current.members if worker not in gone),
+                placement=placement,
+                reason=reason,
+                lost=leaving,
+                proposer=proposer,
+                time_seconds=time.time(),
+            )
+            if self._swap(record, revision):
+                return record
+
+    def publish_progress(self, epoch_number: int, worker: WorkerId, report: dict[str, Any]) -> None:
+        """Tell the others how far ``worker`` was when epoch ``epoch_number`` began."""
+        self._store.put(self._keys.progress(epoch_number, worker), encode(report))
+
+    def progress(self, epoch_number: int) -> dict[WorkerId, dict[str, Any]]:
+        """The reports published for that epoch so far."""
+        return dict(self._children(self._keys.all_progress(epoch_number)))
+
+    def report_suspicion(self, epoch_number: int, *, reporter: WorkerId, suspect: WorkerId, reason: str) -> None:
+        """Tell the agents that ``reporter`` cannot reach ``suspect``. A hint, not a loss: they look themselves."""
+        key = self._keys.suspicion(epoch_number, suspect=suspect, reporter=reporter)
+        self._store.put(key, encode({"reporter": reporter, "reason": reason}))
+
+    # -- starting over before there was anything to lose ------------------------------------------
+
+    def generation(self) -> int:
+        """How often the workers were started from the beginning before the first epoch; 0 at first."""
+        entry = self._store.get(self._keys.generation)
+        return 0 if entry is None else int(decode(entry.value))
+
+    def advance_generation(self, *, expected: int) -> int:
+        """Ask all agents to start their workers again; the first to ask wins. Returns the current one."""
+        entry = self._store.get(self._keys.generation)
+        current = 0 if entry is None else int(decode(entry.value))
+        if current != expected:
+            return current
+        revision = 0 if entry is None else entry.revision
+        if self._store.compare_and_swap(self._keys.generation, encode(expected + 1), revision=revision):
+            return expected + 1
+        return self.generation()
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def fail(self, failure: JobFailure) -> bool:
+        """Record why the job ends. The first failure stands; False when there was one already."""
+        return self._store.compare_and_swap(self._keys.failure, encode(failure.to_json()), revision=0)
+
+    def failure(self) -> JobFailure | None:
+        """Why the job ends, if it failed."""
+        entry = self._store.get(self._keys.failure)
+        return None if entry is None else JobFailure.from_json(decode(entry.value))
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Record that the job is complete. The first summary stands."""
+        self._store.compare_and_swap(self._keys.finished, encode(summary), revision=0)
+
+    def finished(self) -> dict[str, Any] | None:
+        """The summary, if the job is complete."""
+        entry = self._store.get(self._keys.finished)
+        return None if entry is None else dict(decode(entry.value))
+
+    def watch(self, on_change: Callable[[Change], None]) -> JobWatch:
+        """Call ``on_change`` from one thread for all there is, then for every change; see JobWatch."""
+
+        def remember(change: Change) -> None:
+            if change.kind == "epoch" and change.value is not None:
+                self._remember(change.value)
+            on_change(change)
+
+        return JobWatch(self._store, self._keys, remember)
+
+    def claim_name(self) -> None:
+        """Make sure that the job starts from nothing: remove what a dead job of this name left.
+
+        Raises JobNameTaken when a job of this name is alive, which is when it has a live agent or worker.
+        """
+        live = [f"slot {rank} on {agent.node}" for rank, agent in self.agents().items()]
+        live += [f"worker {worker}" for worker in self.members()]
+        if live:
+            raise JobNameTaken(
+                f"a job named {self.job!r} is running ({', '.join(live)}); give this one another name with --job NAME"
+            )
+        self._store.delete_prefix(self._keys.root)
+
+    def clean_up(self) -> None:
+        """Remove the job's keys. For the last one to leave."""
+        with self._lock:
+            self._latest = None
+        self._store.delete_prefix(self._keys.root)
+
+    def close(self) -> None:
+        """End the watches and the connection of the store underneath."""
+        self._store.close()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _children(self, prefix: str) -> list[tuple[str, Any]]:
+        return [(e.key.removeprefix(prefix), decode(e.value)) for e in self._store.read(prefix).entries]
+
+    def _read_epoch(self) -> tuple[EpochRecord | None, int]:
+        """The current epoch and the revision to swap it at, after putting back a lost one."""
+        while True:
+            entry = self._store.get(self._keys.epoch)
+            record = None if entry is None else EpochRecord.from_json(decode(entry.value))
+            revision = 0 if entry is None else entry.revision
+            newest = self._remember(record)
+            if newest is None or (record is not None and record.number >= newest.number):
+                return record, revision
+            logger.warning("the coordinator lost epoch %d of job %s; putting it back", newest.number, self.job)
+            self._store.compare_and_swap(self._keys.epoch, encode(newest.to_json()), revision=revision)
+
+    def _remember(self, record: EpochRecord | None) -> EpochRecord | None:
+        """Note ``record`` if it is newer than what is known; returns the newest known."""
+        with self._lock:
+            if record is not None and (self._latest is None or record.number > self._latest.number):
+                self._latest = record
+            return self._latest
+
+    def _swap(self, record: EpochRecord, revision: int) -> bool:
+        won = self._store.compare_and_swap(self._keys.epoch, encode(record.to_json()), revision=revision)
+        if won:
+            self._remember(record)
+            self._forget_reports(record.number - 2)
+        return won
+
+    def _forget_reports(self, epoch_number: int) -> None:
+        """Remove what was reported for an epoch that nobody works on any more."""
+        if epoch_number < 0:
+            return
+        try:
+            self._store.delete_prefix(self._keys.all_progress(epoch_number))
+            self._store.delete_prefix(self._keys.all_suspicions(epoch_number))
+        except CoordinatorUnavailable as error:
+            logger.info("reports of epoch %d not removed: %s", epoch_number, error)

@@ -1,0 +1,94 @@
+"""The names of a job's keys, and how their values are written. Nothing else knows either."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed_bamboo.coordination.errors import EndpointError
+from deepspeed_bamboo.coordination.records import AgentRecord, Change, EpochRecord, JobFailure, Member
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "epoch": EpochRecord.from_json,
+    "member": Member.from_json,
+    "agent": AgentRecord.from_json,
+    "failure": JobFailure.from_json,
+}
+
+
+def check_name(name: str, *, what: str) -> str:
+    """``name`` if it can be part of a key. Raises EndpointError with value and rule otherwise."""
+    if not _NAME.fullmatch(name):
+        raise EndpointError(
+            f"{what} {name!r} must be 1 to 128 letters, digits, '.', '_' or '-', beginning with a letter or digit"
+        )
+    return name
+
+
+class JobKeys:
+    """``<prefix>/<job>/<kind>[/<epoch>][/<worker>[/<reporter>]]``"""
+
+    def __init__(self, *, prefix: str, job: str) -> None:
+        self.root = f"/{prefix.strip('/')}/{check_name(job, what='job name')}/"
+        self.epoch = self.root + "epoch"
+        self.generation = self.root + "generation"
+        self.failure = self.root + "failure"
+        self.finished = self.root + "finished"
+        self.members = self.root + "member/"
+        self.agents = self.root + "agent/"
+        self.all_ended = self.root + "ended/"
+
+    def member(self, worker: str) -> str:
+        return self.members + check_name(worker, what="worker id")
+
+    def agent(self, rank: int) -> str:
+        return f"{self.agents}{rank}"
+
+    def ended(self, worker: str) -> str:
+        return self.all_ended + check_name(worker, what="worker id")
+
+    def all_progress(self, epoch: int) -> str:
+        return f"{self.root}progress/{epoch}/"
+
+    def progress(self, epoch: int, worker: str) -> str:
+        return self.all_progress(epoch) + check_name(worker, what="worker id")
+
+    def all_suspicions(self, epoch: int) -> str:
+        return f"{self.root}suspicion/{epoch}/"
+
+    def suspicion(self, epoch: int, *, suspect: str, reporter: str) -> str:
+        return f"{self.all_suspicions(epoch)}{check_name(suspect, what='worker id')}/{reporter}"
+
+    def change(self, key: str, value: str | None) -> Change | None:
+        """What a new ``value`` of ``key`` (None: removed) means; None for a key that means nothing here."""
+        kind, *parts = key.removeprefix(self.root).split("/")
+        decoded = None if value is None else _DECODERS.get(kind, _as_is)(decode(value))
+        if kind in ("failure", "finished", "generation") and not parts:
+            return Change(kind, value=decoded)  # type: ignore[arg-type]
+        if kind == "epoch" and not parts:
+            return Change("epoch", epoch=decoded.number if decoded else -1, value=decoded)
+        if kind in ("member", "ended", "agent") and len(parts) == 1:
+            return Change(kind, worker=parts[0], value=decoded)  # type: ignore[arg-type]
+        if kind == "progress" and len(parts) == 2:
+            return Change("progress", epoch=int(parts[0]), worker=parts[1], value=decoded)
+        if kind == "suspicion" and len(parts) == 3:
+            return Change("suspicion", epoch=int(parts[0]), worker=parts[1], value=decoded)
+        return None
+
+
+def encode(value: Any) -> str:
+    """Compact JSON."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+def decode(text: str) -> Any:
+    """Inverse of :func:`encode`."""
+    return json.loads(text)
+
+
+def _as_is(value: Any) -> Any:
+    return value

@@ -1,0 +1,135 @@
+"""What the processes of a job tell each other, as values with a JSON form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from deepspeed_bamboo.core.placement import Placement, WorkerId
+
+FailureKind = Literal["user_error", "fatal_loss", "interrupted"]
+ChangeKind = Literal[
+    "epoch", "member", "agent", "ended", "progress", "suspicion", "generation", "failure", "finished", "resync"
+]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker that takes part: where it runs and how its peers reach it.
+
+    ``rank`` is the global rank that the launcher gave its slot; ``store_port`` is where it would host
+    an epoch's store.
+    """
+
+    worker: WorkerId
+    node: str
+    zone: str
+    address: str
+    store_port: int
+    pid: int
+    rank: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Member:
+        return cls(**value)
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """One agreed membership and placement. ``lost`` are the workers that the epoch before still had.
+
+    ``members`` are all workers that take part, standbys included. ``time_seconds`` is the proposer's
+    wall clock, for people to read; nothing is decided by it.
+    """
+
+    number: int
+    members: tuple[WorkerId, ...]
+    placement: Placement
+    reason: str
+    lost: tuple[WorkerId, ...]
+    proposer: str
+    time_seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "number": self.number,
+            "members": list(self.members),
+            "placement": self.placement.to_json(),
+            "reason": self.reason,
+            "lost": list(self.lost),
+            "proposer": self.proposer,
+            "time_seconds": self.time_seconds,
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> EpochRecord:
+        return cls(
+            number=value["number"],
+            members=tuple(value["members"]),
+            placement=Placement.from_json(value["placement"]),
+            reason=value["reason"],
+            lost=tuple(value["lost"]),
+            proposer=value["proposer"],
+            time_seconds=value["time_seconds"],
+        )
+
+
+@dataclass(frozen=True)
+class JobFailure:
+    """Why the job ends without finishing. ``traceback`` is empty unless the kind is ``user_error``."""
+
+    worker: WorkerId
+    kind: FailureKind
+    message: str
+    traceback: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> JobFailure:
+        return cls(**value)
+
+
+@dataclass(frozen=True)
+class AgentRecord:
+    """A slot's agent, for as long as it runs: the slot's rank, its node, its process."""
+
+    rank: int
+    node: str
+    pid: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> AgentRecord:
+        return cls(**value)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something in the job that is new to this watcher. ``value`` None means that it is no longer there.
+
+    | kind         | worker        | epoch | value                        |
+    |--------------|---------------|-------|------------------------------|
+    | epoch        |               | its n | EpochRecord                  |
+    | member       | the worker    |       | Member                       |
+    | agent        | slot's rank   |       | AgentRecord                  |
+    | ended        | the worker    |       | dict                         |
+    | progress     | the worker    | its n | dict                         |
+    | suspicion    | the suspect   | its n | dict: reporter, reason       |
+    | generation   |               |       | int                          |
+    | failure      |               |       | JobFailure                   |
+    | finished     |               |       | dict                         |
+    | resync       |               |       | everything missed was told   |
+    """
+
+    kind: ChangeKind
+    worker: WorkerId = ""
+    epoch: int = -1
+    value: Any = None

@@ -1,0 +1,97 @@
+"""A key that lives as long as its process: kept alive from a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from deepspeed_bamboo.coordination.errors import CoordinationError, CoordinatorUnavailable
+from deepspeed_bamboo.coordination.store import KeyValueStore
+
+logger = logging.getLogger(__name__)
+_RETRY_SECONDS = 0.1
+
+
+class Registration:
+    """Holds ``key`` under a lease that is renewed three times in its length.
+
+    ``lost`` is set when this process was expelled: its lease ran out (or the job went on without it)
+    and it may not come back. While the store cannot be reached nothing is concluded. When it can be
+    reached again and the lease is gone, ``may_return`` decides: then everybody's lease may be gone,
+    which is no reason for anybody to leave.
+    """
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        *,
+        key: str,
+        value: str,
+        lease_seconds: float,
+        may_stay: Callable[[], bool],
+        may_return: Callable[[], bool],
+    ) -> None:
+        """Write the key and begin to keep it. Raises CoordinatorUnavailable when that fails."""
+        self.lost = threading.Event()
+        self._store = store
+        self._key = key
+        self._value = value
+        self._lease_seconds = lease_seconds
+        self._may_stay = may_stay
+        self._may_return = may_return
+        self._stopped = threading.Event()
+        self._enter()
+        self._thread = threading.Thread(target=self._keep, name="bamboo-registration", daemon=True)
+        self._thread.start()
+
+    def withdraw(self) -> None:
+        """Remove the key now and stop keeping it; ``lost`` stays as it is. May be called twice.
+
+        If the store cannot be reached the key goes when its lease runs out.
+        """
+        already = self._stopped.is_set()
+        self._stopped.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        if not already:
+            self._revoke()
+
+    def _enter(self) -> None:
+        self._lease = self._store.grant_lease(self._lease_seconds)
+        self._store.put(self._key, self._value, lease=self._lease)
+
+    def _keep(self) -> None:
+        pause = self._lease_seconds / 3
+        while not self._stopped.wait(pause):
+            try:
+                stays = self._renew()
+            except CoordinatorUnavailable as error:
+                logger.info("%s not renewed: %s", self._key, error)
+                pause = _RETRY_SECONDS
+                continue
+            except CoordinationError as error:
+                logger.info("%s to be entered again: %s", self._key, error)
+                pause = _RETRY_SECONDS
+                continue
+            if not stays:
+                self.lost.set()
+                self._revoke()
+                return
+            pause = self._lease_seconds / 3
+
+    def _renew(self) -> bool:
+        """Renew or come back; False when this process is to leave."""
+        if self._store.keep_alive(self._lease):
+            return self._may_stay()
+        if not self._may_return():
+            return False
+        self._enter()
+        logger.info("%s registered again after its lease was gone", self._key)
+        return True
+
+    def _revoke(self) -> None:
+        try:
+            self._store.revoke(self._lease)
+        except CoordinatorUnavailable as error:
+            logger.info("%s left to run out: %s", self._key, error)

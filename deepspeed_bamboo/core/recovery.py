@@ -1,0 +1,154 @@
+"""Plans: a whole iteration, or the rest of one that a loss interrupted, by the same function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from deepspeed_bamboo.core.communication import lower
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.ordering import order_passes
+from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.core.progress import CoordinateProgress, check_progress
+from deepspeed_bamboo.core.schedule import Mode, Plan
+from deepspeed_bamboo.core.timeline import Costs
+
+
+def plan_iteration(
+    placement: Placement,
+    *,
+    micro_batches: int,
+    progress: Mapping[Coordinate, CoordinateProgress] | None = None,
+    mode: Mode | str = Mode.LAZY,
+    costs: Costs | None = None,
+    pipelines: Iterable[int] | None = None,
+) -> Plan:
+    """What every worker has to execute from ``progress`` to the end of the iteration.
+
+    Without ``progress``, or for coordinates missing in it, from the start. A coordinate whose owner is new
+    starts where :func:`progress_after_loss` says; its neighbours send it again what they retained, and it
+    sends only what they don't have. Survivors repeat nothing.
+    ``pipelines`` asks for those pipelines (and any that shares a worker with them) only; default: all.
+    Raises ValueError for no micro-batches, an unknown mode or pipeline, and progress that can't be.
+    """
+    return _plan(
+        placement,
+        micro_batches=micro_batches,
+        progress=progress or {},
+        mode=_checked_mode(mode),
+        costs=costs or Costs(),
+        pipelines=pipelines,
+    )
+
+
+def plan_inference(
+    placement: Placement, *, micro_batches: int, costs: Costs | None = None, pipelines: Iterable[int] | None = None
+) -> Plan:
+    """Forwards only, without a tail, in the order of DeepSpeed's ``InferenceSchedule``. Raises as plan_iteration."""
+    return _plan(
+        placement,
+        micro_batches=micro_batches,
+        progress={},
+        mode=Mode.INFERENCE,
+        costs=costs or Costs(),
+        pipelines=pipelines,
+    )
+
+
+def progress_after_loss(
+    placement_before: Placement,
+    placement_after: Placement,
+    reports: Mapping[Coordinate, CoordinateProgress],
+    redundant_forwards: Mapping[Coordinate, int] | None = None,
+    redundant_backwards: Mapping[Coordinate, int] | None = None,
+) -> dict[Coordinate, CoordinateProgress]:
+    """Where each coordinate goes on after the workers that ``placement_after`` lacks are lost.
+
+    Survivors keep what they report. A coordinate with a new owner starts from its shadow: at the number of
+    stored FRC (and BRC) results given for it, which is 0 in the modes that keep none.
+    Raises ValueError when a survivor's report is missing.
+    """
+    forwards, backwards = redundant_forwards or {}, redundant_backwards or {}
+    before, last_stage = dict(placement_before.owners), placement_before.grid.stages - 1
+    missing = [str(c) for c, owner in placement_after.owners if before[c] == owner and c not in reports]
+    if missing:
+        raise ValueError(f"no progress reported for {', '.join(missing)}, whose owners are alive; each must report")
+    return {
+        c: reports[c]
+        if before[c] == owner
+        else shadow_progress(c, forwards=forwards.get(c, 0), backwards=backwards.get(c, 0), last_stage=last_stage)
+        for c, owner in placement_after.owners
+    }
+
+
+def shadow_progress(coordinate: Coordinate, *, forwards: int, backwards: int, last_stage: int) -> CoordinateProgress:
+    """The counts of a shadow that holds the results of so many FRC and BRC, inputs that wait not counted."""
+    first, last = coordinate.stage == 0, coordinate.stage == last_stage
+    return CoordinateProgress(
+        loaded=forwards if first or last else 0,
+        activations_received=0 if first else forwards,
+        forwards=forwards,
+        gradients_received=0 if last else backwards,
+        backwards=backwards,
+    )
+
+
+def _checked_mode(mode: Mode | str) -> Mode:
+    try:
+        return Mode(mode)
+    except ValueError:
+        raise ValueError(f"no mode {mode!r}; choose one of {', '.join(m.value for m in Mode)}") from None
+
+
+def _plan(
+    placement: Placement,
+    *,
+    micro_batches: int,
+    progress: Mapping[Coordinate, CoordinateProgress],
+    mode: Mode,
+    costs: Costs,
+    pipelines: Iterable[int] | None,
+) -> Plan:
+    check_progress(progress, grid=placement.grid, micro_batches=micro_batches)
+    wanted = _with_shared_workers(placement, pipelines)
+    coordinates = tuple(Coordinate(d, p) for d in wanted for p in range(placement.grid.stages))
+    start = CoordinateProgress()
+    complete = {c: progress.get(c, start) for c in coordinates}
+    redundant = dict.fromkeys(coordinates, start)
+    order = dict(
+        order_passes(
+            placement,
+            coordinates=coordinates,
+            micro_batches=micro_batches,
+            progress=complete,
+            mode=mode,
+            costs=costs,
+        )
+    )
+    for worker in _holders(placement, coordinates):
+        order.setdefault(worker, ())
+    programs = lower(placement, order, coordinates=coordinates, progress=complete, redundant=redundant, mode=mode)
+    return Plan(placement, micro_batches, programs, mode, wanted)
+
+
+def _holders(placement: Placement, coordinates: Iterable[Coordinate]) -> tuple[WorkerId, ...]:
+    """The workers that hold a shadow of one of ``coordinates``."""
+    covered = frozenset(coordinates)
+    return tuple(dict.fromkeys(worker for c, worker in placement.shadows if c in covered))
+
+
+def _with_shared_workers(placement: Placement, pipelines: Iterable[int] | None) -> tuple[int, ...]:
+    """``pipelines``, and all that a worker connects with them by what it owns or shadows; in order."""
+    everything = range(placement.grid.pipelines)
+    if pipelines is None:
+        return tuple(everything)
+    wanted = set(pipelines)
+    unknown = sorted(wanted.difference(everything))
+    if unknown or not wanted:
+        raise ValueError(f"no pipelines {unknown or 'at all'} to plan; the grid has 0..{len(everything) - 1}")
+    held = (*placement.owners, *placement.shadows)
+    while True:
+        workers = {worker for c, worker in held if c.pipeline in wanted}
+        connected = {c.pipeline for c, worker in held if worker in workers}
+        if connected <= wanted:
+            return tuple(sorted(wanted))
+        wanted |= connected

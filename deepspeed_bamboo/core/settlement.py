@@ -1,0 +1,101 @@
+"""What the survivors of a loss conclude from each other's reports: which iteration is decided, which goes on.
+
+Everybody runs an endless sequence of activities (a training iteration, an evaluation, a digest), each ended
+by an agreement. An agreement needs everybody, so two workers are at most one activity apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.core.progress import CoordinateProgress
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one survivor publishes after a change of epoch.
+
+    ``activity`` counts from 0; ``kind`` is None while the worker has not started it. ``rounds`` are the
+    agreements seen in this activity (opaque; the first one decides it), ``previous`` those of the one before.
+    ``progress`` covers the coordinates that the worker hosted when the epoch changed.
+    """
+
+    activity: int
+    kind: str | None = None
+    rounds: tuple[str, ...] = ()
+    previous: tuple[str, ...] = ()
+    progress: Mapping[Coordinate, CoordinateProgress] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """A value that ``json`` can write and :meth:`from_json` reads back equal."""
+        return {
+            "activity": self.activity,
+            "kind": self.kind,
+            "rounds": list(self.rounds),
+            "previous": list(self.previous),
+            "progress": {str(c): p.to_json() for c, p in self.progress.items()},
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Report:
+        """Inverse of :meth:`to_json`. Raises KeyError or ValueError for anything else."""
+        return cls(
+            activity=value["activity"],
+            kind=value["kind"],
+            rounds=tuple(value["rounds"]),
+            previous=tuple(value["previous"]),
+            progress={Coordinate.parse(c): CoordinateProgress.from_json(p) for c, p in value["progress"].items()},
+        )
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """The common conclusion.
+
+    ``activity`` is the newest one that anybody is in. ``agreed`` maps an activity to the agreements that
+    somebody saw in it: everybody carries it out. When ``activity`` itself is not in it, it goes on from
+    ``progress``, as ``kind`` (None: nobody has started it).
+    """
+
+    activity: int
+    kind: str | None
+    agreed: Mapping[int, tuple[str, ...]]
+    progress: Mapping[Coordinate, CoordinateProgress]
+
+    @property
+    def decided(self) -> bool:
+        """True when the newest activity is already agreed, so that nothing of it is recomputed."""
+        return self.activity in self.agreed
+
+
+def settle(reports: Mapping[WorkerId, Report]) -> Settlement:
+    """Conclude from all survivors' reports; the same reports give the same conclusion everywhere.
+
+    A worker one activity behind takes over the agreements that the others saw in it. Raises ValueError
+    when reports are further apart than agreements allow.
+    """
+    newest = max(report.activity for report in reports.values())
+    behind = {worker: report for worker, report in reports.items() if report.activity < newest}
+    too_far = sorted(worker for worker, report in behind.items() if report.activity < newest - 1)
+    if too_far:
+        raise ValueError(f"workers {too_far} are more than one activity behind {newest}; the reports contradict the protocol")
+    agreed: dict[int, tuple[str, ...]] = {}
+    for report in reports.values():
+        for activity, rounds in ((report.activity, report.rounds), (report.activity - 1, report.previous)):
+            if len(rounds) > len(agreed.get(activity, ())):
+                agreed[activity] = rounds
+    if behind and newest - 1 not in agreed:
+        raise ValueError(f"nobody kept the agreement of activity {newest - 1}, which {sorted(behind)} still need")
+    kinds = {report.kind for report in reports.values() if report.activity == newest and report.kind is not None}
+    if len(kinds) > 1:
+        raise ValueError(f"workers disagree about activity {newest}: {sorted(kinds)}; every rank must make the same calls")
+    progress: dict[Coordinate, CoordinateProgress] = {}
+    for report in reports.values():
+        started = report.activity == newest and report.kind is not None
+        for coordinate, counts in report.progress.items():
+            progress[coordinate] = counts if started else CoordinateProgress()
+    return Settlement(newest, kinds.pop() if kinds else None, agreed, progress)

@@ -1,0 +1,56 @@
+"""Every exception that deepspeed_bamboo raises on purpose.
+
+    BambooError
+    ├── ConfigError         a setting, a fault script or an argument that can't be used (also a ValueError)
+    ├── EventLogError       event files that contradict each other or can't be read
+    ├── ModelError          a model whose stages can't be connected (a user's bug, never a lost node)
+    ├── JobFailedError      another worker ended the job; names it and its cause
+    └── ExpelledError       this worker is no longer part of the job; its process has to end
+
+Messages for users carry three things: the value, the rule it breaks, and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class BambooError(Exception):
+    """Root of the tree; catch it to catch whatever deepspeed_bamboo raises on purpose."""
+
+
+class ConfigError(BambooError, ValueError):
+    """The user's settings can't be used. Raised before anything starts, with every problem listed."""
+
+    def __init__(self, *problems: str, where: str = "") -> None:
+        """``problems``: one sentence each (at least one). ``where``: the file or section they are in."""
+        self.problems: tuple[str, ...] = problems
+        self.where = where
+        super().__init__(_list_problems(problems, where=where))
+
+
+class EventLogError(BambooError):
+    """Workers wrote different things about the same step, or a line in an event file is broken."""
+
+
+class ModelError(BambooError):
+    """What a stage returns or ignores can't travel between stages. Names stage, slot and dtype."""
+
+
+class JobFailedError(BambooError):
+    """The job has ended with a failure on worker ``origin``; this worker only hears of it."""
+
+    def __init__(self, message: str, *, origin: str) -> None:
+        super().__init__(f"the job failed on worker {origin}: {message}")
+        self.origin = origin
+
+
+class ExpelledError(BambooError):
+    """The others have gone on without this worker: it was silent for too long. Nothing it holds counts any more."""
+
+
+def _list_problems(problems: Sequence[str], *, where: str) -> str:
+    if len(problems) == 1:
+        return f"{where}: {problems[0]}" if where else problems[0]
+    head = f"{len(problems)} problems in {where}:" if where else f"{len(problems)} problems:"
+    return "\n".join([head, *(f"  - {problem}" for problem in problems)])

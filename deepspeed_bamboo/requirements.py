@@ -1,0 +1,97 @@
+"""What a DeepSpeed job must be like for its stages to be rebuilt elsewhere. Pure checks over extracted facts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+from deepspeed_bamboo.errors import ConfigError
+
+
+class ModelKind(Enum):
+    """What was passed to ``initialize`` as the model."""
+
+    PIPELINE = "PipelineModule"
+    DUALPIPEV = "DualPipeVModule"
+    OTHER = "other"
+
+
+class OptimizerSource(Enum):
+    """Where the optimizer comes from."""
+
+    JSON = "json"  # the "optimizer" entry of the configuration
+    CALLABLE = "callable"  # a function from parameters to an optimizer
+    OBJECT = "object"  # an optimizer, or parameter groups, made by the user for one stage's parameters
+
+
+def validate_deepspeed_settings(
+    settings: Mapping[str, Any],
+    *,
+    model: ModelKind,
+    model_name: str,
+    stages: int | None,
+    world_size: int,
+    optimizer: OptimizerSource,
+    parameter_groups_given: bool = False,
+    redundant: bool = True,
+) -> None:
+    """Raise one ConfigError that lists whatever stands in the way of recovering lost stages.
+
+    ``settings``: the DeepSpeed configuration. ``model_name``: the class of the model, for messages.
+    ``stages``: None for a model without stages. ``world_size``: workers at the start.
+    ``parameter_groups_given``: ``model_parameters`` was given as groups (dicts) and not plain parameters.
+    ``redundant``: False in mode "off", where no worker ever builds another stage's optimizer.
+    """
+    problems = [
+        *_model_problems(model, model_name=model_name),
+        *_zero_problems(settings),
+        *_size_problems(stages, world_size=world_size),
+    ]
+    if redundant:
+        problems += _optimizer_problems(optimizer, parameter_groups_given=parameter_groups_given)
+    if problems:
+        raise ConfigError(*problems, where="deepspeed_bamboo can't run this job")
+
+
+def _model_problems(model: ModelKind, *, model_name: str) -> Iterator[str]:
+    if model is ModelKind.DUALPIPEV:
+        yield f"the model is a {model_name}, and DualPipeV is not supported; use deepspeed.pipe.PipelineModule"
+    elif model is ModelKind.OTHER:
+        yield (
+            f"the model is a {model_name} and no PipelineModule; wrap its layers in deepspeed.pipe.PipelineModule "
+            'or set "bamboo": {"enabled": false}'
+        )
+
+
+def _zero_problems(settings: Mapping[str, Any]) -> Iterator[str]:
+    zero = settings.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    if stage in (2, 3):
+        yield (
+            f"zero_optimization.stage is {stage}, and DeepSpeed's pipelines work with ZeRO stages 0 and 1 only; "
+            "set it to 1 or 0"
+        )
+
+
+def _size_problems(stages: int | None, *, world_size: int) -> Iterator[str]:
+    if stages is not None and world_size % stages:
+        below = world_size - world_size % stages
+        counts = f"{below} or {below + stages}" if below else f"{stages}"
+        yield (
+            f"{world_size} workers can't be divided into pipelines of {stages} stages; "
+            f"start {counts} workers or change the number of stages"
+        )
+
+
+def _optimizer_problems(optimizer: OptimizerSource, *, parameter_groups_given: bool) -> Iterator[str]:
+    if optimizer is OptimizerSource.OBJECT:
+        yield (
+            "optimizer is an object made for one stage's parameters, and a worker that takes a stage over must make "
+            "one for that stage's; pass a function (parameters -> optimizer) or use the JSON's \"optimizer\" entry"
+        )
+    if parameter_groups_given:
+        yield (
+            "model_parameters holds parameter groups of one stage, and a worker that takes a stage over must make "
+            "that stage's; build the groups in a function passed as optimizer (parameters -> optimizer)"
+        )

@@ -1,0 +1,201 @@
+"""A FIFO of messages between two workers on a process group of their own, with waits that can be interrupted.
+
+Gloo's receive cannot be aborted from another thread while the peer lives, so a helper thread sits in it
+and the main thread waits on a condition. On a change of epoch the main thread leaves at once; the helper
+is released by the peer's death, or by the peer's farewell message, and its late result is dropped.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as torch_distributed
+
+from deepspeed_bamboo.runtime.interruption import Interruption, PeerLostError
+from deepspeed_bamboo.runtime.lanes import Description, DeviceLanes
+
+# Every message starts with one block: two lengths, then the header if it fits.
+_BLOCK_BYTES = 1024
+_LENGTHS_BYTES = 16
+_BLOCK_TAG, _HEADER_TAG, _PAYLOAD_TAG = 1, 2, 3
+
+
+@dataclass
+class Message:
+    """One message: a key that says what it is, plain data, and tensors."""
+
+    key: str
+    data: Any = None
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    on_lane: Description | None = None  # what is still to be received from the lane
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+class Channel:
+    """Both directions between this worker and ``peer``; messages of each direction stay in order.
+
+    Keys, plain data and host tensors travel over gloo; device tensors over ``lanes`` where there are any.
+
+    Args:
+        store: a store that both sides see, under a prefix that only this pair and epoch use.
+        first: True on the side with rank 0 of the pair.
+        peer: the other worker's id, for errors.
+        interruption: ends waits; also notified when a message arrives.
+        timeout_seconds: bound of every single operation.
+        lanes: for device tensors; None sends those by way of the host.
+    """
+
+    def __init__(
+        self,
+        store: torch_distributed.Store,
+        *,
+        first: bool,
+        peer: str,
+        interruption: Interruption,
+        timeout_seconds: float,
+        lanes: DeviceLanes | None = None,
+    ) -> None:
+        self.peer = peer
+        self._lanes = lanes
+        self._interruption = interruption
+        self._other = 1 if first else 0
+        self._group = torch_distributed.ProcessGroupGloo(
+            store, 0 if first else 1, 2, timedelta(seconds=timeout_seconds)
+        )
+        self._sending: list[tuple[Any, torch.Tensor]] = []
+        self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._arrived: list[Message] = []
+        self._error: str | None = None
+        self._outstanding = 0
+        self._closed = False
+        self._reader = threading.Thread(target=self._read, name=f"bamboo-from-{peer}", daemon=True)
+        self._reader.start()
+
+    def send(self, message: Message) -> None:
+        """Queue ``message``; never blocks on the peer. Its tensors must stay unchanged until :meth:`drain`."""
+        description = [(tensor.dtype, tuple(tensor.shape)) for tensor in message.tensors]
+        lanes = self._lanes if any(tensor.is_cuda for tensor in message.tensors) else None
+        parts = [] if lanes is not None else [_as_bytes(tensor.to("cpu")) for tensor in message.tensors]
+        size = sum(part.numel() for part in parts)
+        header = pickle.dumps((message.key, message.data, description, lanes is not None))
+        block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)
+        block[:_LENGTHS_BYTES] = torch.tensor([len(header), size], dtype=torch.int64).view(torch.uint8)
+        header_tensor = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        inline = len(header) <= _BLOCK_BYTES - _LENGTHS_BYTES
+        if inline:
+            block[_LENGTHS_BYTES : _LENGTHS_BYTES + len(header)] = header_tensor
+        self._post(block, _BLOCK_TAG)
+        if not inline:
+            self._post(header_tensor, _HEADER_TAG)
+        if size:
+            self._post(parts[0] if len(parts) == 1 else torch.cat(parts), _PAYLOAD_TAG)
+        if lanes is not None:
+            lanes.send([tensor.detach() for tensor in message.tensors])
+
+    def receive(self) -> Message:
+        """The next message from the peer. Raises PeerLostError, or what interrupts the wait."""
+        if self._outstanding == 0:
+            self._outstanding += 1
+            self._wanted.put(True)
+        self._interruption.wait_until(lambda: bool(self._arrived) or self._error is not None)
+        if self._arrived:
+            self._outstanding -= 1
+            message = self._arrived.pop(0)
+            if message.on_lane is not None:
+                if self._lanes is None:
+                    raise PeerLostError(self.peer, "it sends device tensors, but there is no lane to receive them")
+                message.tensors = self._lanes.receive(message.on_lane)
+                message.on_lane = None
+            return message
+        raise PeerLostError(self.peer, self._error or "closed")
+
+    def drain(self) -> None:
+        """Wait until everything sent is out of this worker's hands (the end of an iteration)."""
+        for work, _tensor in self._sending:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise PeerLostError(self.peer, str(error)) from error
+        self._sending.clear()
+
+    def close(self) -> None:
+        """Drop the channel: release the peer's helper thread if it sits in a receive, then let go. Never blocks."""
+        if self._closed:
+            return
+        self._closed = True
+        self._wanted.put(False)
+        if self._lanes is not None:
+            self._lanes.abort()
+        farewell = torch.zeros(1, dtype=torch.uint8)
+        for tag in (_BLOCK_TAG, _HEADER_TAG, _PAYLOAD_TAG):
+            try:
+                self._sending.append((self._group.send([farewell], self._other, tag), farewell))
+            except RuntimeError:
+                break  # the peer is gone already, which releases everything too
+
+    def _post(self, tensor: torch.Tensor, tag: int) -> None:
+        try:
+            self._sending.append((self._group.send([tensor], self._other, tag), tensor))
+        except RuntimeError as error:
+            raise PeerLostError(self.peer, str(error)) from error
+
+    def _read(self) -> None:
+        while self._wanted.get() and not self._closed:
+            try:
+                message = self._read_one()
+            except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
+                self._error = str(error).splitlines()[0]
+                self._interruption.notify()
+                return
+            self._arrived.append(message)
+            self._interruption.notify()
+
+    def _read_one(self) -> Message:
+        block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)
+        self._take(block, _BLOCK_TAG)
+        header_bytes, size = block[:_LENGTHS_BYTES].view(torch.int64).tolist()
+        if header_bytes <= 0:
+            raise RuntimeError("the peer said farewell")
+        header = block[_LENGTHS_BYTES : _LENGTHS_BYTES + header_bytes]
+        if header_bytes > _BLOCK_BYTES - _LENGTHS_BYTES:
+            header = torch.empty(header_bytes, dtype=torch.uint8)
+            self._take(header, _HEADER_TAG)
+        key, data, description, on_lane = pickle.loads(header.numpy().tobytes())
+        if on_lane:
+            return Message(key, data, on_lane=description)
+        tensors: list[torch.Tensor] = []
+        if description:
+            payload = torch.empty(size, dtype=torch.uint8)
+            if size:
+                self._take(payload, _PAYLOAD_TAG)
+            tensors = _split(payload, description)
+        return Message(key, data, tensors)
+
+    def _take(self, tensor: torch.Tensor, tag: int) -> None:
+        self._group.recv([tensor], self._other, tag).wait()
+
+
+def _split(payload: torch.Tensor, description: Description) -> list[torch.Tensor]:
+    tensors = []
+    offset = 0
+    for dtype, shape in description:
+        count = 1
+        for extent in shape:
+            count *= extent
+        size = count * dtype.itemsize
+        piece = payload[offset : offset + size]
+        # A view of another dtype needs an aligned start; a copy has one.
+        if offset % max(dtype.itemsize, 1):
+            piece = piece.clone()
+        tensors.append(piece.view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype))
+        offset += size
+    return tensors

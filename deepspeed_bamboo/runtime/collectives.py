@@ -1,0 +1,165 @@
+"""Collectives of the coordinates that a worker hosts: who contributes what, and in which order it adds up.
+
+Contributions are always combined in the order of the logical ranks, whichever workers they come from, so a
+result does not depend on the placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.runtime.channel import Message
+from deepspeed_bamboo.runtime.hosting import StageHost
+from deepspeed_bamboo.runtime.links import Links
+from deepspeed_bamboo.runtime.logical import GroupKey
+from deepspeed_bamboo.runtime.replica import StageReplica
+from deepspeed_bamboo.runtime.suspended import Request, SuspendedCall
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one coordinate hands in for one collective; ``group`` None is the gate before an update."""
+
+    group: GroupKey | None
+    operation: str
+    tensor: torch.Tensor | None
+
+    @classmethod
+    def of(cls, request: Request) -> Contribution:
+        """From a pending request; the tensor is copied to the host, so it is a value and not a reference."""
+        tensor = None if request.tensor is None else request.tensor.detach().to("cpu", copy=True)
+        return cls(request.group, request.operation, tensor)
+
+
+def combine(operation: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Apply a collective to the members' values, given in logical rank order. Raises ValueError if unknown."""
+    name, _, argument = operation.partition(":")
+    if name == "broadcast":
+        return values[int(argument)].clone()
+    if name == "gather":
+        return torch.cat([value.reshape(-1) for value in values])
+    result = values[0].clone()
+    for value in values[1:]:
+        # Stock contributes a 0-dimensional norm on one stage and a 1-element one on another.
+        value = value.reshape(result.shape)
+        if name in ("sum", "mean"):
+            result += value
+        elif name == "max":
+            result = torch.maximum(result, value)
+        elif name == "min":
+            result = torch.minimum(result, value)
+        else:
+            raise ValueError(f"unknown collective {operation!r}; known are sum, mean, max, min, gather, broadcast:N")
+    return result / len(values) if name == "mean" else result
+
+
+class CallSet:
+    """One suspended call per replica, all advanced together."""
+
+    def __init__(
+        self, host: StageHost, replicas: Sequence[StageReplica], function: Callable[[], None], *, device: torch.device
+    ) -> None:
+        self._host = host
+        self._device = device
+        self._calls = {replica.coordinate: (replica, SuspendedCall(function, device=device)) for replica in replicas}
+        self.current: SuspendedCall | None = None
+
+    def advance(self, answers: Mapping[Coordinate, torch.Tensor | None] | None = None) -> None:
+        """Run every call to its next collective, with the answer to the one it waits for."""
+        for coordinate, (replica, call) in self._calls.items():
+            if call.done:
+                continue
+            self._host.activate(replica)
+            self.current = call
+            try:
+                call.advance(None if answers is None else answers.get(coordinate))
+            finally:
+                self.current = None
+        self._host.save()
+
+    def pending(self) -> dict[Coordinate, Request]:
+        """What the unfinished calls wait for."""
+        return {c: call.pending for c, (_, call) in self._calls.items() if call.pending is not None}
+
+    def cancel(self) -> None:
+        """Unwind all calls where they stand; nothing after the pending collective runs."""
+        for replica, call in self._calls.values():
+            self._host.activate(replica)
+            call.cancel()
+
+
+def answers_from(
+    pending: Mapping[Coordinate, Request], contributions: Mapping[Coordinate, Contribution], *, device: torch.device
+) -> dict[Coordinate, torch.Tensor | None]:
+    """The answer for each pending request, from everybody's contributions."""
+    answers: dict[Coordinate, torch.Tensor | None] = {}
+    for coordinate, request in pending.items():
+        if request.group is None:
+            answers[coordinate] = None
+            continue
+        values = []
+        for member in request.group.members:
+            contribution = contributions.get(member)
+            if contribution is None or contribution.tensor is None or contribution.group != request.group:
+                raise RuntimeError(
+                    f"{coordinate} waits for {request.operation} over {request.group.kind}, but {member} contributed "
+                    f"{contribution}; all stages must take part in the same collectives"
+                )
+            values.append(contribution.tensor)
+        answers[coordinate] = combine(request.operation, values).to(device)
+    return answers
+
+
+def exchange_requests(
+    pending: Mapping[Coordinate, Request],
+    *,
+    links: Links,
+    placement: Placement,
+    me: WorkerId,
+    label: str,
+    device: torch.device,
+) -> dict[Coordinate, torch.Tensor | None]:
+    """Serve one collective for each hosted coordinate, tensor by tensor between the workers concerned.
+
+    Contributions stay untouched until everybody has them: the answers are new tensors.
+    """
+    owners = dict(placement.owners)
+    for coordinate, request in pending.items():
+        if request.group is None or request.tensor is None:
+            continue
+        peers = [peer for peer in dict.fromkeys(owners[member] for member in request.group.members) if peer != me]
+        if peers:
+            # A copy: stock writes the answer into the tensor, perhaps before the message is out.
+            value = request.tensor.detach().to("cpu", copy=True)
+        for peer in peers:
+            links.send(peer, Message(_key(label, request, coordinate), tensors=[value]))
+    answers: dict[Coordinate, torch.Tensor | None] = {}
+    gathered: dict[str, torch.Tensor] = {}
+    for coordinate, request in pending.items():
+        if request.group is None or request.tensor is None:
+            answers[coordinate] = None
+            continue
+        values = []
+        for member in request.group.members:
+            if owners[member] == me:
+                own = pending[member].tensor
+                if own is None:
+                    raise RuntimeError(f"{member} does not take part in {request.operation} of {request.group.kind}")
+                values.append(own.to("cpu"))
+                continue
+            key = _key(label, request, member)
+            if key not in gathered:
+                gathered[key] = links.receive(owners[member], key).tensors[0]
+            values.append(gathered[key])
+        answers[coordinate] = combine(request.operation, values).to(device)
+    return answers
+
+
+def _key(label: str, request: Request, coordinate: Coordinate) -> str:
+    kind = request.group.kind if request.group is not None else "gate"
+    return f"{label}/{kind}/{request.sequence}/{coordinate}"

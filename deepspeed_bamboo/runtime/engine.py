@@ -1,0 +1,402 @@
+"""DeepSpeed's pipeline engine, made to survive the loss of any worker inside the running iteration.
+
+Stock methods do all computing; what differs is who may host a stage, how stages talk to each other, and
+that everything a worker waits for can be given up and planned anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from deepspeed import comm as deepspeed_comm
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from deepspeed_bamboo.core.grid import Coordinate, Grid
+from deepspeed_bamboo.core.instructions import Instruction, Op
+from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.core.recovery import plan_inference
+from deepspeed_bamboo.core.schedule import Plan
+from deepspeed_bamboo.events import EventLog
+from deepspeed_bamboo.runtime.activity import ActivityState, Round
+from deepspeed_bamboo.runtime.agreement import agree
+from deepspeed_bamboo.runtime.executor import Executor, IterationContext
+from deepspeed_bamboo.runtime.failover import Failover
+from deepspeed_bamboo.runtime.hosting import StageHost, stock_twins, use_logical_groups
+from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
+from deepspeed_bamboo.runtime.iteration_end import IterationEnd
+from deepspeed_bamboo.runtime.links import Links
+from deepspeed_bamboo.runtime.logical import Exchange
+from deepspeed_bamboo.runtime.losses import aggregate_losses, agreed_losses, stage_losses
+from deepspeed_bamboo.runtime.micro_batches import MicroBatchSource
+from deepspeed_bamboo.runtime.protection import build_initial_shadows
+from deepspeed_bamboo.runtime.replica import StageReplica, tied_groups
+from deepspeed_bamboo.runtime.session import WorkerSession
+from deepspeed_bamboo.runtime.transfer import stage_digest
+
+# One transfer may wait for a peer that computes; only a peer that is gone for good makes it run out.
+_OPERATION_TIMEOUT_SECONDS = 1800.0
+
+
+class BambooPipelineEngine(PipelineEngine):
+    """Hosts one or more stages and shadows; see the module.
+
+    Made by :func:`deepspeed_bamboo.initialize`, which passes ``session``; all other arguments are stock's.
+    """
+
+    def __init__(self, *args: Any, session: WorkerSession, **kwargs: Any) -> None:
+        self.source = MicroBatchSource()
+        self.next_micro_batch = 0
+        self.session = session
+        self.host: StageHost | None = None
+        self.trains_only_trainable = kwargs.get("model_parameters") is not None
+        super().__init__(*args, **kwargs)
+        grid = Grid(self.grid.data_parallel_size, self.grid.pipe_parallel_size)
+        session.faults.check(grid, micro_batches=self.micro_batches)
+        self.job_grid = grid
+        self.activity = ActivityState()
+        self.links = Links(
+            session.worker,
+            interruption=session.interruption,
+            timeout_seconds=_OPERATION_TIMEOUT_SECONDS,
+            device=self.device,
+        )
+        self.host = StageHost(self, grid=grid, exchange=self._exchange, gate=self._gate)
+        self.evaluated_micro_batches = self.micro_batches
+        self.last_losses: list[Any] = []
+        self._take_over_stock_state(grid)
+        self._seed = self._agreed_seed()
+        self.iteration_end = IterationEnd(self)
+        self.executor = Executor(
+            self,
+            host=self.host,
+            links=self.links,
+            me=session.worker,
+            seed=self._seed,
+            before=self._before_instruction,
+            after=self._after_instruction,
+        )
+        self.failover = Failover(self)
+        self.placement = self._enter_first_epoch(grid)
+
+    # ---- what users see -------------------------------------------------------------------------------
+
+    @property
+    def is_reporter(self) -> bool:
+        """True on exactly one live worker: the one that should print and merge logs."""
+        record = self.session.interruption.active
+        return record is not None and record.members[0] == self.session.worker
+
+    @property
+    def epoch(self) -> int:
+        """Number of the current epoch; it grows by one with every change of membership."""
+        return self.session.interruption.epoch
+
+    @property
+    def event_log(self) -> EventLog:
+        """This worker's event log."""
+        return self.session.events
+
+    def barrier(self) -> None:
+        """Wait until every live worker has come here; survives losses."""
+
+        def body() -> None:
+            if not self.activity.rounds:
+                self.activity.rounds.append(self.agree(None))
+
+        self.perform("barrier", body)
+
+    @property
+    def finished(self) -> bool:
+        """True once the job has been declared complete."""
+        return self.session.coordinator.finished() is not None
+
+    def log_event(self, event: str, **fields: Any) -> None:
+        """Write an event to this worker's event log, with the current step and epoch."""
+        self.session.log(event, step=self.global_steps, **fields)
+
+    def state_digest(self) -> str:
+        """One sha256 over all parameters and optimizer state in layer order, whatever the placement.
+
+        Collective: every worker calls it, between iterations; all get the same value.
+        """
+
+        def body() -> None:
+            if not self.activity.rounds:
+                self.host.save()
+                mine = {str(replica.coordinate): stage_digest(replica) for replica in self.host.owners()}
+                self.activity.rounds.append(self.agree(mine))
+
+        self.perform("digest", body)
+        parts = {c: digest for value in self.activity.previous[0].values() for c, digest in value.items()}
+        return _combined_digest([parts[str(coordinate)] for coordinate in self.job_grid])
+
+    def close(self) -> None:
+        """Leave the job after a last agreement that everybody is done. Called at the end of the script."""
+
+        self.barrier()
+        self.session.coordinator.finish({"step": self.global_steps})
+        self.links.close()
+        self.session.close()
+
+    # ---- hooks of the stock engine --------------------------------------------------------------------
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Every worker keeps its own copy of the data position, since it may inherit the first or last stage."""
+        self.training_dataloader = loader
+        self.source.set_iterator(iter(loader))
+        self.data_iterator = self.source.iterator
+
+    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
+        """See :meth:`set_dataloader`."""
+        self.training_dataloader = None
+        self.source.set_iterator(iterator)
+        self.data_iterator = iterator
+
+    def _next_batch(self) -> Any:
+        batch = self.source.get(self.next_micro_batch, transform=self.batch_fn)
+        if self.needs_data():
+            self.source.check_complete(batch, worker=self.session.worker)
+        return batch
+
+    def needs_data(self) -> bool:
+        """True when this worker hosts or shadows a first or last stage and redundancy is on."""
+        if self.host is None or not self.protects:
+            return False
+        ends = (0, self.num_stages - 1)
+        return any(replica.coordinate.stage in ends for replica in self.host.replicas())
+
+    @property
+    def protects(self) -> bool:
+        """True when this job keeps shadows."""
+        return self.session.config.redundancy.mode != "off"
+
+    def stock_forward(self, buffer_id: int) -> None:
+        """Stock's forward of the active stage."""
+        super()._exec_forward_pass(buffer_id)
+
+    def stock_backward(self, buffer_id: int) -> None:
+        """Stock's backward of the active stage."""
+        super()._exec_backward_pass(buffer_id)
+
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        if self.host is None:
+            raise RuntimeError("the engine is not ready")
+        if torch.is_grad_enabled():
+            self._train_iteration()
+        else:
+            self._evaluate(pipe_schedule.num_micro_batches)
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Any:
+        """As stock's, and surviving losses: returns the mean loss of the batch on every worker."""
+        started = time.perf_counter()
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        if self.needs_data():
+            ends = [str(r.coordinate) for r in self.host.replicas() if r.coordinate.stage in (0, self.num_stages - 1)]
+            self.source.require(worker=self.session.worker, why=f"hosts or shadows {', '.join(ends)}")
+        for replica in self.host.replicas():
+            with self.host.hosting(replica):
+                self.module.train()
+                self.total_loss = None
+                self.total_additional_losses = None
+        self._activate_first()
+        loss = super().train_batch()
+        self.session.log(
+            "step",
+            step=self.global_steps - 1,
+            loss=float(loss.mean()) if torch.is_tensor(loss) else loss,
+            samples=self.train_batch_size(),
+            seconds=time.perf_counter() - started,
+        )
+        return loss
+
+    def _aggregate_total_loss(self) -> torch.Tensor:
+        return aggregate_losses(self)
+
+    # ---- activities -----------------------------------------------------------------------------------
+
+    def perform(self, kind: str, body: Callable[[], None]) -> None:
+        """Run ``body`` as the next activity, again after every recovery, until it gets through."""
+        self.activity.kind = kind
+        while True:
+            try:
+                self.session.interruption.check()
+                body()
+                break
+            except (EpochChangedError, PeerLostError) as cause:
+                self.failover.run(cause)
+        self.activity.finish()
+
+    def agree(self, value: Any) -> Round:
+        """Everybody's value by worker; seen by nobody before all have handed in theirs."""
+        record = self.session.interruption.active
+        if record is None:
+            raise RuntimeError("no epoch has been entered")
+        label = f"{self.activity.index}/{len(self.activity.rounds)}"
+        return agree(value, links=self.links, me=self.session.worker, workers=record.members, label=label)
+
+    def _train_iteration(self) -> None:
+        for replica in self.host.replicas():
+            replica.start_iteration()
+            with self.host.hosting(replica):
+                self._reserve_pipe_buffers(self.micro_batches)
+                self.fwd_outputs = []
+        self.perform("train", self._train_body)
+        self.last_losses = agreed_losses(self)
+        self.iteration_end.forget()
+        self.failover.log_if_any()
+        self.source.forget()
+        self._activate_first()
+        self.failover.protect_again()
+
+    def _train_body(self) -> None:
+        if not self.activity.rounds:
+            context = self.context(training=True, micro_batches=self.micro_batches)
+            self._strike_if_scripted("idle", context)
+            for instruction in self._program(training=True).program(self.session.worker):
+                if instruction.coordinate is not None:
+                    self.executor.execute(instruction, context)
+                elif instruction.op is not Op.STEP:
+                    self.iteration_end.execute(instruction, context)
+        self.iteration_end.step(self.context(training=True, micro_batches=self.micro_batches))
+
+    def _evaluate(self, micro_batches: int) -> None:
+        def body() -> None:
+            if self.activity.rounds:
+                return
+            for replica in self.host.owners():
+                self.host.restart(replica, micro_batches=micro_batches, training=False)
+            context = self.context(training=False, micro_batches=micro_batches)
+            with torch.no_grad():
+                for instruction in self._program(training=False).program(self.session.worker):
+                    self.executor.execute(instruction, context)
+            self.activity.rounds.append(self.agree({"losses": stage_losses(self, outputs=True)}))
+
+        self.evaluated_micro_batches = micro_batches
+        self.perform("evaluate", body)
+        self.last_losses = agreed_losses(self)
+        for replica in self.host.replicas():
+            replica.micro_offset += micro_batches
+            replica.start_iteration()
+        self.source.forget()
+
+    def context(self, *, training: bool, micro_batches: int) -> IterationContext:
+        """The constants of one pass over a program."""
+        return IterationContext(
+            placement=self.placement,
+            activity=self.activity.index,
+            step=self.global_steps,
+            training=training,
+            micro_batches=micro_batches,
+        )
+
+    def _program(self, *, training: bool) -> Plan:
+        if self.activity.planned == self.activity.index and self.activity.plan is not None:
+            return self.activity.plan
+        if not training:
+            return plan_inference(self.placement, micro_batches=self.evaluated_micro_batches)
+        return self.failover.fresh_plan()
+
+    # ---- construction ---------------------------------------------------------------------------------
+
+    def _take_over_stock_state(self, grid: Grid) -> None:
+        """Put logical groups where stock put process groups, and keep its stage as the first replica."""
+        coordinate = Coordinate(self.grid.data_parallel_id, self.grid.stage_id)
+        process_rank = deepspeed_comm.get_rank()
+        logical = self.host.logical_grid(coordinate, topology=self.module._topo, process_rank=process_rank)
+        twins = stock_twins(self.grid, logical)
+        use_logical_groups(self.optimizer, twins)
+        use_logical_groups(self, twins)
+        if self.optimizer is not None and getattr(self.optimizer, "mpu", None) is not None:
+            self.optimizer.mpu = logical
+        self.module._grid = logical
+        self.module.tied_comms = tied_groups(
+            self.module, coordinate=coordinate, grid=grid, exchange=self._exchange
+        )
+        self.grid = logical
+        self.mpu = logical
+        replica = self.host.adopt_primary(coordinate, logical)
+        for group in replica.groups:
+            group.name_ranks(process_rank)
+
+    def _agreed_seed(self) -> int:
+        configured = self.session.config.seed
+        seed = torch.tensor([configured if configured is not None else torch.initial_seed() % 2**63])
+        seed = seed.to(self.device)
+        deepspeed_comm.broadcast(seed, src=0)
+        return int(seed.item())
+
+    def _enter_first_epoch(self, grid: Grid) -> Placement:
+        session = self.session
+        session.register(rank=deepspeed_comm.get_rank())
+        members = session.members(expected=len(grid))
+        order = tuple(sorted(members, key=lambda worker: members[worker].rank))
+        record = build_initial_shadows(self, members=members, order=order, grid=grid)
+        session.interruption.enter(record)
+        # Stock's groups have done their work; none of them may be left to hang on a lost peer.
+        self.failover.enter_world(record)
+        return record.placement
+
+    def _activate_first(self) -> None:
+        """Between iterations the engine shows the first stage that this worker hosts."""
+        owners = self.host.owners()
+        if owners:
+            self.host.activate(owners[0])
+
+    # ---- collectives and faults -----------------------------------------------------------------------
+
+    def _exchange(self) -> Exchange:
+        call = self.iteration_end.current_call() if hasattr(self, "iteration_end") else None
+        if self.host.building:
+            # A replica under construction gets its values from the owner afterwards.
+            return lambda group, operation, tensor: tensor
+        if call is None:
+            raise RuntimeError("a collective of stock DeepSpeed outside of an iteration's end is not supported")
+        return call.exchange  # type: ignore[return-value]
+
+    def _gate(self) -> None:
+        call = self.iteration_end.current_call() if hasattr(self, "iteration_end") else None
+        if call is not None and call.requests == 0:
+            call.exchange(None, "gate", None)
+
+    def _before_instruction(self, instruction: Instruction, replica: StageReplica) -> None:
+        at = _FAULT_POINTS.get(instruction.op)
+        if at is not None:
+            self.strike_if_scripted(replica.coordinate, at, instruction.micro_batch)
+        self.failover.before(instruction)
+
+    def _after_instruction(self, instruction: Instruction, replica: StageReplica) -> None:
+        self.failover.after(replica)
+
+    def _strike_if_scripted(self, at: str, context: IterationContext) -> None:
+        for replica in self.host.owners():
+            self.strike_if_scripted(replica.coordinate, at, None)
+
+    def strike_if_scripted(self, coordinate: Coordinate, at: str, micro_batch: int | None) -> None:
+        """Carry out the scripted fault of this instruction, if there is one."""
+        fault = self.session.faults.match(
+            step=self.global_steps,
+            pipeline=coordinate.pipeline,
+            stage=coordinate.stage,
+            at=at,
+            micro_batch=micro_batch,
+            attempt=self.failover.attempt(coordinate),
+        )
+        if fault is not None:
+            self.session.strike(fault, step=self.global_steps)
+
+
+_FAULT_POINTS = {
+    Op.FNC: "forward",
+    Op.BNC: "backward",
+    Op.SEND_ACTIVATION: "send_activation",
+    Op.SEND_GRAD: "send_grad",
+}
+
+
+def _combined_digest(parts: list[str]) -> str:
+    return hashlib.sha256("".join(parts).encode()).hexdigest()

@@ -1,0 +1,228 @@
+"""Carries out instructions: each op of ``core.instructions`` by the stock engine's own methods where there is one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.instructions import Instruction, Op
+from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.errors import ModelError
+from deepspeed_bamboo.runtime.channel import Message
+from deepspeed_bamboo.runtime.hosting import StageHost
+from deepspeed_bamboo.runtime.links import Links
+from deepspeed_bamboo.runtime.randomness import forward_seed, generators_untouched, seeded
+from deepspeed_bamboo.runtime.replica import StageReplica, Tensors
+
+if TYPE_CHECKING:
+    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+
+@dataclasses.dataclass(frozen=True)
+class IterationContext:
+    """What is constant during one pass over a program."""
+
+    placement: Placement
+    activity: int
+    step: int
+    training: bool
+    micro_batches: int
+
+
+class Executor:
+    """Executes the per-micro-batch instructions of one worker.
+
+    Args:
+        engine: whose stock methods do the computing.
+        host: the replicas.
+        links: messages to other workers.
+        me: this worker's id.
+        seed: the job's seed for forwards.
+        before: called before every instruction with the instruction and the replica it concerns.
+        after: called after it.
+    """
+
+    def __init__(
+        self,
+        engine: BambooPipelineEngine,
+        *,
+        host: StageHost,
+        links: Links,
+        me: WorkerId,
+        seed: int,
+        before: Callable[[Instruction, StageReplica], None],
+        after: Callable[[Instruction, StageReplica], None],
+    ) -> None:
+        self._engine = engine
+        self._host = host
+        self._links = links
+        self._me = me
+        self._seed = seed
+        self._before = before
+        self._after = after
+        self._methods: dict[Op, Callable[[StageReplica, int, IterationContext], None]] = {
+            Op.LOAD: self._load,
+            Op.FNC: self._forward,
+            Op.BNC: self._backward,
+            Op.SEND_ACTIVATION: self._send_activation,
+            Op.RECV_ACTIVATION: self._receive_activation,
+            Op.SEND_GRAD: self._send_gradient,
+            Op.RECV_GRAD: self._receive_gradient,
+        }
+
+    def execute(self, instruction: Instruction, context: IterationContext) -> None:
+        """Carry out one instruction of a coordinate. Raises what interrupts a wait, and user errors."""
+        if instruction.coordinate is None or instruction.micro_batch is None:
+            raise ValueError(f"{instruction} is not an instruction of a coordinate")
+        replica = self._host.owned.get(instruction.coordinate)
+        if replica is None:
+            raise RuntimeError(f"{instruction}: worker {self._me} does not host {instruction.coordinate}")
+        self._before(instruction, replica)
+        self._host.activate(replica)
+        self._methods[instruction.op](replica, instruction.micro_batch, context)
+        self._after(instruction, replica)
+
+    def _load(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
+        self._engine.next_micro_batch = micro_batch
+        self._engine._exec_load_micro_batch(buffer_id=micro_batch)
+        _advance(replica, loaded=micro_batch + 1)
+
+    def _forward(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
+        engine = self._engine
+        seed = forward_seed(
+            self._seed,
+            step=context.step if context.training else replica.micro_offset,
+            coordinate=replica.coordinate,
+            micro_batch=micro_batch,
+            training=context.training,
+        )
+        engine.module.micro_offset = replica.micro_offset + micro_batch
+        with seeded(seed, engine.device):
+            engine.stock_forward(buffer_id=micro_batch)
+        outputs = engine.pipe_buffers["outputs"][micro_batch]
+        if engine.is_last_stage():
+            replica.losses[micro_batch] = engine.loss
+            if not context.training:
+                engine.pipe_buffers["outputs"][micro_batch] = None
+        else:
+            if context.training:
+                _check_outputs(outputs, replica.coordinate)
+            replica.retained_outputs[micro_batch] = _detached(outputs)
+        if not context.training:
+            engine.pipe_buffers["inputs"][micro_batch] = None
+            engine.pipe_buffers["outputs"][micro_batch] = None
+        _advance(replica, forwards=micro_batch + 1)
+
+    def _backward(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
+        engine = self._engine
+        if engine.is_last_stage():
+            engine.loss = replica.losses.pop(micro_batch)
+        else:
+            engine.grad_layer = replica.received_gradients.pop(micro_batch)
+        with generators_untouched(engine.device):
+            engine.stock_backward(buffer_id=micro_batch)
+        if not engine.is_first_stage():
+            inputs = engine.pipe_buffers["inputs"][micro_batch]
+            replica.retained_gradients[micro_batch] = _input_gradients(inputs, replica.coordinate)
+        for name in ("inputs", "outputs", "labels"):
+            engine.pipe_buffers[name][micro_batch] = None
+        engine.grad_layer = None
+        _advance(replica, backwards=micro_batch + 1)
+
+    def _send_activation(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
+        outputs = replica.retained_outputs[micro_batch]
+        single = isinstance(outputs, torch.Tensor)
+        receiver = context.placement.owner(Coordinate(replica.coordinate.pipeline, replica.coordinate.stage + 1))
+        self._links.send(
+            receiver,
+            Message(
+                _key("activation", replica.coordinate, micro_batch, context),
+                data=single,
+                tensors=[outputs] if isinstance(outputs, torch.Tensor) else list(outputs),
+            ),
+        )
+
+    def _receive_activation(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
+        sender = Coordinate(replica.coordinate.pipeline, replica.coordinate.stage - 1)
+        key = _key("activation", sender, micro_batch, context)
+        message = self._links.receive(context.placement.owner(sender), key)
+        received = [tensor.to(self._engine.device).detach() for tensor in message.tensors]
+        for index, tensor in enumerate(received):
+            if tensor is message.tensors[index] or tensor.data_ptr() == message.tensors[index].data_ptr():
+                # A tensor of this worker's other coordinate, or a piece of a message: take a copy of its own.
+                received[index] = tensor.clone()
+            received[index].requires_grad = received[index].is_floating_point()
+        self._engine.pipe_buffers["inputs"][micro_batch] = received[0] if message.data else tuple(received)
+        _advance(replica, activations_received=micro_batch + 1)
+
+    def _send_gradient(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
+        receiver = context.placement.owner(Coordinate(replica.coordinate.pipeline, replica.coordinate.stage - 1))
+        self._links.send(
+            receiver,
+            Message(
+                _key("gradient", replica.coordinate, micro_batch, context),
+                tensors=list(replica.retained_gradients[micro_batch]),
+            ),
+        )
+
+    def _receive_gradient(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
+        sender = Coordinate(replica.coordinate.pipeline, replica.coordinate.stage + 1)
+        key = _key("gradient", sender, micro_batch, context)
+        message = self._links.receive(context.placement.owner(sender), key)
+        gradients = [tensor.to(self._engine.device) for tensor in message.tensors]
+        single = isinstance(replica.retained_outputs.get(micro_batch), torch.Tensor)
+        replica.received_gradients[micro_batch] = gradients[0] if single else gradients
+        _advance(replica, gradients_received=micro_batch + 1)
+
+
+def _key(kind: str, sender: Coordinate, micro_batch: int, context: IterationContext) -> str:
+    return f"{context.activity}/{kind}/{sender}/{micro_batch}"
+
+
+def _advance(replica: StageReplica, **counts: int) -> None:
+    replica.progress = dataclasses.replace(replica.progress, **counts)
+
+
+def _detached(outputs: Any) -> Tensors:
+    if isinstance(outputs, torch.Tensor):
+        return outputs.detach()
+    if isinstance(outputs, (tuple, list)):
+        return tuple(output.detach() for output in outputs)
+    raise ModelError(
+        f"a stage's output is a {type(outputs).__name__}; the last layer of a stage must return a tensor or a tuple "
+        "of tensors, since that is what travels to the next stage"
+    )
+
+
+def _check_outputs(outputs: Any, coordinate: Coordinate) -> None:
+    for slot, tensor in enumerate([outputs] if isinstance(outputs, torch.Tensor) else outputs):
+        if not isinstance(tensor, torch.Tensor):
+            raise ModelError(
+                f"stage {coordinate.stage} returns a {type(tensor).__name__} in slot {slot} of its output; "
+                "only tensors travel between stages"
+            )
+        if tensor.is_floating_point() and not tensor.requires_grad:
+            raise ModelError(
+                f"stage {coordinate.stage} sends a tensor without gradient: slot {slot}, {tensor.dtype}, shape "
+                f"{tuple(tensor.shape)}. DeepSpeed expects a gradient for every floating-point tensor between "
+                "stages; send it as an integer or boolean tensor, or compute it inside the next stage."
+            )
+
+
+def _input_gradients(inputs: Tensors, coordinate: Coordinate) -> list[torch.Tensor]:
+    gradients = []
+    for slot, tensor in enumerate([inputs] if isinstance(inputs, torch.Tensor) else inputs):
+        if not tensor.is_floating_point():
+            continue
+        if tensor.grad is None:
+            raise ModelError(
+                f"stage {coordinate.stage} does not use its input in slot {slot} ({tensor.dtype}, shape "
+                f"{tuple(tensor.shape)}), so there is no gradient for the stage before it. Use the tensor, or do not "
+                "send it as a floating-point tensor."
+            )
+        gradients.append(tensor.grad)
+    return gradients

@@ -1,0 +1,231 @@
+"""What a worker does when its epoch ends: recover, take over what was lost, and plan the rest."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from deepspeed_bamboo.coordination import EpochRecord
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.instructions import Instruction, Op
+from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.core.recovery import plan_inference, plan_iteration
+from deepspeed_bamboo.core.schedule import Plan
+from deepspeed_bamboo.core.settlement import Report, Settlement
+from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
+from deepspeed_bamboo.runtime.protection import copy_shadows
+from deepspeed_bamboo.runtime.recovery import PauseClock, Recovery, progress_for_plan
+from deepspeed_bamboo.runtime.replica import StageReplica
+from deepspeed_bamboo.runtime.world import replace_default_group
+
+if TYPE_CHECKING:
+    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+
+class Failover:
+    """Failover and renewed protection of one worker."""
+
+    def __init__(self, engine: BambooPipelineEngine) -> None:
+        self._engine = engine
+        self._recovery = Recovery(
+            engine.session,
+            links=engine.links,
+            report=self._report,
+            suspicion_seconds=engine.session.config.coordinator.suspicion_limit_seconds,
+        )
+        self._clock: PauseClock | None = None
+        self._lost_coordinates: tuple[Coordinate, ...] = ()
+        self._lost_at = 0.0
+        self._attempts: Counter[tuple[int, Coordinate]] = Counter()
+        self._fresh: tuple[Placement, int, Plan] | None = None
+
+    def attempt(self, coordinate: Coordinate) -> int:
+        """How often ``coordinate`` has changed hands in the current step."""
+        return self._attempts[self._engine.global_steps, coordinate]
+
+    def fresh_plan(self) -> Plan:
+        """The plan of an undisturbed iteration in the current placement."""
+        engine = self._engine
+        key = (engine.placement, engine.micro_batches)
+        if self._fresh is None or self._fresh[:2] != key:
+            self._fresh = (*key, plan_iteration(engine.placement, micro_batches=engine.micro_batches))
+        return self._fresh[2]
+
+    def enter_world(self, record: EpochRecord) -> None:
+        """Make the members of ``record`` torch's default process group, and this worker's place in it its rank."""
+        engine = self._engine
+        rank = record.members.index(engine.session.worker)
+        engine.global_rank = rank
+        replace_default_group(rank=rank, size=len(record.members), gather=self._gather)
+        engine.host.name_ranks(rank)
+
+    def run(self, cause: EpochChangedError | PeerLostError) -> None:
+        """Bring this worker into the newest epoch and lay down what is left to do in the current activity."""
+        engine = self._engine
+        before = engine.placement
+        record, settlement, clock = self._recovery.recover(cause, placement=before)
+        after = record.placement
+        taken = [c for c in after.hosted_by(engine.session.worker) if c not in engine.host.owned]
+        for coordinate in taken:
+            engine.host.promote(coordinate)
+        engine.placement = after
+        self._lost_coordinates = tuple(c for c in after.grid if after.owner(c) != before.owner(c))
+        for coordinate in self._lost_coordinates:
+            self._attempts[engine.global_steps, coordinate] += 1
+        self._clock = clock
+        self._lost_at = record.time_seconds
+        self.enter_world(record)
+        self._drop_unlisted_shadows()
+        self._settle(settlement, before=before, after=after, taken=taken)
+
+    def _settle(
+        self, settlement: Settlement, *, before: Placement, after: Placement, taken: list[Coordinate]
+    ) -> None:
+        engine, activity = self._engine, self._engine.activity
+        activity.adopt(settlement.agreed)
+        undecided_here = activity.index == settlement.activity and not activity.rounds
+        if undecided_here and settlement.kind == "train":
+            engine.iteration_end.abandon()
+            for coordinate in taken:
+                engine.host.restart(engine.host.owned[coordinate], micro_batches=engine.micro_batches)
+        activity.plan = None
+        if settlement.decided or settlement.kind not in ("train", "evaluate"):
+            return
+        activity.planned = settlement.activity
+        if settlement.kind == "evaluate":
+            activity.plan = plan_inference(after, micro_batches=engine.evaluated_micro_batches)
+            return
+        progress = progress_for_plan(settlement, before=before, after=after)
+        activity.plan = plan_iteration(after, micro_batches=engine.micro_batches, progress=progress)
+        self._set_targets(settlement, taken)
+
+    def _set_targets(self, settlement: Settlement, taken: list[Coordinate]) -> None:
+        """How far each lost coordinate had been, as its neighbours saw it: when that is redone, it has caught up."""
+        if self._clock is None:
+            return
+        for coordinate in taken:
+            after = settlement.progress.get(Coordinate(coordinate.pipeline, coordinate.stage + 1))
+            previous = settlement.progress.get(Coordinate(coordinate.pipeline, coordinate.stage - 1))
+            backwards = previous.gradients_received if previous else (after.backwards if after else 0)
+            forwards = after.activations_received if after else backwards
+            self._clock.taken_over[coordinate] = (forwards, backwards)
+
+    def before(self, instruction: Instruction) -> None:
+        """Note when the first lost instruction is done again."""
+        clock = self._clock
+        if clock is None or clock.first_recomputed or instruction.op not in (Op.FNC, Op.BNC):
+            return
+        if not clock.taken_over or instruction.coordinate in clock.taken_over:
+            clock.first_recomputed = time.time()
+
+    def after(self, replica: StageReplica) -> None:
+        """Note when what was lost is done again."""
+        clock = self._clock
+        if clock is None or replica.coordinate not in clock.taken_over:
+            return
+        forwards, backwards = clock.taken_over[replica.coordinate]
+        if replica.progress.forwards >= forwards and replica.progress.backwards >= backwards:
+            del clock.taken_over[replica.coordinate]
+            clock.caught_up = time.time()
+
+    def log_if_any(self) -> None:
+        """Write the events of a failover once the iteration that it interrupted is done."""
+        clock, engine = self._clock, self._engine
+        if clock is None:
+            return
+        self._clock = None
+        fields = {
+            "lost": [str(c) for c in self._lost_coordinates],
+            "workers": list(clock.lost),
+            "pause_seconds": clock.parts(lost_at=self._lost_at),
+            "first_recomputed_t": clock.first_recomputed or clock.regrouped,
+        }
+        step = engine.global_steps - 1
+        if engine.is_reporter:
+            engine.session.log("loss_of_node", step=step, **fields)
+        hosted = engine.placement.hosted_by(engine.session.worker)
+        taken_over = [str(c) for c in self._lost_coordinates if c in hosted]
+        engine.session.log("failover", step=step, **fields, taken_over=taken_over)
+
+    def protect_again(self) -> None:
+        """Give every unprotected coordinate a shadow on another live worker, if there is one; collective.
+
+        Done at an iteration boundary. Becomes part of the epoch only once every copy is complete; a loss
+        meanwhile leaves things as they were, and the next boundary tries again.
+        """
+        engine, interruption = self._engine, self._engine.session.interruption
+        record = interruption.active
+        if record is None or not engine.protects or engine.placement.protected(record.members) == engine.placement:
+            return
+        copied: list[tuple[EpochRecord, Placement]] = []
+        started = time.perf_counter()
+
+        def body() -> None:
+            copied.clear()
+            if engine.activity.rounds:
+                return
+            current = interruption.active
+            if current is None:
+                raise RuntimeError("no epoch has been entered")
+            self._drop_unlisted_shadows()
+            target = engine.placement.protected(current.members)
+            missing = {c: w for c, w in target.shadows if engine.placement.shadow(c) is None}
+            copy_shadows(engine, engine.placement, shadows=missing, label=str(engine.activity.index))
+            engine.activity.rounds.append(engine.agree(None))
+            copied.append((current, target))
+
+        engine.perform("protect", body)
+        if not copied or interruption.active is not copied[0][0]:
+            return
+        current, engine.placement = copied[0]
+        if engine.is_reporter:
+            self._propose_protected(current)
+        engine.log_event("protected", seconds=time.perf_counter() - started)
+
+    def _propose_protected(self, current: EpochRecord) -> None:
+        engine = self._engine
+        number = engine.session.coordinator.propose(
+            replace(
+                current,
+                number=current.number + 1,
+                placement=engine.placement,
+                reason="shadows rebuilt",
+                lost=(),
+                proposer=engine.session.worker,
+                time_seconds=time.time(),
+            ),
+            expected=current.number,
+        )
+        if not number:
+            engine.session.interruption.notify()  # somebody proposed a loss first; it will interrupt us
+
+    def _drop_unlisted_shadows(self) -> None:
+        engine = self._engine
+        listed = engine.placement.shadowed_by(engine.session.worker)
+        for coordinate in [c for c in engine.host.shadows if c not in listed]:
+            del engine.host.shadows[coordinate]
+
+    def _report(self) -> Report:
+        engine = self._engine
+        return engine.activity.report({replica.coordinate: replica.progress for replica in engine.host.owners()})
+
+    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        engine = self._engine
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("collectives of the default group belong to the main thread, which also trains")
+        record = engine.session.interruption.active
+        if record is None:
+            raise RuntimeError("no epoch has been entered")
+
+        def body() -> None:
+            if not engine.activity.rounds:
+                engine.activity.rounds.append(engine.agree(tensor.detach().to("cpu")))
+
+        engine.perform("user collective", body)
+        agreed = engine.activity.previous[0]
+        return [agreed[worker].to(tensor.device) for worker in record.members if worker in agreed]

@@ -1,0 +1,105 @@
+"""``deepspeed_bamboo.initialize``: stock's function, with the plugin's engine where the configuration asks for it."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+
+from deepspeed_bamboo.config import SECTION, BambooConfig, load_deepspeed_settings, parse_bamboo_section
+from deepspeed_bamboo.coordination import connect
+from deepspeed_bamboo.errors import ConfigError
+from deepspeed_bamboo.requirements import ModelKind, OptimizerSource, validate_deepspeed_settings
+from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+from deepspeed_bamboo.runtime.session import WorkerIdentity, WorkerSession
+
+Initialize = Callable[..., Any]
+
+
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    """Same arguments and result as ``deepspeed.initialize``: (engine, optimizer, dataloader, lr_scheduler).
+
+    Without a "bamboo" section, or with ``"enabled": false`` in it, this is ``deepspeed.initialize``. With it
+    the engine is a :class:`BambooPipelineEngine`. Raises ConfigError for settings, models and optimizers that
+    cannot be recovered after a loss, before anything is built.
+    """
+    return initialize_with(deepspeed.initialize, *args, **kwargs)
+
+
+def initialize_with(stock: Initialize, *args: Any, **kwargs: Any) -> Any:
+    """As :func:`initialize`, on top of ``stock`` (DeepSpeed's own function, which a launcher may have replaced)."""
+    call = inspect.signature(stock).bind(*args, **kwargs)
+    settings = _settings(call.arguments)
+    section = None if settings is None else settings.get(SECTION)
+    config = None if section is None else parse_bamboo_section(section)
+    if settings is None or config is None or not config.enabled:
+        return stock(*args, **kwargs)
+    _validate(settings, call.arguments, config)
+    identity = WorkerIdentity.from_environment(os.environ)
+    session = WorkerSession(identity, coordinator=connect(os.environ), config=config)
+    with _engine_class(partial(BambooPipelineEngine, session=session)):
+        return stock(*args, **kwargs)
+
+
+def _settings(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The DeepSpeed configuration, found where stock looks for it; None leaves the complaint to stock."""
+    source = arguments.get("config")
+    if source is None:
+        source = arguments.get("config_params")
+    if source is None:
+        source = getattr(arguments.get("args"), "deepspeed_config", None)
+    return None if source is None else load_deepspeed_settings(source)
+
+
+def _validate(settings: Mapping[str, Any], arguments: Mapping[str, Any], config: BambooConfig) -> None:
+    model = arguments.get("model")
+    kind = ModelKind.OTHER
+    if isinstance(model, DualPipeVModule):
+        kind = ModelKind.DUALPIPEV
+    elif isinstance(model, PipelineModule):
+        kind = ModelKind.PIPELINE
+    optimizer = arguments.get("optimizer")
+    source = OptimizerSource.JSON
+    if isinstance(optimizer, torch.optim.Optimizer):
+        source = OptimizerSource.OBJECT
+    elif optimizer is not None:
+        source = OptimizerSource.CALLABLE
+    parameters = arguments.get("model_parameters")
+    grouped = isinstance(parameters, (list, tuple)) and any(isinstance(item, dict) for item in parameters)
+    redundant = config.redundancy.mode != "off"
+    validate_deepspeed_settings(
+        settings,
+        model=kind,
+        model_name=type(model).__name__,
+        stages=model.num_pipeline_stages() if kind is ModelKind.PIPELINE else None,
+        world_size=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
+        optimizer=source,
+        parameter_groups_given=grouped,
+        redundant=redundant,
+    )
+    scheduler = arguments.get("lr_scheduler")
+    if redundant and scheduler is not None and not callable(scheduler):
+        raise ConfigError(
+            f"lr_scheduler is a {type(scheduler).__name__} object made for one stage's optimizer, but a worker that "
+            "takes over another stage must make one for it; pass a function from optimizer to scheduler, or use "
+            'the "scheduler" entry of the DeepSpeed configuration'
+        )
+
+
+@contextmanager
+def _engine_class(engine_class: Callable[..., Any]) -> Iterator[None]:
+    """Inside the block ``deepspeed.initialize`` makes ``engine_class`` where it would make a PipelineEngine."""
+    stock = deepspeed.PipelineEngine
+    deepspeed.PipelineEngine = engine_class
+    try:
+        yield
+    finally:
+        deepspeed.PipelineEngine = stock

@@ -1,0 +1,144 @@
+"""The one signal that ends every wait of the main thread, and the exceptions in which it surfaces."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from deepspeed_bamboo.coordination import EpochRecord, JobFailure
+from deepspeed_bamboo.errors import ExpelledError, JobFailedError
+
+
+class EpochChangedError(Exception):
+    """A new epoch exists: what was being waited for will not come. Handled by recovery, never by users."""
+
+
+class PeerLostError(Exception):
+    """A transfer with ``peer`` failed before any new epoch was seen. Handled by recovery, never by users."""
+
+    def __init__(self, peer: str, cause: str) -> None:
+        super().__init__(f"transfer with worker {peer} failed: {cause}")
+        self.peer = peer
+        self.cause = cause
+
+
+class Interruption:
+    """Shared by the monitor thread, which sets it, and all waits of the main thread, which it ends.
+
+    :meth:`enter` says which epoch the main thread works in; a newer record interrupts its waits.
+    """
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self._record: EpochRecord | None = None
+        self._seen_seconds = 0.0
+        self._failure: JobFailure | None = None
+        self._expelled = False
+        self._active: EpochRecord | None = None
+        self._changes = 0
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch that the main thread works in; -1 before the first."""
+        return -1 if self._active is None else self._active.number
+
+    @property
+    def active(self) -> EpochRecord | None:
+        """The epoch that the main thread works in."""
+        return self._active
+
+    def enter(self, record: EpochRecord) -> None:
+        """The main thread works in ``record`` from now on; only newer ones interrupt it."""
+        with self.condition:
+            self._active = record
+            if self._record is None or record.number > self._record.number:
+                self._record = record
+
+    def announce_epoch(self, record: EpochRecord) -> None:
+        """Called by the monitor for every epoch record it sees; older ones are ignored."""
+        with self.condition:
+            if self._record is None or record.number > self._record.number:
+                self._record = record
+                self._seen_seconds = time.time()
+                self.condition.notify_all()
+
+    def announce_failure(self, failure: JobFailure) -> None:
+        """The job has failed somewhere; every wait ends with :class:`JobFailedError`."""
+        with self.condition:
+            if self._failure is None:
+                self._failure = failure
+            self.condition.notify_all()
+
+    def announce_expulsion(self) -> None:
+        """This worker's own lease is gone: it is no longer part of the job."""
+        with self.condition:
+            self._expelled = True
+            self.condition.notify_all()
+
+    @property
+    def record(self) -> EpochRecord | None:
+        """The newest epoch seen."""
+        with self.condition:
+            return self._record
+
+    @property
+    def seen_seconds(self) -> float:
+        """Wall clock at which the newest epoch was first seen here."""
+        with self.condition:
+            return self._seen_seconds
+
+    def check(self) -> None:
+        """Raise if anything was announced that ends the current wait."""
+        with self.condition:
+            self._raise_if_set()
+
+    def wait_until(self, predicate: Callable[[], bool], *, timeout_seconds: float | None = None) -> bool:
+        """Wait for ``predicate``, evaluated under the condition's lock; False on time-out.
+
+        Raises EpochChangedError, JobFailedError or ExpelledError when one of those comes first.
+        """
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        with self.condition:
+            while True:
+                if predicate():
+                    return True
+                self._raise_if_set()
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                # A bounded wait also keeps the main thread reachable for signals.
+                self.condition.wait(min(0.5, left) if left is not None else 0.5)
+
+    @property
+    def changes(self) -> int:
+        """How often :meth:`notify` was called; read it before looking, then :meth:`wait_for_change`."""
+        with self.condition:
+            return self._changes
+
+    def wait_for_change(self, *, since: int, timeout_seconds: float) -> None:
+        """Wait until :attr:`changes` has left ``since``, at most that long. Raises as :meth:`wait_until` does."""
+        self.wait_until(lambda: self._changes != since, timeout_seconds=timeout_seconds)
+
+    def notify(self) -> None:
+        """Something that a predicate looks at has changed."""
+        with self.condition:
+            self._changes += 1
+            self.condition.notify_all()
+
+    def _raise_if_set(self) -> None:
+        if self._failure is not None:
+            raise JobFailedError(self._failure.message, origin=self._failure.worker)
+        if self._expelled:
+            raise ExpelledError("this worker was expelled from the job: its lease ran out or a peer reported it dead")
+        if self._record is not None and self._record.number > self.epoch and not self._is_mere_protection():
+            raise EpochChangedError(f"epoch {self._record.number} replaces epoch {self.epoch}")
+
+    def _is_mere_protection(self) -> bool:
+        """True when the new epoch only lists more shadows: members and owners are as they were."""
+        if self._active is None or self._record is None:
+            return False
+        return (
+            self._active.members == self._record.members
+            and self._active.placement.owners == self._record.placement.owners
+        )

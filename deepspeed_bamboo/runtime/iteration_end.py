@@ -1,0 +1,197 @@
+"""The end of an iteration: reduce, mirror to the shadows, agree, step (DESIGN 5, commit rule).
+
+Before the agreement everything can be undone: gradients are put back to what they were before the
+reduction. After it every worker steps, whatever happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepspeed_bamboo.core.instructions import Instruction, Op
+from deepspeed_bamboo.runtime.channel import Message
+from deepspeed_bamboo.runtime.collectives import CallSet, Contribution, answers_from, exchange_requests
+from deepspeed_bamboo.runtime.executor import IterationContext
+from deepspeed_bamboo.runtime.gradients import accept_gradients, gradient_flags, gradient_tensors
+from deepspeed_bamboo.runtime.losses import stage_losses
+from deepspeed_bamboo.runtime.replica import StageReplica
+from deepspeed_bamboo.runtime.suspended import SuspendedCall
+
+if TYPE_CHECKING:
+    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+
+class IterationEnd:
+    """Carries out the instructions that a worker has once an iteration, for all that it hosts and shadows."""
+
+    def __init__(self, engine: BambooPipelineEngine) -> None:
+        self._engine = engine
+        self._running: CallSet | None = None
+        self._step_calls: CallSet | None = None
+
+    def current_call(self) -> SuspendedCall | None:
+        """The suspended call whose stock code is running right now."""
+        return None if self._running is None else self._running.current
+
+    def execute(self, instruction: Instruction, context: IterationContext) -> None:
+        """Carry out one of REDUCE_TIED, REDUCE, MIRROR, COMMIT. Raises what interrupts a wait."""
+        if instruction.op is Op.REDUCE_TIED:
+            self._remember_gradients()
+            self._reduce(self._engine._exec_reduce_tied_grads, label=f"{context.activity}/tied", context=context)
+        elif instruction.op is Op.REDUCE:
+            for replica in self._engine.host.owners():
+                self._engine.strike_if_scripted(replica.coordinate, "reduce", None)
+            self._reduce(self._engine._exec_reduce_grads, label=f"{context.activity}/reduce", context=context)
+        elif instruction.op is Op.MIRROR:
+            self._mirror(context)
+        elif instruction.op is Op.COMMIT:
+            self._commit()
+        else:
+            raise ValueError(f"{instruction} does not belong to the end of an iteration")
+
+    def step(self, context: IterationContext) -> None:
+        """After the agreement: every replica takes its step. Continues where an interruption stopped it."""
+        engine, activity, calls = self._engine, self._engine.activity, self._step_calls
+        if calls is None:
+            raise RuntimeError("a step without an agreement")
+        if activity.delivered == 0:
+            for replica in engine.host.owners():
+                engine.strike_if_scripted(replica.coordinate, "step", None)
+        while pending := calls.pending():
+            if activity.delivered == len(activity.rounds):
+                activity.rounds.append(engine.agree({"contributions": self._contributions(calls)}))
+            agreed = activity.rounds[activity.delivered]
+            contributions = {c: part for value in agreed.values() for c, part in value["contributions"].items()}
+            activity.delivered += 1
+            self._advance(calls, answers_from(pending, contributions, device=engine.device))
+        for replica in engine.host.replicas():
+            _apply_buffers(replica)
+            replica.micro_offset += context.micro_batches
+        self._step_calls = None
+
+    def abandon(self) -> None:
+        """Nobody saw the agreement: back to the gradients before the reduction, as if nothing was suspended."""
+        if self._step_calls is not None:
+            self._running = self._step_calls
+            try:
+                self._step_calls.cancel()
+            finally:
+                self._running = None
+                self._step_calls = None
+        for replica in self._engine.host.owners():
+            if replica.before_reduction is not None:
+                for tensor, value in replica.before_reduction:
+                    tensor.copy_(value)
+                replica.before_reduction = None
+
+    def forget(self) -> None:
+        """The iteration is over: drop what was kept for undoing it."""
+        self._engine.links.drain()
+        for replica in self._engine.host.replicas():
+            replica.start_iteration()
+
+    def _remember_gradients(self) -> None:
+        host = self._engine.host
+        for replica in host.owners():
+            host.activate(replica)
+            kept: Sequence[torch.Tensor] = []
+            if self._engine.is_data_parallel:
+                kept = gradient_tensors(self._engine.optimizer, self._engine.module)
+            elif self._engine.module.tied_comms:
+                kept = [
+                    weight._hp_grad if self._engine.using_bf16_optimizer else weight.grad
+                    for weight, _ in self._engine.module.get_tied_weights_and_groups()
+                ]
+            replica.before_reduction = [(tensor, tensor.clone()) for tensor in kept if tensor is not None]
+
+    def _reduce(self, function: Callable[[], None], *, label: str, context: IterationContext) -> None:
+        engine = self._engine
+        calls = CallSet(engine.host, engine.host.owners(), function, device=engine.device)
+        try:
+            self._advance(calls, None)
+            while pending := calls.pending():
+                answers = exchange_requests(
+                    pending,
+                    links=engine.links,
+                    placement=context.placement,
+                    me=engine.session.worker,
+                    label=label,
+                    device=engine.device,
+                )
+                self._advance(calls, answers)
+        finally:
+            calls.cancel()
+
+    def _mirror(self, context: IterationContext) -> None:
+        engine, host, placement = self._engine, self._engine.host, context.placement
+        for replica in host.owners():
+            holder = placement.shadow(replica.coordinate)
+            if holder is None:
+                continue
+            host.activate(replica)
+            gradients = gradient_tensors(engine.optimizer, engine.module)
+            buffers = list(engine.module.buffers())
+            tensors = [tensor.detach() for tensor in (*gradients, *buffers)]
+            data = (len(gradients), gradient_flags(engine.optimizer))
+            engine.links.send(holder, Message(f"{context.activity}/mirror/{replica.coordinate}", data, tensors))
+        for coordinate in placement.shadowed_by(engine.session.worker):
+            message = engine.links.receive(
+                placement.owner(coordinate), f"{context.activity}/mirror/{coordinate}"
+            )
+            replica = host.shadows[coordinate]
+            host.activate(replica)
+            count, flags = message.data
+            values = [tensor.to(engine.device) for tensor in message.tensors]
+            accept_gradients(engine.optimizer, engine.module, values[:count], flags)
+            replica.pending_buffers = values[count:]
+        host.save()
+
+    def _commit(self) -> None:
+        engine = self._engine
+        # Before the step: an iterator may look at the engine's global step.
+        engine.source.complete(engine.micro_batches, transform=engine.batch_fn)
+        self._step_calls = CallSet(engine.host, engine.host.replicas(), self._take_step, device=engine.device)
+        self._advance(self._step_calls, None)
+        value = {"contributions": self._contributions(self._step_calls), "losses": stage_losses(engine)}
+        engine.activity.rounds.append(engine.agree(value))
+
+    def _contributions(self, calls: CallSet) -> dict[Any, Contribution]:
+        owned = self._engine.host.owned
+        return {c: Contribution.of(request) for c, request in calls.pending().items() if c in owned}
+
+    def _advance(self, calls: CallSet, answers: Any) -> None:
+        self._running = calls
+        try:
+            calls.advance(answers)
+        finally:
+            self._running = None
+
+    def _take_step(self) -> None:
+        """Stock's step of the active replica; only the first owned one writes to the monitor and the console."""
+        engine = self._engine
+        active = engine.host.active
+        owners = engine.host.owners()
+        if owners and active is owners[0]:
+            engine._exec_optimizer_step()
+            return
+        rank = engine.global_rank
+        engine._force_grad_boundary = True
+        try:
+            # A rank that is not 0 keeps stock from reporting the same step once more.
+            engine.global_rank = -1
+            engine._take_model_step(None)
+        finally:
+            engine.global_rank = rank
+            engine._force_grad_boundary = False
+
+
+def _apply_buffers(replica: StageReplica) -> None:
+    if replica.pending_buffers is None:
+        return
+    with torch.no_grad():
+        for target, value in zip(replica.module.buffers(), replica.pending_buffers, strict=True):
+            target.copy_(value)
+    replica.pending_buffers = None

@@ -1,0 +1,141 @@
+"""All channels of one worker in one epoch: made together, looked up by worker, dropped together."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+
+import torch
+from torch import distributed as torch_distributed
+
+from deepspeed_bamboo.coordination import Member
+from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.runtime.channel import Channel, Message
+from deepspeed_bamboo.runtime.interruption import Interruption, PeerLostError
+from deepspeed_bamboo.runtime.lanes import DeviceLanes
+
+
+class Links:
+    """Messages between this worker and the others it has to talk to, found by key.
+
+    A message that arrives before it is wanted is put aside, so the order in which two workers ask need not
+    match. A message to oneself (a worker that hosts both coordinates) never leaves the process.
+    """
+
+    def __init__(
+        self, me: WorkerId, *, interruption: Interruption, timeout_seconds: float, device: torch.device
+    ) -> None:
+        self._me = me
+        self._device = device
+        self._interruption = interruption
+        self._timeout_seconds = timeout_seconds
+        self._members: dict[WorkerId, Member] = {}
+        self._order: tuple[WorkerId, ...] = ()
+        self._name = ""
+        self._channels: dict[WorkerId, Channel] = {}
+        self._aside: dict[WorkerId, dict[str, Message]] = defaultdict(dict)
+
+    def enter(self, *, members: Mapping[WorkerId, Member], order: Sequence[WorkerId], name: str) -> None:
+        """Drop the channels of the previous epoch; later ones are made under the store of the first in ``order``.
+
+        Every worker of the epoch calls this with the same ``order`` and ``name`` (job and epoch).
+        """
+        self.close()
+        self._members = dict(members)
+        self._order = tuple(order)
+        self._name = name
+
+    def connect(self, peers: Iterable[WorkerId], *, with_lanes: Iterable[WorkerId] = ()) -> None:
+        """Build a channel to every worker in ``peers``, all at once; each of them does the same for this one.
+
+        The ones in ``with_lanes`` get lanes for device tensors too. Raises PeerLostError, or what interrupts
+        the wait; what was half built is dropped.
+        """
+        wanted = [peer for peer in dict.fromkeys(peers) if peer != self._me and peer not in self._channels]
+        fast = frozenset(with_lanes) if self._device.type == "cuda" else frozenset()
+        made: dict[WorkerId, Channel] = {}
+        errors: dict[WorkerId, str] = {}
+
+        def build(peer: WorkerId) -> None:
+            try:
+                channel = self._build(peer, lanes=peer in fast)
+            except (RuntimeError, ValueError) as error:
+                errors[peer] = str(error).splitlines()[0]
+            else:
+                made[peer] = channel
+            self._interruption.notify()
+
+        for peer in wanted:
+            threading.Thread(target=build, args=(peer,), name=f"bamboo-link-{peer}", daemon=True).start()
+        try:
+            self._interruption.wait_until(lambda: bool(errors) or len(made) == len(wanted))
+        finally:
+            self._channels.update(made)
+        for peer, error in errors.items():
+            raise PeerLostError(peer, error)
+
+    def _build(self, peer: WorkerId, *, lanes: bool) -> Channel:
+        host = self._members[self._order[0]]
+        pair = sorted((self._me, peer), key=self._order.index)
+        # One client per thread: a thread that waits in a client blocks every other use of it.
+        store = torch_distributed.TCPStore(
+            host.address,
+            host.store_port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=self._timeout_seconds),
+        )
+        first = pair[0] == self._me
+        name = f"{self._name}/{pair[0]}/{pair[1]}"
+        return Channel(
+            torch_distributed.PrefixStore(name, store),
+            first=first,
+            peer=peer,
+            interruption=self._interruption,
+            timeout_seconds=self._timeout_seconds,
+            lanes=DeviceLanes(
+                torch_distributed.PrefixStore(f"{name}/lanes", store),
+                first=first,
+                device=self._device,
+                interruption=self._interruption,
+                timeout_seconds=self._timeout_seconds,
+            )
+            if lanes
+            else None,
+        )
+
+    def send(self, worker: WorkerId, message: Message) -> None:
+        """Send without waiting. Tensors must stay unchanged until :meth:`drain`."""
+        if worker == self._me:
+            self._aside[worker][message.key] = message
+        else:
+            self._channel(worker).send(message)
+
+    def receive(self, worker: WorkerId, key: str) -> Message:
+        """The message ``key`` from ``worker``; waits for it. Raises PeerLostError or what interrupts the wait."""
+        aside = self._aside[worker]
+        while key not in aside:
+            if worker == self._me:
+                raise RuntimeError(f"message {key!r} to oneself was never sent: the plan is wrong")
+            message = self._channel(worker).receive()
+            aside[message.key] = message
+        return aside.pop(key)
+
+    def drain(self) -> None:
+        """Wait until everything sent is out of this worker's hands."""
+        for channel in self._channels.values():
+            channel.drain()
+
+    def close(self) -> None:
+        """Drop all channels and whatever was put aside. Never blocks."""
+        channels, self._channels = self._channels, {}
+        self._aside.clear()
+        for channel in channels.values():
+            channel.close()
+
+    def _channel(self, worker: WorkerId) -> Channel:
+        if worker not in self._channels:
+            self.connect([worker])
+        return self._channels[worker]

@@ -1,0 +1,121 @@
+"""Runs a user's DeepSpeed script in a worker process: ``python -m deepspeed_bamboo.runtime.main -- train.py ...``.
+
+Started by the elastic agent. The script runs as ``__main__`` and unmodified: its ``deepspeed.initialize`` is
+this plugin's. When it ends, its engines leave the job; when it raises, the traceback goes to the agent.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+
+import deepspeed_bamboo
+from deepspeed_bamboo.errors import ExpelledError, JobFailedError
+from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+from deepspeed_bamboo.runtime.initialize import initialize_with
+
+EXIT_USER_ERROR = 1
+EXIT_JOB_FAILED = 3
+EXIT_EXPELLED = 4
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the script named after ``--`` with its arguments. Returns the exit code of this worker."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["--"]:
+        arguments = arguments[1:]
+    if not arguments:
+        raise SystemExit("usage: python -m deepspeed_bamboo.runtime.main -- SCRIPT [ARGUMENTS]")
+    script, sys.argv = arguments[0], arguments
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    return supervised(lambda: runpy.run_path(script, run_name="__main__"))
+
+
+def _prepare_nccl() -> None:
+    """Settings under which communicators can be aborted without ending the process (DESIGN 8)."""
+    for name, value in (
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
+        ("TORCH_NCCL_ENABLE_MONITORING", "0"),
+        ("NCCL_NVLS_ENABLE", "0"),
+    ):
+        os.environ.setdefault(name, value)
+
+
+def supervised(function: Callable[[], Any]) -> int:
+    """Call ``function`` with the plugin in place of ``deepspeed.initialize``; close its engines afterwards.
+
+    Returns the worker's exit code: 0, the script's own, or one of the constants of this module. An exception
+    of the script is printed, written to the file named by BAMBOO_ERROR_FILE, and ends the job.
+    """
+    _leave_out_shared_memory_op()
+    _prepare_nccl()
+    engines: list[BambooPipelineEngine] = []
+    stock = deepspeed.initialize
+
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        result = initialize_with(stock, *args, **kwargs)
+        if isinstance(result[0], BambooPipelineEngine):
+            engines.append(result[0])
+        return result
+
+    deepspeed.initialize = initialize
+    deepspeed_bamboo.initialize = initialize
+    try:
+        code = _exit_code(function)
+        if code == 0:
+            for engine in engines:
+                engine.close()
+        return code
+    except JobFailedError as error:
+        print(error, file=sys.stderr, flush=True)
+        return EXIT_JOB_FAILED
+    except ExpelledError as error:
+        print(error, file=sys.stderr, flush=True)
+        # Peers have gone on; nothing of this process may reach them any more, exit handlers included.
+        os._exit(EXIT_EXPELLED)
+    except Exception:  # noqa: BLE001 - the user's bug, whatever it is: reported, then the job ends
+        text = traceback.format_exc()
+        print(text, file=sys.stderr, flush=True)
+        _write_error(text)
+        return EXIT_USER_ERROR
+    finally:
+        deepspeed.initialize = stock
+
+
+def _exit_code(function: Callable[[], Any]) -> int:
+    try:
+        function()
+    except SystemExit as leaving:
+        if leaving.code is None or isinstance(leaving.code, int):
+            return leaving.code or 0
+        print(leaving.code, file=sys.stderr, flush=True)
+        return EXIT_USER_ERROR
+    return 0
+
+
+def _leave_out_shared_memory_op() -> None:
+    """Keep DeepSpeed on CPU from building and using its shared-memory collective.
+
+    Only inference uses it, it takes half a minute to compile, and a killed worker would leave its
+    segments behind and its peers spinning on them.
+    """
+    compatible = deepspeed.ops.__compatible_ops__
+    if "deepspeed_shm_comm" in compatible:
+        compatible["deepspeed_shm_comm"] = False
+
+
+def _write_error(text: str) -> None:
+    path = os.environ.get("BAMBOO_ERROR_FILE")
+    if path:
+        Path(path).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""From an interrupted wait to a plan for the rest of the iteration: abort, agree, regroup (DESIGN 5).
+
+A further loss meanwhile makes a further epoch, and this starts over with it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from deepspeed_bamboo.coordination import EpochRecord
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.core.progress import CoordinateProgress
+from deepspeed_bamboo.core.settlement import Report, Settlement, settle
+from deepspeed_bamboo.errors import BambooError, ExpelledError
+from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
+from deepspeed_bamboo.runtime.links import Links
+from deepspeed_bamboo.runtime.session import WorkerSession
+
+
+@dataclass
+class PauseClock:
+    """Wall-clock times of one failover, for its event."""
+
+    stalled: float = 0.0
+    epoch_seen: float = 0.0
+    aborted: float = 0.0
+    regrouped: float = 0.0
+    first_recomputed: float = 0.0
+    caught_up: float = 0.0
+    lost: tuple[WorkerId, ...] = ()
+    taken_over: dict[Coordinate, tuple[int, int]] = field(default_factory=dict)
+
+    def parts(self, *, lost_at: float | None) -> dict[str, float]:
+        """Seconds of each part. ``lost_at`` is when the loss was proposed, the earliest common sign of it."""
+        start = min(t for t in (self.stalled, self.epoch_seen, lost_at or self.epoch_seen) if t)
+        end = max(self.caught_up, self.first_recomputed, self.regrouped)
+        return {
+            "detect": max(0.0, self.epoch_seen - start),
+            "abort": max(0.0, self.aborted - self.epoch_seen),
+            "regroup": max(0.0, self.regrouped - self.aborted),
+            "recompute": max(0.0, end - self.regrouped),
+            "total": max(0.0, end - start),
+        }
+
+
+class Recovery:
+    """Brings one worker into the newest epoch.
+
+    Args:
+        session: the worker's job.
+        links: the channels, dropped and rebuilt here.
+        report: what this worker has to report, asked for once per epoch.
+        suspicion_seconds: how long a failed transfer waits for the verdict of the lease or the agent
+            before this worker proposes the loss itself.
+    """
+
+    def __init__(
+        self,
+        session: WorkerSession,
+        *,
+        links: Links,
+        report: Callable[[], Report],
+        suspicion_seconds: float,
+    ) -> None:
+        self._session = session
+        self._links = links
+        self._report = report
+        self._suspicion_seconds = suspicion_seconds
+
+    def recover(
+        self, cause: EpochChangedError | PeerLostError, *, placement: Placement
+    ) -> tuple[EpochRecord, Settlement, PauseClock]:
+        """Return the newest epoch, with channels for it, and what its members concluded.
+
+        ``placement`` is the one before. Raises JobFailedError or ExpelledError.
+        """
+        interruption = self._session.interruption
+        clock = PauseClock(stalled=time.time() if isinstance(cause, PeerLostError) else 0.0)
+        while True:
+            try:
+                if isinstance(cause, PeerLostError):
+                    self._await_verdict(cause)
+                record = interruption.record
+                if record is None or record.number <= interruption.epoch:
+                    raise BambooError(f"interrupted without a new epoch: {cause}")
+                if self._session.worker not in record.members:
+                    raise ExpelledError(f"epoch {record.number} does not include this worker: {record.reason}")
+                interruption.enter(record)
+                clock.epoch_seen = clock.epoch_seen or interruption.seen_seconds
+                self._links.close()
+                clock.aborted = time.time()
+                settlement = settle(self._exchange_reports(record))
+                self._regroup(record)
+                clock.regrouped = time.time()
+                gone = {worker for _, worker in placement.owners} - set(record.members)
+                clock.lost = tuple(sorted(gone))
+                return record, settlement, clock
+            except (EpochChangedError, PeerLostError) as again:
+                cause = again
+
+    def _await_verdict(self, cause: PeerLostError) -> None:
+        """Wait for an epoch without the silent peer; propose it when nobody else does."""
+        interruption = self._session.interruption
+        epoch = interruption.epoch
+        self._session.coordinator.report_suspicion(
+            epoch, reporter=self._session.worker, suspect=cause.peer, reason=cause.cause
+        )
+        try:
+            interruption.wait_until(lambda: False, timeout_seconds=self._suspicion_seconds)
+        except EpochChangedError:
+            return
+        record = self._session.coordinator.propose_loss(
+            [cause.peer], reason=f"no answer to {self._session.worker}: {cause.cause}", proposer=self._session.worker
+        )
+        failure = self._session.coordinator.failure()
+        if failure is not None:
+            interruption.announce_failure(failure)
+            interruption.check()
+        interruption.announce_epoch(record)
+
+    def _exchange_reports(self, record: EpochRecord) -> dict[WorkerId, Report]:
+        """Publish this worker's report; wait for everybody's."""
+        coordinator = self._session.coordinator
+        coordinator.publish_progress(record.number, self._session.worker, self._report().to_json())
+        reports: Mapping[WorkerId, dict[str, object]] = {}
+        while True:
+            seen = self._session.interruption.changes
+            reports = coordinator.progress(record.number)
+            if all(member in reports for member in record.members):
+                return {member: Report.from_json(reports[member]) for member in record.members}
+            # Ended early by the watch when another report arrives; the bound covers lost watch events.
+            self._session.interruption.wait_for_change(since=seen, timeout_seconds=0.05)
+
+    def _regroup(self, record: EpochRecord) -> None:
+        members = self._session.coordinator.members()
+        missing = [worker for worker in record.members if worker not in members]
+        if missing:
+            self._session.interruption.wait_until(lambda: False, timeout_seconds=self._suspicion_seconds)
+            raise PeerLostError(missing[0], "its registration is gone")
+        self._links.enter(
+            members={worker: members[worker] for worker in record.members},
+            order=record.members,
+            name=f"{self._session.identity.job}/{record.number}",
+        )
+        worker = self._session.worker
+        self._links.connect(
+            peers_of(record.placement, worker, members=record.members),
+            with_lanes=tensor_peers(record.placement, worker),
+        )
+
+
+def peers_of(placement: Placement, worker: WorkerId, *, members: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:
+    """All workers that ``worker`` exchanges messages with in every iteration of ``placement``.
+
+    Those of :func:`tensor_peers`, and the first member, through which agreements go.
+    """
+    through = members if worker == members[0] else members[:1]
+    return tuple(sorted({*tensor_peers(placement, worker), *through} - {worker}))
+
+
+def tensor_peers(placement: Placement, worker: WorkerId) -> tuple[WorkerId, ...]:
+    """The workers that ``worker`` exchanges device tensors with in every iteration.
+
+    Owners of neighbour stages (cyclically, for tied layers), of the same stage in other pipelines, and
+    owners and holders of shadows.
+    """
+    grid, owners = placement.grid, dict(placement.owners)
+    pairs: set[tuple[WorkerId, WorkerId]] = set()
+    for coordinate, owner in owners.items():
+        neighbours = [Coordinate(coordinate.pipeline, (coordinate.stage + 1) % grid.stages)]
+        neighbours += [Coordinate(other, coordinate.stage) for other in range(grid.pipelines)]
+        pairs.update((owner, owners[other]) for other in neighbours)
+    pairs.update((owners[coordinate], holder) for coordinate, holder in placement.shadows)
+    both = pairs | {(b, a) for a, b in pairs}
+    return tuple(sorted({b for a, b in both if a == worker} - {worker}))
+
+
+def progress_for_plan(
+    settlement: Settlement, *, before: Placement, after: Placement
+) -> dict[Coordinate, CoordinateProgress]:
+    """Where each coordinate goes on: survivors where they were, a new owner at the start of the iteration."""
+    kept = {}
+    for coordinate in after.grid:
+        if after.owner(coordinate) == before.owner(coordinate):
+            kept[coordinate] = settlement.progress.get(coordinate, CoordinateProgress())
+        else:
+            kept[coordinate] = CoordinateProgress()
+    return kept

@@ -1,0 +1,150 @@
+"""What connects one worker process to its job: identity, coordinator, epoch monitor, event log, fault script."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch import distributed as torch_distributed
+
+from deepspeed_bamboo.config import BambooConfig
+from deepspeed_bamboo.coordination import Change, EpochRecord, JobCoordinator, Member, Registration
+from deepspeed_bamboo.errors import BambooError, ConfigError
+from deepspeed_bamboo.events import EventLog
+from deepspeed_bamboo.faults import Fault, FaultScript
+from deepspeed_bamboo.runtime.interruption import Interruption
+
+
+@dataclass(frozen=True)
+class WorkerIdentity:
+    """Who this worker is, as its agent told it through the environment."""
+
+    job: str
+    worker: str
+    node: str
+    zone: str
+    endpoints: tuple[str, ...]
+    prefix: str
+    address: str
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> WorkerIdentity:
+        """Raises ConfigError when the process was not started by an agent."""
+        endpoints = tuple(part for part in environment.get("BAMBOO_ENDPOINTS", "").split(",") if part)
+        if not endpoints or "BAMBOO_JOB" not in environment:
+            raise ConfigError(
+                "bamboo is enabled, but this process has no agent: BAMBOO_ENDPOINTS and BAMBOO_JOB are not set. "
+                "Start the script with: deepspeed --module deepspeed_bamboo.launch your_script.py ..., or set "
+                '"enabled": false in the "bamboo" section.'
+            )
+        return cls(
+            job=environment["BAMBOO_JOB"],
+            worker=environment["BAMBOO_WORKER"],
+            node=environment.get("BAMBOO_NODE", socket.gethostname()),
+            zone=environment.get("BAMBOO_ZONE", "unknown"),
+            endpoints=endpoints,
+            prefix=environment.get("BAMBOO_PREFIX", "/deepspeed_bamboo"),
+            address=environment.get("BAMBOO_ADDRESS") or _own_address(environment.get("MASTER_ADDR", "127.0.0.1")),
+        )
+
+
+def _own_address(master: str) -> str:
+    """The address under which the other workers reach this one: that of the interface that leads to the master."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((master, 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+class WorkerSession:
+    """One worker's connection to its job, from registration to withdrawal."""
+
+    def __init__(self, identity: WorkerIdentity, *, coordinator: JobCoordinator, config: BambooConfig) -> None:
+        self.identity = identity
+        self.coordinator = coordinator
+        self.config = config
+        self.interruption = Interruption()
+        self.faults = FaultScript.of_job(config.faults)
+        self.events = EventLog(config.event_log, identity.worker)
+        # Rendezvous server of every epoch in which this worker is the first one.
+        self.store = torch_distributed.TCPStore(
+            identity.address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        self._registration: Registration | None = None
+        self._watch: Any = None
+
+    @property
+    def worker(self) -> str:
+        """This worker's id."""
+        return self.identity.worker
+
+    def register(self, *, rank: int) -> None:
+        """Become visible to the others, and start to watch epochs."""
+        self._watch = self.coordinator.watch(self._on_change)
+        self._registration = self.coordinator.register(
+            Member(
+                worker=self.worker,
+                node=self.identity.node,
+                zone=self.identity.zone,
+                address=self.identity.address,
+                store_port=self.store.port,
+                pid=os.getpid(),
+                rank=rank,
+            ),
+            lease_seconds=self.config.coordinator.lease_seconds,
+        )
+
+    def members(self, *, expected: int, timeout_seconds: float = 60.0) -> dict[str, Member]:
+        """All registered workers, once there are ``expected`` of them. Raises BambooError after the time-out."""
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            members = self.coordinator.members()
+            if len(members) >= expected:
+                return members
+            if time.monotonic() > deadline:
+                raise BambooError(
+                    f"{len(members)} of {expected} workers registered within {timeout_seconds:.0f} s: "
+                    f"{sorted(members)}; look at the output of the missing ones"
+                )
+            self.interruption.check()
+            time.sleep(0.02)
+
+    def log(self, event: str, *, step: int, **fields: Any) -> None:
+        """Write an event to this worker's event log."""
+        self.events.log(event, epoch=self.interruption.epoch, step=step, **fields)
+
+    def strike(self, fault: Fault, *, step: int) -> None:
+        """Carry out a scripted fault on this process: the signal reaches it before this returns (or never)."""
+        self.log("fault", step=step, fault=fault.to_json())
+        number = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP, "TERM": signal.SIGTERM}.get(fault.signal)
+        if number is not None:
+            os.kill(os.getpid(), number)
+
+    def close(self) -> None:
+        """Withdraw and stop watching. The job goes on without this worker."""
+        if self._watch is not None:
+            self._watch.stop()
+        if self._registration is not None:
+            self._registration.withdraw()
+        self.events.close()
+
+    def _on_change(self, change: Change) -> None:
+        if change.kind in ("epoch", "resync"):
+            record = change.value if isinstance(change.value, EpochRecord) else self.coordinator.epoch()
+            if record is not None and self.interruption.epoch >= 0:
+                self.interruption.announce_epoch(record)
+                if self.worker not in record.members:
+                    self.interruption.announce_expulsion()
+        if change.kind in ("failure", "resync"):
+            failure = self.coordinator.failure()
+            if failure is not None:
+                self.interruption.announce_failure(failure)
+        self.interruption.notify()

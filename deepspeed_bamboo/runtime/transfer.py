@@ -1,0 +1,79 @@
+"""Copies of a stage's whole state, for a replica on another worker, and digests of it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from typing import Any
+
+import torch
+
+from deepspeed_bamboo.runtime.gradients import master_weights
+from deepspeed_bamboo.runtime.replica import StageReplica
+
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+def pack_state(replica: StageReplica) -> torch.Tensor:
+    """Everything that makes ``replica`` what it is between two iterations, as one uint8 tensor on the host."""
+    attributes = replica.attributes
+    module, optimizer = attributes["module"], attributes["optimizer"]
+    scheduler = attributes["lr_scheduler"]
+    buffer = io.BytesIO()
+    torch.save(
+        {
+            "parameters": [parameter.detach() for parameter in module.parameters()],
+            "buffers": list(module.buffers()),
+            "masters": master_weights(optimizer),
+            "optimizer": attributes["basic_optimizer"].state_dict(),
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "counters": {name: attributes[name] for name in _COUNTERS},
+            "micro_offset": replica.micro_offset,
+        },
+        buffer,
+    )
+    return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+
+
+def unpack_state(replica: StageReplica, packed: torch.Tensor) -> None:
+    """Make ``replica`` bitwise equal to the one that was packed. Values are copied into its own tensors."""
+    state: dict[str, Any] = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=False, map_location="cpu")
+    attributes = replica.attributes
+    module, optimizer = attributes["module"], attributes["optimizer"]
+    with torch.no_grad():
+        for target, value in zip(module.parameters(), state["parameters"], strict=True):
+            target.copy_(value)
+        for target, value in zip(module.buffers(), state["buffers"], strict=True):
+            target.copy_(value)
+        for target, value in zip(master_weights(optimizer), state["masters"], strict=True):
+            target.copy_(value)
+    attributes["basic_optimizer"].load_state_dict(state["optimizer"])
+    if state["scheduler"] is not None:
+        attributes["lr_scheduler"].load_state_dict(state["scheduler"])
+    attributes.update(state["counters"])
+    replica.micro_offset = state["micro_offset"]
+
+
+def stage_digest(replica: StageReplica) -> str:
+    """sha256 over a stage's parameters, master weights and optimizer state, in layer order."""
+    attributes = replica.attributes
+    digest = hashlib.sha256()
+    for name, parameter in attributes["module"].named_parameters():
+        _add(digest, name, parameter.detach())
+    for index, master in enumerate(master_weights(attributes["optimizer"])):
+        _add(digest, f"master/{index}", master)
+    state = attributes["basic_optimizer"].state_dict()["state"]
+    for key in sorted(state, key=str):
+        for name in sorted(state[key]):
+            _add(digest, f"state/{key}/{name}", state[key][name])
+    return digest.hexdigest()
+
+
+def _add(digest: Any, name: str, value: Any) -> None:
+    digest.update(name.encode())
+    if isinstance(value, torch.Tensor):
+        data = value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        digest.update(data.numpy().tobytes())
+    else:
+        digest.update(repr(value).encode())

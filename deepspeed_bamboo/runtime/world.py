@@ -1,0 +1,92 @@
+"""torch's default process group while the plugin trains: the live workers, over the plugin's own channels.
+
+User code that calls ``torch.distributed`` between iterations (a barrier, a metric's all-reduce) survives a
+loss and goes on with the workers that are left. Stock groups can't do that, so the default group is replaced.
+Meant for small things: everything goes by way of the host and the first worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed as torch_distributed
+from torch.distributed import distributed_c10d
+
+from deepspeed_bamboo.runtime.collectives import combine
+from deepspeed_bamboo.runtime.logical import REDUCTIONS, FinishedWork
+
+BACKEND = "bamboo"
+
+Gather = Callable[[torch.Tensor], list[torch.Tensor]]
+
+
+class WorldGroup(torch_distributed.ProcessGroup):
+    """Live workers as a process group. ``gather`` returns every worker's value of a tensor, in rank order."""
+
+    def __init__(self, rank: int, size: int, *, gather: Gather) -> None:
+        super().__init__(rank, size)
+        self._gather = gather
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return BACKEND
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> FinishedWork:
+        operation = "sum" if opts is None else REDUCTIONS.get(getattr(opts.reduceOp, "op", opts.reduceOp), "")
+        if not operation:
+            raise NotImplementedError(f"after a loss the world group reduces by sum, max, min, mean; not {opts.reduceOp}")
+        for tensor in tensors:
+            tensor.copy_(combine(operation, self._gather(tensor)))
+        return FinishedWork()
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> FinishedWork:
+        for tensor in tensors:
+            tensor.copy_(self._gather(tensor)[opts.rootRank])
+        return FinishedWork()
+
+    def barrier(self, opts: Any = None) -> FinishedWork:
+        self._gather(torch.zeros(1))
+        return FinishedWork()
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> FinishedWork:
+        for tensor in tensors:
+            values = self._gather(tensor)
+            if self.rank() == opts.rootRank:
+                operation = REDUCTIONS.get(getattr(opts.reduceOp, "op", opts.reduceOp), "")
+                tensor.copy_(combine(operation, values))
+        return FinishedWork()
+
+    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> FinishedWork:
+        output.reshape(-1).copy_(torch.cat([value.reshape(-1) for value in self._gather(tensor)]))
+        return FinishedWork()
+
+    all_gather_single = _allgather_base
+
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None
+    ) -> FinishedWork:
+        for output, tensor in zip(outputs, tensors, strict=True):
+            for part, value in zip(output, self._gather(tensor), strict=True):
+                part.copy_(value)
+        return FinishedWork()
+
+
+def replace_default_group(*, rank: int, size: int, gather: Gather) -> None:
+    """Drop every stock process group and make the live workers the default one."""
+    if torch_distributed.is_initialized():
+        distributed_c10d._abort_process_group()
+    if BACKEND not in torch_distributed.Backend.backend_list:
+        # torch keeps one creator per backend name, so the group itself travels through the options of each call.
+        torch_distributed.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+    torch_distributed.init_process_group(
+        BACKEND,
+        store=torch_distributed.HashStore(),
+        rank=rank,
+        world_size=size,
+        pg_options=WorldGroup(rank, size, gather=gather),
+    )
+
+
+def _create(_options: Any, group: WorldGroup) -> WorldGroup:
+    return group

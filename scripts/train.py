@@ -1,0 +1,143 @@
+"""Trains a byte-level transformer on text with DeepSpeed's pipelines; survives lost workers with "bamboo".
+
+On one machine without a GPU, 4 workers, one of which may be killed at any moment:
+
+    deepspeed --num_accelerators 4 --module deepspeed_bamboo.launch scripts/train.py \\
+        --deepspeed_config configs/cpu-demo.json --steps 20 --event-log runs/first
+
+It is an ordinary DeepSpeed script: ``deepspeed --num_accelerators 4 scripts/train.py ...`` trains the
+same without the plugin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.pipe import PipelineModule
+
+from deepspeed_bamboo.config import SECTION, load_deepspeed_settings
+from deepspeed_bamboo.event_files import merge_event_files
+from deepspeed_bamboo.models.batches import BatchShape, StepBatches
+from deepspeed_bamboo.models.sizes import MODEL_SIZES, ModelSize
+from deepspeed_bamboo.models.text import TextWindows, read_text
+from deepspeed_bamboo.models.transformer import model_size, token_loss, transformer_layers
+from deepspeed_bamboo.progress import Progress
+from deepspeed_bamboo.run_log import RunLog
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train as ``argv`` says (default: the process's own arguments). Returns the exit code."""
+    arguments = parse_arguments(argv)
+    prepare_torch(arguments)
+    deepspeed.init_distributed()
+    size = model_size(arguments.model)
+    engine = build_engine(arguments, size)
+    train(engine, batches=build_batches(arguments, size, engine), arguments=arguments)
+    return 0
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The script's arguments. Exits with a usage message when they are wrong, as argparse does."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="gpt2-tiny", choices=tuple(MODEL_SIZES))
+    parser.add_argument("--data", type=Path, help="file or folder of text (default: Python's own sources)")
+    parser.add_argument("--steps", type=int, default=20, help="train until this global step (default: 20)")
+    parser.add_argument("--deepspeed_config", required=True, help="DeepSpeed JSON, with or without a bamboo section")
+    parser.add_argument("--event-log", type=Path, help="directory for the event log (default: none is written)")
+    parser.add_argument("--seed", type=int, default=1234, help="of weights, sample order and dropout (default: 1234)")
+    parser.add_argument("--stages", type=int, help="pipeline stages (default: as many as there are workers)")
+    parser.add_argument("--dropout", type=float, default=0.0, help="probability, 0 for none (default)")
+    parser.add_argument("--tied", action="store_true", help="the head uses the embedding's weights")
+    parser.add_argument("--partition", default="parameters", help="PipelineModule's partition_method")
+    parser.add_argument("--seed-layers", action="store_true", help="PipelineModule's seed_layers")
+    parser.add_argument("--activation-checkpoint-interval", type=int, default=0, help="in layers, 0 for none (default)")
+    parser.add_argument("--deterministic", action="store_true", help="bitwise equal runs on a GPU too, at some speed")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads per worker (default: 1); bits depend on it")
+    parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
+    return parser.parse_args(argv)
+
+
+def prepare_torch(arguments: argparse.Namespace) -> None:
+    """Everything that must be set before the first tensor: threads, determinism, the seed."""
+    torch.set_num_threads(arguments.threads)
+    if arguments.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(mode=True)
+    torch.manual_seed(arguments.seed)
+
+
+def build_engine(arguments: argparse.Namespace, size: ModelSize) -> Any:
+    """The model in stages, and DeepSpeed's engine for it."""
+    settings = load_deepspeed_settings(arguments.deepspeed_config)
+    if arguments.event_log is not None and SECTION in settings:
+        settings[SECTION] = {**settings[SECTION], "event_log": str(arguments.event_log)}
+    model = PipelineModule(
+        layers=transformer_layers(size, dropout=arguments.dropout, tied=arguments.tied, seed=arguments.seed),
+        loss_fn=token_loss,
+        num_stages=arguments.stages or dist.get_world_size(),
+        partition_method=arguments.partition,
+        seed_layers=arguments.seed_layers,
+        activation_checkpoint_interval=arguments.activation_checkpoint_interval,
+    )
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
+    return engine
+
+
+def build_batches(arguments: argparse.Namespace, size: ModelSize, engine: Any) -> StepBatches:
+    """The micro-batches of this worker's pipeline, positioned by the engine's global step."""
+    dataset = TextWindows(
+        read_text(arguments.data),
+        sequence_length=size.sequence_length,
+        seed=arguments.seed,
+        masked=not size.causal,
+    )
+    shape = BatchShape(
+        micro_batch_size=engine.train_micro_batch_size_per_gpu(),
+        micro_batches=engine.gradient_accumulation_steps(),
+        pipelines=engine.grid.get_data_parallel_world_size(),
+    )
+    return StepBatches(
+        dataset,
+        shape=shape,
+        current_step=lambda: int(engine.global_steps),
+        pipeline=engine.grid.get_data_parallel_id(),
+    )
+
+
+def train(engine: Any, *, batches: StepBatches, arguments: argparse.Namespace) -> None:
+    """Train up to the wanted step and say what happened, here and in the event log."""
+    log = RunLog(engine, directory=arguments.event_log, barrier=dist.barrier)
+    loss: float | None = None
+    with Progress(total=arguments.steps, first=engine.global_steps) as progress:
+        while engine.global_steps < arguments.steps and not getattr(engine, "finished", False):
+            step, start = int(engine.global_steps), time.perf_counter()
+            loss = float(engine.train_batch(batches))
+            seconds = time.perf_counter() - start
+            log.step(step, loss=loss, samples=engine.train_batch_size(), seconds=seconds)
+            if log.is_reporter:
+                samples_per_second = engine.train_batch_size() / seconds
+                progress.show(
+                    done=step + 1,
+                    loss=loss,
+                    samples_per_second=samples_per_second,
+                    epoch=log.epoch,
+                    news=log.news(),
+                )
+    digest = log.finish(loss)
+    if log.is_reporter:
+        if arguments.event_log is not None:
+            print(f"events: {merge_event_files(arguments.event_log)}")
+        print(f"finished step {engine.global_steps}, loss {loss}, digest {digest or 'not computed'}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

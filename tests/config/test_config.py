@@ -1,0 +1,195 @@
+"""The "bamboo" section: defaults, refusals, and every form in which DeepSpeed takes a configuration."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_bamboo.config import BambooConfig, endpoint_problem, load_bamboo_section, parse_bamboo_section
+from deepspeed_bamboo.errors import BambooError, ConfigError
+
+COMMENTED = """
+// a comment
+{
+  # another
+  "train_batch_size": 8,  /* and one more */
+  "bamboo": {"redundancy": {"mode": "eager",},},
+}
+"""
+
+
+def message_for(section: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_bamboo_section(section)
+    return str(caught.value)
+
+
+def test_empty_section_turns_it_on_with_defaults() -> None:
+    config = parse_bamboo_section({})
+    assert config.enabled
+    assert (config.redundancy.mode, config.redundancy.offload) == ("lazy", "cpu")
+    assert config.coordinator.endpoints == []
+    assert (config.coordinator.lease_seconds, config.coordinator.connect_timeout_seconds) == (3.0, 5.0)
+    assert (config.topology.zones, config.checkpoint.dir, config.checkpoint.interval_minutes) == ("auto", None, 10.0)
+    assert (config.event_log, config.faults, config.seed, config.debug_check_shadows) == (None, None, None, 0)
+
+
+def test_suspicion_follows_the_lease_unless_set() -> None:
+    follows = parse_bamboo_section({"coordinator": {"lease_seconds": 7}})
+    own = parse_bamboo_section({"coordinator": {"lease_seconds": 7, "suspicion_seconds": 2.5}})
+    assert follows.coordinator.suspicion_limit_seconds == 7
+    assert own.coordinator.suspicion_limit_seconds == 2.5
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"redundncy": {}}, ["bamboo.redundncy", "'redundancy'"]),
+        ({"redundancy": {"offlod": "cpu"}}, ["bamboo.redundancy.offlod", "'offload'", "memory_limit_gigabytes"]),
+        ({"redundancy": {"mode": "lzay"}}, ["'lzay'", "did you mean 'lazy'", "off, lazy, eager, full"]),
+        ({"redundancy": {"mode": "x" * 9}}, ["Valid are: off, lazy, eager, full"]),
+        ({"redundancy": {"offload": "gpu"}}, ["'gpu'", "none, cpu, recompute"]),
+        ({"redundancy": {"memory_limit_gigabytes": 0}}, ["greater than 0", "Most memory"]),
+        ({"redundancy": "lazy"}, ["bamboo.redundancy", "'lazy'", "must be an object"]),
+        ({"coordinator": {"lease_seconds": "3"}}, ["bamboo.coordinator.lease_seconds", "'3'", "number"]),
+        ({"coordinator": {"lease_seconds": float("inf")}}, ["inf", "finite"]),
+        ({"coordinator": {"endpoints": "a:1"}}, ["bamboo.coordinator.endpoints", "'a:1'", "list"]),
+        ({"coordinator": {"endpoints": ["http://h:2379/"]}}, ["write 'h:2379'"]),
+        ({"coordinator": {"endpoints": ["h:1", "h:1"]}}, ["listed twice"]),
+        ({"coordinator": {"prefix": "jobs"}}, ["bamboo.coordinator.prefix", "slash"]),
+        ({"checkpoint": {"interval_minutes": -1}}, ["bamboo.checkpoint.interval_minutes", "-1"]),
+        ({"event_log": ""}, ["bamboo.event_log", "at least 1"]),
+        ({"enabled": "yes"}, ["bamboo.enabled", "'yes'", "bool"]),
+        ({"debug_check_shadows": True}, ["bamboo.debug_check_shadows", "True", "integer"]),
+        ({"faults": 3}, ["bamboo.faults", "3"]),
+        ({"faults": [{"step": 1, "stage": 0, "at": "forwrd"}]}, ["bamboo.faults", "'forwrd'", "'forward'"]),
+        (True, ["True", "{}"]),
+        (None, ["None", "{}"]),
+    ],
+)
+def test_wrong_values_name_value_rule_and_remedy(section: object, expected: list[str]) -> None:
+    message = message_for(section)
+    for part in expected:
+        assert part in message
+
+
+def test_every_problem_is_listed_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_bamboo_section({"enabld": True, "redundancy": {"mode": "on"}, "seed": 1.5})
+    assert len(caught.value.problems) == 3
+    assert "3 problems" in str(caught.value)
+
+
+def test_config_error_is_also_a_value_error() -> None:
+    assert issubclass(ConfigError, ValueError)
+    assert issubclass(ConfigError, BambooError)
+
+
+def test_config_is_immutable() -> None:
+    config = parse_bamboo_section({})
+    with pytest.raises(ValueError, match="frozen"):
+        config.enabled = False  # type: ignore[misc]
+
+
+def test_every_field_has_a_docstring() -> None:
+    pending: list[Any] = [BambooConfig]
+    while pending:
+        model = pending.pop()
+        for name, field in model.model_fields.items():
+            assert field.description, f"{model.__name__}.{name}"
+            if hasattr(field.annotation, "model_fields"):
+                pending.append(field.annotation)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "good"),
+    [
+        ("127.0.0.1:2379", True),
+        ("etcd-0.cluster.local:2379", True),
+        ("[::1]:2379", True),
+        ("[fe80::1%eth0]:2379", True),
+        ("::1:2379", False),
+        ("host", False),
+        ("host:", False),
+        ("host:0", False),
+        ("host:65536", False),
+        ("host:²", False),
+        (":2379", False),
+        ("ho st:2379", False),
+        ("https://host:2379", False),
+        ("host:2379/", False),
+    ],
+)
+def test_endpoints(endpoint: str, *, good: bool) -> None:
+    assert (endpoint_problem(endpoint) is None) is good
+
+
+class TestSources:
+    def test_dict_without_section(self) -> None:
+        assert load_bamboo_section({"train_batch_size": 8}) is None
+
+    def test_disabled_section_is_read(self) -> None:
+        config = load_bamboo_section({"bamboo": {"enabled": False}})
+        assert config is not None
+        assert not config.enabled
+
+    def test_dict_is_not_changed(self) -> None:
+        settings = {"train_batch_size": "auto", "bamboo": {"redundancy": {"mode": "eager"}, "faults": []}}
+        before = copy.deepcopy(settings)
+        load_bamboo_section(settings)
+        assert settings == before
+
+    def test_path_object_is_fine_in_a_dict(self, tmp_path: Path) -> None:
+        config = load_bamboo_section({"bamboo": {"event_log": tmp_path}})
+        assert config is not None
+        assert config.event_log == str(tmp_path)
+
+    def test_file_with_comments_and_trailing_commas(self, tmp_path: Path) -> None:
+        path = tmp_path / "ds.json"
+        path.write_text(COMMENTED)
+        for source in (path, str(path)):
+            config = load_bamboo_section(source)
+            assert config is not None
+            assert config.redundancy.mode == "eager"
+
+    def test_base64(self) -> None:
+        text = json.dumps({"bamboo": {"redundancy": {"mode": "off"}}})
+        config = load_bamboo_section(base64.urlsafe_b64encode(text.encode()).decode())
+        assert config is not None
+        assert config.redundancy.mode == "off"
+
+    @pytest.mark.parametrize("name", ["missing.json", "dir/missing", "abcd", "YWJj"])
+    def test_missing_file_is_named(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(ConfigError, match=name):
+            load_bamboo_section(name)
+
+    def test_duplicate_keys_are_refused_as_deepspeed_does(self, tmp_path: Path) -> None:
+        path = tmp_path / "ds.json"
+        path.write_text('{"bamboo": {}, "bamboo": {}}')
+        with pytest.raises(ConfigError, match=r"ds\.json.*bamboo"):
+            load_bamboo_section(path)
+
+    def test_broken_file_is_named(self, tmp_path: Path) -> None:
+        path = tmp_path / "ds.json"
+        path.write_text('{"bamboo": ')
+        with pytest.raises(ConfigError, match=r"ds\.json"):
+            load_bamboo_section(path)
+
+    def test_directory_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="directory"):
+            load_bamboo_section(tmp_path)
+
+    @pytest.mark.parametrize("key", ["bambo", "Bamboo", "BAMBOO", "bamboos"])
+    def test_misspelled_section_is_not_silently_off(self, key: str) -> None:
+        with pytest.raises(ConfigError, match="did you mean 'bamboo'"):
+            load_bamboo_section({key: {}})
+
+    def test_wrong_type_is_named(self) -> None:
+        with pytest.raises(ConfigError, match="int"):
+            load_bamboo_section(3)  # type: ignore[arg-type]

@@ -1,0 +1,68 @@
+"""The checks that the engine makes before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deepspeed_bamboo.errors import ConfigError
+from deepspeed_bamboo.requirements import ModelKind, OptimizerSource, validate_deepspeed_settings
+
+GOOD: dict[str, Any] = {
+    "settings": {"zero_optimization": {"stage": 1}},
+    "model": ModelKind.PIPELINE,
+    "model_name": "PipelineModule",
+    "stages": 2,
+    "world_size": 4,
+    "optimizer": OptimizerSource.JSON,
+}
+
+
+def validate(**changes: Any) -> None:
+    facts = {**GOOD, **changes}
+    validate_deepspeed_settings(facts.pop("settings"), **facts)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"settings": {}},
+        {"settings": {"zero_optimization": True}},
+        {"settings": {"zero_optimization": {"stage": 0}}},
+        {"optimizer": OptimizerSource.CALLABLE},
+        {"optimizer": OptimizerSource.OBJECT, "parameter_groups_given": True, "redundant": False},
+        {"stages": 4},
+        {"stages": 1, "world_size": 3},
+    ],
+)
+def test_supported(changes: dict[str, Any]) -> None:
+    validate(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"settings": {"zero_optimization": {"stage": 2}}}, ["stage is 2", "1 or 0"]),
+        ({"settings": {"zero_optimization": {"stage": 3}}}, ["stage is 3", "1 or 0"]),
+        ({"model": ModelKind.OTHER, "model_name": "Linear"}, ["Linear", "PipelineModule", "enabled"]),
+        ({"model": ModelKind.DUALPIPEV, "model_name": "DualPipeVModule"}, ["DualPipeV is not supported"]),
+        ({"stages": 3}, ["4 workers", "3 stages", "3 or 6"]),
+        ({"stages": 8}, ["4 workers", "8 stages", "start 8 workers"]),
+        ({"optimizer": OptimizerSource.OBJECT}, ["function", "JSON"]),
+        ({"parameter_groups_given": True}, ["parameter groups", "function"]),
+    ],
+)
+def test_refused_with_value_rule_and_remedy(changes: dict[str, Any], expected: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(**changes)
+    assert len(caught.value.problems) == 1
+    for part in expected:
+        assert part in str(caught.value)
+
+
+def test_all_problems_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(settings={"zero_optimization": {"stage": 3}}, stages=3, optimizer=OptimizerSource.OBJECT)
+    assert len(caught.value.problems) == 3

@@ -1,0 +1,87 @@
+"""Collecting what callbacks are told, and waiting for it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import psutil
+
+from deepspeed_bamboo.coordination.records import EpochRecord, Member
+from deepspeed_bamboo.core.grid import Grid
+from deepspeed_bamboo.core.placement import Placement
+
+T = TypeVar("T")
+_names = itertools.count()
+
+
+def unique_name() -> str:
+    """A job name that no other test uses."""
+    return f"test-{os.getpid()}-{next(_names)}"
+
+
+class Collector(Generic[T]):
+    """A callback that keeps what it is told, with the time, and lets the test wait for it."""
+
+    def __init__(self) -> None:
+        self.items: list[T] = []
+        self.times: list[float] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, item: T) -> None:
+        with self._changed:
+            self.items.append(item)
+            self.times.append(time.monotonic())
+            self._changed.notify_all()
+
+    def wait_for(self, wanted: Callable[[T], bool], *, within_seconds: float = 10.0) -> tuple[T, float]:
+        """The first item that is ``wanted`` and when it came. Fails the test when none comes in time."""
+        deadline = time.monotonic() + within_seconds
+        with self._changed:
+            while True:
+                for item, when in zip(self.items, self.times, strict=True):
+                    if wanted(item):
+                        return item, when
+                remaining = deadline - time.monotonic()
+                assert remaining > 0, f"waited {within_seconds} s in vain; was told {self.items}"
+                self._changed.wait(remaining)
+
+
+def wait_until(condition: Callable[[], bool], *, within_seconds: float = 10.0, what: str = "a condition") -> float:
+    """Seconds until ``condition`` was true. Fails the test when it does not come true in time."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < within_seconds, f"waited {within_seconds} s in vain for {what}"
+        time.sleep(0.005)
+    return time.monotonic() - start
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended and waits for init to collect it does not."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def member(worker: str, *, rank: int = 0) -> Member:
+    return Member(
+        worker=worker, node="n0", zone="z0", address="127.0.0.1", store_port=4000 + rank, pid=os.getpid(), rank=rank
+    )
+
+
+def first_epoch(workers: list[str], *, stages: int | None = None, protected: bool = True) -> EpochRecord:
+    grid = Grid(1, stages or len(workers))
+    return EpochRecord(
+        number=0,
+        members=tuple(workers),
+        placement=Placement.initial(grid, workers, protected=protected),
+        reason="start",
+        lost=(),
+        proposer=workers[0],
+        time_seconds=time.time(),
+    )

@@ -1,0 +1,205 @@
+"""etcd killed, frozen, emptied, unreachable: calls end in time, watches and registrations come back."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deepspeed_bamboo.coordination.endpoints import Endpoint
+from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable
+from deepspeed_bamboo.coordination.etcd import EtcdStore
+from deepspeed_bamboo.coordination.job import JobCoordinator
+from deepspeed_bamboo.coordination.memory import MemoryStore
+from deepspeed_bamboo.coordination.records import Change
+from deepspeed_bamboo.coordination.server import free_port
+from deepspeed_bamboo.coordination.store import StoreEvent
+from tests.coordination.helpers import Collector, first_epoch, member, wait_until
+from tests.coordination.manual_etcd import ManualEtcd
+
+WORKERS = ["w0", "w1", "w2", "w3"]
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[ManualEtcd]:
+    server = ManualEtcd(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def store(etcd: ManualEtcd) -> Iterator[EtcdStore]:
+    store = EtcdStore([etcd.endpoint], call_timeout_seconds=5)
+    yield store
+    store.close()
+
+
+def test_an_unreachable_endpoint_is_named_with_how_long_it_was_tried() -> None:
+    nobody = Endpoint("127.0.0.1", free_port("127.0.0.1"))
+    store = EtcdStore([nobody])
+    start = time.monotonic()
+    with pytest.raises(CoordinatorUnavailable) as raised:
+        store.ping(within_seconds=0.7)
+    assert 0.6 < time.monotonic() - start < 1.5
+    assert f"127.0.0.1:{nobody.port} gave no answer within 0." in str(raised.value)
+    assert "refused" in str(raised.value) and "coordinator.endpoints" in str(raised.value)
+    store.close()
+
+
+def test_an_unknown_host_is_reported_in_time() -> None:
+    store = EtcdStore([Endpoint("no-such-host.invalid", 2379)])
+    with pytest.raises(CoordinatorUnavailable, match=r"no-such-host\.invalid:2379"):
+        store.ping(within_seconds=1)
+    store.close()
+
+
+def test_a_server_that_accepts_and_says_nothing_is_not_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        store = EtcdStore([Endpoint("127.0.0.1", silent.getsockname()[1])], call_timeout_seconds=1)
+        start = time.monotonic()
+        with pytest.raises(CoordinatorUnavailable):
+            store.get("/a")
+        assert time.monotonic() - start < 2
+        store.close()
+
+
+def test_calls_go_to_another_endpoint_when_one_fails(etcd: ManualEtcd) -> None:
+    nobody = Endpoint("127.0.0.1", free_port("127.0.0.1"))
+    store = EtcdStore([nobody, etcd.endpoint])
+    told: Collector[StoreEvent] = Collector()
+    store.watch("/x/", told)
+    start = time.monotonic()
+    store.put("/x/a", "1")
+    assert time.monotonic() - start < 1
+    told.wait_for(lambda event: event.kind in ("put", "resync"))
+    store.put("/x/b", "2")
+    told.wait_for(lambda event: event.value == "2")
+    store.close()
+
+
+def test_a_call_made_during_a_restart_succeeds_after_it(etcd: ManualEtcd, store: EtcdStore) -> None:
+    store.put("/x/a", "before")
+    etcd.kill()
+    restart = threading.Thread(target=etcd.start)
+    restart.start()
+    entry = store.get("/x/a")
+    restart.join()
+    assert entry is not None and entry.value == "before"
+
+
+def test_calls_during_a_long_outage_end_in_time(etcd: ManualEtcd) -> None:
+    store = EtcdStore([etcd.endpoint], call_timeout_seconds=1, attempt_timeout_seconds=0.4)
+    store.put("/x/a", "1")
+    for fail in (etcd.freeze, etcd.kill):
+        fail()
+        start = time.monotonic()
+        with pytest.raises(CoordinatorUnavailable):
+            store.put("/x/a", "2")
+        assert 0.9 < time.monotonic() - start < 2
+    etcd.start()
+    store.put("/x/a", "3")
+    store.close()
+
+
+def test_a_watch_goes_on_after_a_restart_and_finds_what_it_missed(etcd: ManualEtcd, store: EtcdStore) -> None:
+    other = EtcdStore([etcd.endpoint])
+    job = JobCoordinator(other, job="j")
+    watcher = JobCoordinator(store, job="j")
+    start = first_epoch(WORKERS)
+    job.propose(start, expected=None)
+    job.mark_ended("w9", {})
+    told: Collector[Change] = Collector()
+    watcher.watch(told)
+    told.wait_for(lambda change: change.kind == "resync")
+
+    etcd.kill()
+    etcd.start()
+    epoch = job.propose_loss(["w1"], reason="gone", proposer="a")
+    told.wait_for(lambda change: change.kind == "epoch" and change.value == epoch)
+    wait_until(lambda: [c.kind for c in told.items].count("resync") == 2, what="the second resync")
+    job.propose_loss(["w3"], reason="gone", proposer="a")
+    told.wait_for(lambda change: change.kind == "epoch" and change.epoch == 2)
+    epochs = [change.epoch for change in told.items if change.kind == "epoch"]
+    assert epochs == [0, 1, 2], "each epoch is told once"
+    assert [change.kind for change in told.items].count("ended") == 1, "what did not change is not told again"
+    other.close()
+
+
+def test_a_watch_notices_a_frozen_server_and_its_return(etcd: ManualEtcd, store: EtcdStore) -> None:
+    told: Collector[StoreEvent] = Collector()
+    store.watch("/x/", told)
+    told.wait_for(lambda event: event.kind == "resync")
+    etcd.freeze()
+    time.sleep(6)  # longer than the silence that a watch puts up with
+    etcd.thaw()
+    wait_until(lambda: [e.kind for e in told.items].count("resync") >= 2, what="the watch to begin anew")
+    store.put("/x/a", "1")
+    told.wait_for(lambda event: event.value == "1")
+
+
+def test_a_member_registers_again_after_an_outage_longer_than_its_lease(etcd: ManualEtcd, store: EtcdStore) -> None:
+    job = JobCoordinator(store, job="j")
+    registration = job.register(member("w0"), lease_seconds=1)
+    job.propose(first_epoch(WORKERS), expected=None)
+    etcd.freeze()
+    time.sleep(3)  # the lease runs out on the server's clock
+    etcd.thaw()
+    told: Collector[Change] = Collector()
+    job.watch(told)
+    wait_until(lambda: "w0" in job.members(), what="the member's return")
+    time.sleep(1.5)  # it must also stay, for longer than its lease
+    assert "w0" in job.members() and not registration.lost.is_set()
+    registration.withdraw()
+
+
+def test_a_member_that_was_expelled_meanwhile_does_not_come_back() -> None:
+    store = MemoryStore()
+    job, others = JobCoordinator(store, job="j"), JobCoordinator(store, job="j")
+    job.propose(first_epoch(WORKERS), expected=None)
+    registration = job.register(member("w0"), lease_seconds=0.5)
+    store.set_available(False)
+    time.sleep(0.8)  # the lease runs out
+    store.set_available(True)
+    others.propose_loss(["w0"], reason="silent", proposer="a")
+    assert registration.lost.wait(5)
+    assert "w0" not in others.members()
+    store.close()
+
+
+def test_a_member_that_was_expelled_while_its_lease_lives_leaves_too() -> None:
+    store = MemoryStore()
+    job = JobCoordinator(store, job="j")
+    registration = job.register(member("w0"), lease_seconds=0.3)
+    job.propose(first_epoch(WORKERS), expected=None)
+    time.sleep(0.5)  # it has seen itself in the epoch
+    job.propose_loss(["w0"], reason="mistaken for dead", proposer="a")
+    assert registration.lost.wait(2)
+    assert job.members() == {}
+    store.close()
+
+
+def test_what_was_agreed_survives_an_etcd_that_lost_its_data(etcd: ManualEtcd, store: EtcdStore) -> None:
+    job = JobCoordinator(store, job="j")
+    registration = job.register(member("w0"), lease_seconds=1)
+    told: Collector[Change] = Collector()
+    job.watch(told)
+    job.propose(first_epoch(WORKERS), expected=None)
+    epoch = job.propose_loss(["w3"], reason="gone", proposer="a")
+    told.wait_for(lambda change: change.epoch == 1)
+
+    etcd.kill()
+    etcd.wipe()
+    etcd.start()
+    wait_until(lambda: "w0" in job.members(), what="the member's return")
+    assert not registration.lost.is_set()
+    stranger = JobCoordinator(EtcdStore([etcd.endpoint]), job="j")
+    wait_until(lambda: stranger.epoch() == epoch, what="the epoch to be put back")
+    following = stranger.propose_loss(["w1"], reason="gone", proposer="b")
+    told.wait_for(lambda change: change.value == following)
+    registration.withdraw()
+    stranger.close()

