@@ -7,8 +7,10 @@ different zones, whenever there are enough.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
+from ..core import grid as core_grid
+from ..core.placement import Placement
 from .steptimes import Grid
 
 __all__ = ["Hosting"]
@@ -24,6 +26,13 @@ class Hosting:
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
         self.host: list[str | None] = [None] * grid.size
+        # The shadow rule is core's. Numbers follow its order of coordinates: pipeline by pipeline.
+        self._core_grid = core_grid.Grid(grid.pipelines, grid.stages)
+        numbers = {coordinate: number for number, coordinate in enumerate(self._core_grid)}
+        self._predecessors = [numbers[self._core_grid.predecessor(coordinate)] for coordinate in numbers]
+        self._successors = [0] * grid.size
+        for number, predecessor in enumerate(self._predecessors):
+            self._successors[predecessor] = number
         self._hosted: dict[str, dict[int, None]] = {}
         self._zone: dict[str, str] = {}
         # Workers by how many coordinates they host; draining ones are in none, so they are given nothing.
@@ -57,17 +66,22 @@ class Hosting:
 
     def predecessor(self, coordinate: int) -> int:
         """The coordinate whose worker holds this one's shadow."""
-        pipeline, stage = divmod(coordinate, self.grid.stages)
-        if self.grid.stages == 1:
-            return (pipeline + 1) % self.grid.pipelines
-        return pipeline * self.grid.stages + (stage - 1) % self.grid.stages
+        return self._predecessors[coordinate]
 
     def successor(self, coordinate: int) -> int:
         """The coordinate whose shadow this one's worker holds."""
-        pipeline, stage = divmod(coordinate, self.grid.stages)
-        if self.grid.stages == 1:
-            return (pipeline - 1) % self.grid.pipelines
-        return pipeline * self.grid.stages + (stage + 1) % self.grid.stages
+        return self._successors[coordinate]
+
+    def placement(self, *, unprotected: Container[int] = ()) -> Placement:
+        """The same as core's immutable value; coordinates beside their predecessor have no shadow there."""
+        grid = self._core_grid
+        owners = {one: self.host[index] or "" for index, one in enumerate(grid)}
+        shadows = {
+            one: owners[grid.predecessor(one)]
+            for index, one in enumerate(grid)
+            if index not in unprotected and owners[grid.predecessor(one)] != owners[one]
+        }
+        return Placement.of(grid, owners=owners, shadows=shadows)
 
     def replicas(self, coordinate: int) -> Iterable[int]:
         """The same stage in the other pipelines: the same parameters."""

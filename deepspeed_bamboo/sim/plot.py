@@ -33,23 +33,24 @@ def plot_policies(job: Job, *, policies: Sequence[str], seed: int, path: Path) -
         ScenarioError: the picture can't be written.
     """
     figure, axes = _subplots(5, height=14.0)
+    colours = _colours(len(policies))
     labels = ("machines", "samples/s", "$/h", "samples/s per $/h")
     values = []
-    for policy in policies:
+    for policy, colour in zip(policies, colours, strict=True):
         series = RunSeries(Series(_BINS), Series(_BINS), Series(_BINS))
         result = run_one(job, policy=policy, seed=seed, series=series)
         values.append(result.value)
         until = round(result.duration_hours * MILLISECONDS_PER_HOUR)
         for axis, points in zip(axes, _curves(series, until), strict=False):
-            axis.plot([at for at, _ in points], [value for _, value in points], label=policy, linewidth=1.0)
+            axis.plot([at for at, _ in points], [value for _, value in points], label=policy, linewidth=1.0, color=colour)
     for axis, label in zip(axes, labels, strict=False):
         axis.set_ylabel(label)
         axis.set_xlabel("hours")
         axis.set_ylim(bottom=0)
     axes[0].legend(fontsize="x-small", ncols=3)
-    axes[4].bar(list(policies), values)
+    axes[4].bar(range(len(policies)), values, color=colours)
+    axes[4].set_xticks(range(len(policies)), list(policies), rotation=20, ha="right")
     axes[4].set_ylabel("value")
-    axes[4].tick_params(axis="x", rotation=25)
     _save(figure, path)
 
 
@@ -75,12 +76,13 @@ def plot_comparison(results: Mapping[str, Sequence[Summary]], *, path: Path) -> 
     figure, axes = _subplots(1, height=5.0)
     policies = [summary.policy for summary in next(iter(results.values()))]
     width = 0.8 / len(policies)
+    colours = _colours(len(policies))
     for index, policy in enumerate(policies):
         heights = [
             next(summary.mean("value") for summary in summaries if summary.policy == policy)
             for summaries in results.values()
         ]
-        axes[0].bar([place + index * width for place in range(len(results))], heights, width, label=policy)
+        axes[0].bar([place + index * width for place in range(len(results))], heights, width, label=policy, color=colours[index])
     axes[0].set_xticks([place + 0.4 - width / 2 for place in range(len(results))], list(results), rotation=12)
     axes[0].set_ylabel("value: samples/s per $/h")
     axes[0].legend(fontsize="x-small", ncols=4)
@@ -97,6 +99,14 @@ def _subplots(count: int, *, height: float) -> tuple[Any, Sequence[Any]]:
     FigureCanvasAgg(figure)
     axes = figure.subplots(count, 1, squeeze=False)
     return figure, [row[0] for row in axes]
+
+
+def _colours(count: int) -> list[Any]:
+    """As many colours that are told apart."""
+    from matplotlib import colormaps
+
+    palette = colormaps["tab20"].colors
+    return [palette[index % len(palette)] for index in range(count)]
 
 
 def _save(figure: Any, path: Path) -> None:
