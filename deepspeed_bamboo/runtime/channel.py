@@ -15,8 +15,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import distributed as torch_distributed
 
+from deepspeed_bamboo.runtime.c10d import c10d
 from deepspeed_bamboo.runtime.interruption import Interruption, PeerLostError
 from deepspeed_bamboo.runtime.lanes import Description, DeviceLanes
 
@@ -57,7 +57,7 @@ class Channel:
 
     def __init__(
         self,
-        store: torch_distributed.Store,
+        store: Any,
         *,
         first: bool,
         peer: str,
@@ -69,7 +69,7 @@ class Channel:
         self._lanes = lanes
         self._interruption = interruption
         self._other = 1 if first else 0
-        self._group = torch_distributed.ProcessGroupGloo(
+        self._group = c10d.ProcessGroupGloo(
             store, 0 if first else 1, 2, timedelta(seconds=timeout_seconds)
         )
         self._sending: list[tuple[Any, torch.Tensor]] = []

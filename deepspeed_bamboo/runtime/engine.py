@@ -51,13 +51,17 @@ class BambooPipelineEngine(PipelineEngine):
     Made by :func:`deepspeed_bamboo.initialize`, which passes ``session``; all other arguments are stock's.
     """
 
+    # Stock's constructor sets these; it has no types.
+    grid: Any
+    fwd_outputs: list[Any]
+
     def __init__(self, *args: Any, session: WorkerSession, **kwargs: Any) -> None:
         # Until the grid is known, every iterator is that of the pipeline in which this worker starts.
         self.data = PipelineData(home=0)
         self.evaluation_data: PipelineData | None = None
         self.next_micro_batch = 0
         self.session = session
-        self.host: StageHost | None = None
+        self._stage_host: StageHost | None = None
         self._training_set: Any = None
         self.trains_only_trainable = kwargs.get("model_parameters") is not None
         super().__init__(*args, **kwargs)
@@ -72,7 +76,7 @@ class BambooPipelineEngine(PipelineEngine):
             timeout_seconds=_OPERATION_TIMEOUT_SECONDS,
             device=self.device,
         )
-        self.host = StageHost(self, grid=grid, exchange=self._exchange, gate=self._gate)
+        self._stage_host = StageHost(self, grid=grid, exchange=self._exchange, gate=self._gate)
         self.evaluated_micro_batches = self.micro_batches
         self._evaluation_factory: DataFactory | None = None
         self.last_losses: list[Any] = []
@@ -94,6 +98,13 @@ class BambooPipelineEngine(PipelineEngine):
         self.failover = Failover(self)
         self._place_data()
         self.placement = self._enter_first_epoch(grid)
+
+    @property
+    def host(self) -> StageHost:
+        """The stages that this worker holds. Raises RuntimeError while stock is still building the engine."""
+        if self._stage_host is None:
+            raise RuntimeError("the engine is not ready")
+        return self._stage_host
 
     # ---- what users see -------------------------------------------------------------------------------
 
@@ -148,7 +159,7 @@ class BambooPipelineEngine(PipelineEngine):
         return _combined_digest([parts[str(coordinate)] for coordinate in self.job_grid])
 
     def close(self) -> None:
-        """Leave the job after a last agreement that everybody is done. Called at the end of the script; once is enough."""
+        """Leave the job after a last agreement that everybody is done. Called when the script ends; once is enough."""
         if self.session.closed:
             return
         self.barrier()
@@ -186,11 +197,14 @@ class BambooPipelineEngine(PipelineEngine):
         self._evaluation_factory = evaluation
 
     def _next_batch(self) -> Any:
-        pipeline = self.host.active.coordinate.pipeline
+        active = self.host.active
+        if active is None:
+            raise RuntimeError("no stage is active")
+        pipeline = active.coordinate.pipeline
         data = self.data if self.evaluation_data is None else self.evaluation_data
         if not data.has(pipeline) and (self.is_first_stage() or pipeline != self.home):
             raise missing_data(
-                worker=self.session.worker, pipeline=pipeline, home=self.home, why=f"hosts {self.host.active.coordinate}"
+                worker=self.session.worker, pipeline=pipeline, home=self.home, why=f"hosts {active.coordinate}"
             )
         batch = data.get(pipeline, self.next_micro_batch, step=self.global_steps, transform=self.batch_fn)
         if self.evaluation_data is None and self.needs_data():
@@ -203,7 +217,7 @@ class BambooPipelineEngine(PipelineEngine):
 
     def _ends(self) -> list[Coordinate]:
         """The first and last stages that this worker hosts or shadows."""
-        held = [] if self.host is None else [replica.coordinate for replica in self.host.replicas()]
+        held = [] if self._stage_host is None else [replica.coordinate for replica in self.host.replicas()]
         return [coordinate for coordinate in held if coordinate.stage in (0, self.num_stages - 1)]
 
     def _require_data(self) -> None:
@@ -228,7 +242,7 @@ class BambooPipelineEngine(PipelineEngine):
         return running or bool(super().is_gradient_accumulation_boundary())
 
     def _report_progress(self, step: int) -> None:
-        if self.host is None or self.is_shown(self.host.active):
+        if self._stage_host is None or self.is_shown(self.host.active):
             super()._report_progress(step)
 
     def is_shown(self, replica: StageReplica | None) -> bool:
@@ -245,8 +259,6 @@ class BambooPipelineEngine(PipelineEngine):
         super()._exec_backward_pass(buffer_id)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
-        if self.host is None:
-            raise RuntimeError("the engine is not ready")
         if torch.is_grad_enabled():
             self._train_iteration()
         else:

@@ -85,7 +85,7 @@ class Executor:
 
     def execute(self, instruction: Instruction, context: IterationContext) -> None:
         """Carry out one instruction of a coordinate. Raises what interrupts a wait, and user errors."""
-        if instruction.coordinate is None or instruction.micro_batch is None:
+        if instruction.micro_batch is None:
             raise ValueError(f"{instruction} is not an instruction of a coordinate")
         replica = self._replica(instruction)
         self._before(instruction, replica)
@@ -98,6 +98,8 @@ class Executor:
     def _replica(self, instruction: Instruction) -> StageReplica:
         """The replica whose state the instruction uses: the shadow for redundant work and what feeds it."""
         coordinate = instruction.coordinate
+        if coordinate is None:
+            raise ValueError(f"{instruction} is not an instruction of a coordinate")
         owned, shadow = self._host.owned.get(coordinate), self._host.shadows.get(coordinate)
         redundant = instruction.op in _REDUNDANT or (instruction.to_shadow and instruction.op in RECEIVES)
         replica = shadow if redundant or owned is None else owned

@@ -24,6 +24,7 @@ from deepspeed_bamboo.core.recovery import (
 from deepspeed_bamboo.core.schedule import Mode, Plan
 from deepspeed_bamboo.core.settlement import Report, Settlement
 from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
+from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.protection import copy_shadows
 from deepspeed_bamboo.runtime.recovery import PauseClock, Recovery
 from deepspeed_bamboo.runtime.replica import StageReplica
@@ -38,9 +39,10 @@ class Failover:
 
     def __init__(self, engine: BambooPipelineEngine) -> None:
         self._engine = engine
+        links: Links = engine.links
         self._recovery = Recovery(
             engine.session,
-            links=engine.links,
+            links=links,
             report=self._report,
             suspicion_seconds=engine.session.config.coordinator.suspicion_limit_seconds,
         )

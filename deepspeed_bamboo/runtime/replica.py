@@ -71,7 +71,7 @@ class StageReplica:
     attributes: dict[str, Any]
     groups: list[LogicalGroup]
     micro_offset: int = 0
-    progress: CoordinateProgress = CoordinateProgress()
+    progress: CoordinateProgress = field(default_factory=CoordinateProgress)
     retained_outputs: dict[int, Tensors] = field(default_factory=dict)
     retained_gradients: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     received_gradients: dict[int, Tensors | list[torch.Tensor]] = field(default_factory=dict)
