@@ -181,7 +181,14 @@ def load_bamboo_section(source: Mapping[str, Any] | str | os.PathLike[str]) -> B
     (comments and trailing commas allowed), or base64 of one. It is not changed.
     Raises ConfigError for a file that isn't there, can't be read or parsed, and for a wrong section.
     """
-    settings = load_deepspeed_settings(source)
+    return bamboo_section_of(load_deepspeed_settings(source))
+
+
+def bamboo_section_of(settings: Mapping[str, Any]) -> BambooConfig | None:
+    """The validated "bamboo" section of an already loaded DeepSpeed configuration, or None when it has none.
+
+    Raises ConfigError for a wrong section, and for a key that looks like a misspelled "bamboo".
+    """
     if SECTION in settings:
         return parse_bamboo_section(settings[SECTION])
     for key in settings:

@@ -76,6 +76,11 @@ class EventLog:
         self.path = None if directory is None else Path(directory) / event_file_name(worker)
         self._descriptor = None if self.path is None else self._open(self.path)
 
+    @property
+    def run(self) -> str | None:
+        """The run that every line names, or None."""
+        return self._run
+
     def log(self, event: str, *, epoch: int, step: int, **fields: Any) -> None:
         """Append one event. Raises ValueError for an event not in EVENTS, TypeError for a value JSON can't hold."""
         if event not in EVENTS:

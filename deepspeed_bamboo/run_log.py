@@ -41,6 +41,11 @@ class RunLog:
         """The number of the current membership."""
         return int(getattr(self._engine, "epoch", 0))
 
+    @property
+    def run(self) -> str | None:
+        """What tells this run's events from those of others in the same directory, or None."""
+        return getattr(getattr(self._engine, "event_log", self._own), "run", None)
+
     def step(self, step: int, *, loss: float, samples: int, seconds: float) -> None:
         """Log a step, unless the engine has."""
         if self._own is not None:

@@ -22,6 +22,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 
 from deepspeed_bamboo.config import SECTION, load_deepspeed_settings
@@ -73,6 +74,10 @@ def prepare_torch(arguments: argparse.Namespace) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(mode=True)
     torch.manual_seed(arguments.seed)
+    if get_accelerator().device_name() == "cpu":
+        # DeepSpeed would compile a shared-memory op here that pipelines never use: 30 s at the first start, and
+        # a process killed in that time leaves a lock behind on which every later start waits for ever.
+        deepspeed.ops.__compatible_ops__[get_accelerator().create_op_builder("ShareMemCommBuilder").NAME] = False
 
 
 def build_engine(arguments: argparse.Namespace, size: ModelSize) -> Any:
@@ -105,12 +110,14 @@ def build_batches(arguments: argparse.Namespace, size: ModelSize, engine: Any) -
         micro_batches=engine.gradient_accumulation_steps(),
         pipelines=engine.grid.get_data_parallel_world_size(),
     )
-    return StepBatches(
-        dataset,
-        shape=shape,
-        current_step=lambda: int(engine.global_steps),
-        pipeline=engine.grid.get_data_parallel_id(),
-    )
+
+    def of_pipeline(pipeline: int) -> StepBatches:
+        return StepBatches(dataset, shape=shape, current_step=lambda: int(engine.global_steps), pipeline=pipeline)
+
+    if hasattr(engine, "set_data_source"):
+        # A worker that takes over stages of another pipeline feeds that pipeline.
+        engine.set_data_source(lambda pipeline, step: of_pipeline(pipeline))
+    return of_pipeline(engine.grid.get_data_parallel_id())
 
 
 def train(engine: Any, *, batches: StepBatches, arguments: argparse.Namespace) -> None:
@@ -123,19 +130,13 @@ def train(engine: Any, *, batches: StepBatches, arguments: argparse.Namespace) -
             loss = float(engine.train_batch(batches))
             seconds = time.perf_counter() - start
             log.step(step, loss=loss, samples=engine.train_batch_size(), seconds=seconds)
+            news, rate = log.news(), engine.train_batch_size() / seconds
             if log.is_reporter:
-                samples_per_second = engine.train_batch_size() / seconds
-                progress.show(
-                    done=step + 1,
-                    loss=loss,
-                    samples_per_second=samples_per_second,
-                    epoch=log.epoch,
-                    news=log.news(),
-                )
+                progress.show(done=step + 1, loss=loss, samples_per_second=rate, epoch=log.epoch, news=news)
     digest = log.finish(loss)
     if log.is_reporter:
         if arguments.event_log is not None:
-            print(f"events: {merge_event_files(arguments.event_log)}")
+            print(f"events: {merge_event_files(arguments.event_log, run=log.run)}")
         print(f"finished step {engine.global_steps}, loss {loss}, digest {digest or 'not computed'}", flush=True)
 
 

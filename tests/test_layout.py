@@ -15,7 +15,7 @@ PACKAGE = Path(deepspeed_bamboo.__file__).parent
 REPOSITORY = PACKAGE.parent
 NAME = PACKAGE.name
 
-OFFERED: list[str] = []
+OFFERED = ["BambooPipelineEngine", "__version__", "initialize"]
 
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:

@@ -31,6 +31,9 @@ class Op(enum.Enum):
     COMMIT = "COMMIT"
     STEP = "STEP"
 
+    # Members are singletons: hash them as such, since programs look ops up at every instruction.
+    __hash__ = object.__hash__
+
 
 # The end of every training program: in this order on every worker, all of it, after everything else (DESIGN 5).
 TAIL = (Op.REDUCE_TIED, Op.REDUCE, Op.MIRROR, Op.COMMIT, Op.STEP)

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.instructions import TAIL, Instruction, Op
 from deepspeed_bamboo.core.placement import WorkerId
-from deepspeed_bamboo.core.progress import CoordinateProgress
+from deepspeed_bamboo.core.progress import CoordinateProgress, shadow_progress
 from deepspeed_bamboo.core.render import text_grid
 from deepspeed_bamboo.core.schedule import Plan
 from deepspeed_bamboo.core.timeline import Costs, Timed
@@ -63,6 +62,8 @@ def interpret(
 ) -> Execution:
     """Run ``plan`` from ``progress`` until every worker is at its end, at its stop, or waits for ever.
 
+    ``redundant`` says how many FRC (forwards) and BRC (backwards) each shadow has already.
+
     ``stops`` gives workers the number of instructions after which they stop; ``until`` stops
     everyone before an instruction that would end after that slot. Every consistent cut of an
     interrupted iteration is the result of some ``stops``. Raises ScheduleError at the first broken rule.
@@ -73,14 +74,6 @@ def interpret(
 
 class _BrokenError(Exception):
     """Internal: the rule that the current instruction breaks."""
-
-
-class _Message(NamedTuple):
-    receive: Op
-    coordinate: Coordinate
-    micro_batch: int
-    to_shadow: bool
-    sent_at: int
 
 
 class _State:
@@ -101,6 +94,32 @@ class _State:
         )
 
 
+@dataclass
+class _Channel:
+    """The queue from one worker to another. ``waiter`` is the receiver when it waits for the next message."""
+
+    messages: deque[tuple[_Route, int, int]]  # route, micro-batch, time
+    waiter: WorkerId | None = None
+
+
+@dataclass
+class _Route:
+    """One kind of message: from a coordinate to a neighbour, or to the neighbour's shadow. ``unsent`` counts up."""
+
+    receive: Op
+    source: WorkerId
+    target: WorkerId
+    receiver: Coordinate
+    to_shadow: bool
+    sender_state: _State
+    receiver_state: _State
+    channel: _Channel
+    unsent: int
+
+    def receiving(self, micro_batch: int) -> Instruction:
+        return Instruction(self.receive, self.receiver, micro_batch, self.to_shadow)
+
+
 class _Machine:
     """All that changes during one call of :func:`interpret`; never seen outside of it."""
 
@@ -113,32 +132,27 @@ class _Machine:
     ) -> None:
         covered = frozenset(plan.coordinates)
         self.plan = plan
+        self.redundant_ops = plan.mode.redundant_ops
         self.last_stage = plan.placement.grid.stages - 1
         self.owners = {c: w for c, w in plan.placement.owners if c in covered}
         self.shadows = {c: w for c, w in plan.placement.shadows if c in covered}
         start = CoordinateProgress()
+        self.before = {c: Coordinate(c.pipeline, c.stage - 1) for c in self.owners}
+        self.behind = {c: Coordinate(c.pipeline, c.stage + 1) for c in self.owners}
         self.own = {c: _State(progress.get(c, start)) for c in self.owners}
-        self.red = {c: _State(redundant.get(c, start)) for c in self.shadows}
-        # Next micro-batch that each receiver (coordinate, to its shadow?) still has to be sent, per direction.
-        self.unsent = {
-            (Op.SEND_ACTIVATION, c, shadow): s.activations_received
-            for shadow, states in ((False, self.own), (True, self.red))
-            for c, s in states.items()
-        } | {
-            (Op.SEND_GRAD, c, shadow): s.gradients_received
-            for shadow, states in ((False, self.own), (True, self.red))
-            for c, s in states.items()
+        self.red = {
+            c: _State(shadow_progress(c, redundant.get(c, start), last_stage=self.last_stage)) for c in self.shadows
         }
+        self.channels: dict[tuple[WorkerId, WorkerId], _Channel] = {}
+        self.routes = self._routes()
         self.programs = dict(plan.programs)
         self.position = dict.fromkeys(self.programs, 0)
         self.clock = dict.fromkeys(self.programs, 0)
         self.tail = dict.fromkeys(self.programs, 0)
-        self.channels: dict[tuple[WorkerId, WorkerId], deque[_Message]] = {}
-        self.wanted_by: dict[tuple[WorkerId, WorkerId], WorkerId] = {}
         self.committing: set[WorkerId] = set()
         self.runnable = deque(self.programs)
         self.timeline: list[Timed] = []
-        self.costs = costs.by_op()
+        self.costs = dict.fromkeys(Op, 0) | costs.by_op()
         self.handlers = {
             Op.LOAD: self._load,
             Op.FNC: self._forward,
@@ -149,7 +163,7 @@ class _Machine:
             Op.SEND_GRAD: self._send,
             Op.RECV_ACTIVATION: self._receive,
             Op.RECV_GRAD: self._receive,
-        }
+        } | dict.fromkeys(TAIL, self._end)
 
     def run(self, stops: Mapping[WorkerId, int], until: int | None) -> Execution:
         waiting: dict[WorkerId, Instruction] = {}
@@ -166,45 +180,70 @@ class _Machine:
             positions=self.position,
             waiting=waiting,
             in_flight=tuple(
-                (source, target, Instruction(m.receive, m.coordinate, m.micro_batch, m.to_shadow))
-                for (source, target), messages in self.channels.items()
-                for m in messages
+                (source, target, route.receiving(m))
+                for (source, target), channel in self.channels.items()
+                for route, m, _ in channel.messages
             ),
         )
 
+    def _routes(self) -> dict[tuple[Op, Coordinate, bool], _Route]:
+        """Every route twice: by the sender's and by the receiver's op, coordinate and flag."""
+        routes: dict[tuple[Op, Coordinate, bool], _Route] = {}
+        shadows = self.shadows if self.redundant_ops else {}
+        for to_shadow, holders, states in ((False, self.owners, self.own), (True, shadows, self.red)):
+            for receiver, target in holders.items():
+                state = states[receiver]
+                for forward, sender in ((True, self.before[receiver]), (False, self.behind[receiver])):
+                    source = self.owners.get(sender)
+                    # A shadow takes its neighbour's tensors directly when both are on one worker.
+                    if source is None or (to_shadow and source == target):
+                        continue
+                    route = _Route(
+                        Op.RECV_ACTIVATION if forward else Op.RECV_GRAD,
+                        source,
+                        target,
+                        receiver,
+                        to_shadow,
+                        self.own[sender],
+                        state,
+                        self.channels.setdefault((source, target), _Channel(deque())),
+                        state.activations_received if forward else state.gradients_received,
+                    )
+                    routes[Op.SEND_ACTIVATION if forward else Op.SEND_GRAD, sender, to_shadow] = route
+                    routes[route.receive, receiver, to_shadow] = route
+        return routes
+
     def _run_worker(self, worker: WorkerId, stop: int | None, until: int | None) -> Instruction | None:
         """Run one worker as far as it goes; returns the instruction at which it waits, if it does."""
-        program = self.programs[worker]
+        program, clock, costs, handlers = self.programs[worker], self.clock, self.costs, self.handlers
+        position = self.position[worker]
         end = len(program) if stop is None else min(stop, len(program))
-        while self.position[worker] < end:
-            instruction = program[self.position[worker]]
-            cost = self.costs.get(instruction.op, 0)
-            if until is not None and self.clock[worker] + cost > until:
-                return None
+        blocked: Instruction | None = None
+        while position < end:
+            instruction = program[position]
+            op = instruction.op
+            cost = costs[op]
+            if until is not None and clock[worker] + cost > until:
+                break
             try:
-                handler = self.handlers.get(instruction.op)
-                if self.tail[worker] and handler is not None:
-                    raise _BrokenError(
-                        f"nothing comes after {TAIL[self.tail[worker] - 1].value} but the rest of the tail"
-                    )
-                went_on = self._end(worker, instruction) if handler is None else handler(worker, instruction)
+                went_on = handlers[op](worker, instruction)
             except _BrokenError as broken:
-                raise self._error(str(broken), worker, instruction) from None
+                rule = str(broken)
+                raise schedule_error(rule, self.plan, self.timeline, worker=worker, instruction=instruction) from None
             if not went_on:
-                return instruction
-            start = self.clock[worker]
-            self.clock[worker] = start + cost
+                blocked = instruction
+                break
+            start = clock[worker]
+            clock[worker] = start + cost
             self.timeline.append(Timed(worker, instruction, start, start + cost))
-            self.position[worker] += 1
-        return None
-
-    def _error(self, rule: str, worker: WorkerId, instruction: Instruction) -> ScheduleError:
-        return schedule_error(rule, self.plan, self.timeline, worker=worker, instruction=instruction)
+            position += 1
+        self.position[worker] = position
+        return blocked
 
     # One handler per op: returns whether the worker goes on, raises _BrokenError for a broken rule.
 
     def _load(self, worker: WorkerId, instruction: Instruction) -> bool:
-        c, m = self._target(instruction)
+        c, m = self._target(worker, instruction)
         state = self.own[c] if self.owners[c] == worker else self._shadow(worker, c)
         if c.stage not in (0, self.last_stage):
             raise _BrokenError("only the first and the last stage load")
@@ -213,7 +252,7 @@ class _Machine:
         return True
 
     def _forward(self, worker: WorkerId, instruction: Instruction) -> bool:
-        c, m = self._target(instruction)
+        c, m = self._target(worker, instruction)
         state = self._owned(worker, c)
         self._in_order(m, state.forwards, "forwards")
         if c.stage > 0 and m >= state.activations_received:
@@ -223,7 +262,7 @@ class _Machine:
         return True
 
     def _backward(self, worker: WorkerId, instruction: Instruction) -> bool:
-        c, m = self._target(instruction)
+        c, m = self._target(worker, instruction)
         state = self._owned(worker, c)
         self._in_order(m, state.backwards, "backwards")
         if m >= state.forwards:
@@ -234,11 +273,11 @@ class _Machine:
         return True
 
     def _redundant_forward(self, worker: WorkerId, instruction: Instruction) -> bool:
-        c, m = self._target(instruction)
+        c, m = self._target(worker, instruction)
         state = self._shadow(worker, c)
         self._in_order(m, state.forwards, "redundant forwards")
         if c.stage > 0:
-            before = Coordinate(c.pipeline, c.stage - 1)
+            before = self.before[c]
             have = self.own[before].forwards if self.owners[before] == worker else state.activations_received
             if m >= have:
                 raise _BrokenError(f"the activation of micro-batch {m} from {before} is not on worker {worker}")
@@ -247,13 +286,13 @@ class _Machine:
         return True
 
     def _redundant_backward(self, worker: WorkerId, instruction: Instruction) -> bool:
-        c, m = self._target(instruction)
+        c, m = self._target(worker, instruction)
         state = self._shadow(worker, c)
         self._in_order(m, state.backwards, "redundant backwards")
         if m >= state.forwards:
             raise _BrokenError(f"the redundant forward of micro-batch {m} is not done")
         if c.stage < self.last_stage:
-            behind = Coordinate(c.pipeline, c.stage + 1)
+            behind = self.behind[c]
             have = self.own[behind].backwards if self.owners[behind] == worker else state.gradients_received
             if m >= have:
                 raise _BrokenError(f"the gradient of micro-batch {m} from {behind} is not on worker {worker}")
@@ -261,51 +300,50 @@ class _Machine:
         return True
 
     def _send(self, worker: WorkerId, instruction: Instruction) -> bool:
-        c, m = self._target(instruction)
-        state = self._owned(worker, c)
-        forward = instruction.op is Op.SEND_ACTIVATION
-        receiver = Coordinate(c.pipeline, c.stage + (1 if forward else -1))
-        holders = self.shadows if instruction.to_shadow else self.owners
-        target = holders.get(receiver)
-        if target is None or (instruction.to_shadow and target == worker):
-            raise _BrokenError(f"there is no {receiver} on another worker that takes this")
-        if m >= (state.forwards if forward else state.backwards):
+        c, m = self._target(worker, instruction)
+        route = self._route(instruction, c)
+        if route.source != worker:
+            raise _BrokenError(f"{c} belongs to worker {route.source}")
+        state = route.sender_state
+        if m >= (state.forwards if route.receive is Op.RECV_ACTIVATION else state.backwards):
             raise _BrokenError(f"micro-batch {m} is not computed yet")
-        key = (instruction.op, receiver, instruction.to_shadow)
-        self._in_order(m, self.unsent[key], f"sends to {receiver}")
-        self.unsent[key] += 1
-        channel = (worker, target)
-        receive = Op.RECV_ACTIVATION if forward else Op.RECV_GRAD
-        message = _Message(receive, receiver, m, instruction.to_shadow, self.clock[worker])
-        self.channels.setdefault(channel, deque()).append(message)
-        waiter = self.wanted_by.pop(channel, None)
-        if waiter is not None and waiter != worker:
-            self.runnable.append(waiter)
+        self._in_order(m, route.unsent, "sends")
+        route.unsent += 1
+        channel = route.channel
+        channel.messages.append((route, m, self.clock[worker]))
+        if channel.waiter is not None:
+            self.runnable.append(channel.waiter)
+            channel.waiter = None
         return True
 
     def _receive(self, worker: WorkerId, instruction: Instruction) -> bool:
-        c, m = self._target(instruction)
-        forward = instruction.op is Op.RECV_ACTIVATION
-        state = self._shadow(worker, c) if instruction.to_shadow else self._owned(worker, c)
-        source = self.owners.get(Coordinate(c.pipeline, c.stage - (1 if forward else -1)))
-        if source is None:
-            raise _BrokenError(f"{c} has no neighbour there")
+        c, m = self._target(worker, instruction)
+        route = self._route(instruction, c)
+        if route.target != worker:
+            raise _BrokenError(f"{c} belongs to worker {route.target}")
+        state, forward = route.receiver_state, route.receive is Op.RECV_ACTIVATION
         self._in_order(m, state.activations_received if forward else state.gradients_received, "receives")
-        queue = self.channels.get((source, worker))
-        if not queue:
-            self.wanted_by[source, worker] = worker
+        channel = route.channel
+        if not channel.messages:
+            channel.waiter = worker
             return False
-        head = queue[0]
-        if head[:4] != (instruction.op, c, m, instruction.to_shadow):
-            other = Instruction(head.receive, head.coordinate, head.micro_batch, head.to_shadow)
-            raise _BrokenError(f"the channel from {source} delivers what {other} takes first")
-        queue.popleft()
-        self.clock[worker] = max(self.clock[worker], head.sent_at)
+        head, delivered, sent_at = channel.messages[0]
+        if head is not route or delivered != m:
+            raise _BrokenError(f"the channel from {route.source} delivers {head.receiving(delivered)} first")
+        channel.messages.popleft()
+        if sent_at > self.clock[worker]:
+            self.clock[worker] = sent_at
         if forward:
             state.activations_received += 1
         else:
             state.gradients_received += 1
         return True
+
+    def _route(self, instruction: Instruction, coordinate: Coordinate) -> _Route:
+        route = self.routes.get((instruction.op, coordinate, instruction.to_shadow))
+        if route is None:
+            raise _BrokenError("there is no neighbour for it" + (" that needs it" if instruction.to_shadow else ""))
+        return route
 
     def _end(self, worker: WorkerId, instruction: Instruction) -> bool:
         """The ops of the tail, each once, in order, when all that the worker holds is complete."""
@@ -332,8 +370,10 @@ class _Machine:
 
     # What handlers check.
 
-    def _target(self, instruction: Instruction) -> tuple[Coordinate, int]:
+    def _target(self, worker: WorkerId, instruction: Instruction) -> tuple[Coordinate, int]:
         c, m = instruction.coordinate, instruction.micro_batch
+        if self.tail[worker]:
+            raise _BrokenError(f"nothing comes after {TAIL[self.tail[worker] - 1].value} but the rest of the tail")
         if c is None or m is None or c not in self.owners or not 0 <= m < self.plan.micro_batches:
             raise _BrokenError(
                 f"it needs a coordinate of the plan and a micro-batch in 0..{self.plan.micro_batches - 1}"
@@ -346,7 +386,7 @@ class _Machine:
         return self.own[coordinate]
 
     def _shadow(self, worker: WorkerId, coordinate: Coordinate) -> _State:
-        if self.shadows.get(coordinate) != worker or not self.plan.mode.redundant_ops:
+        if self.shadows.get(coordinate) != worker or not self.redundant_ops:
             raise _BrokenError(f"the plan runs no shadow of {coordinate} on worker {worker}")
         return self.red[coordinate]
 

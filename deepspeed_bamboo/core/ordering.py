@@ -27,7 +27,7 @@ class _Pass(NamedTuple):
 
     slot: int
     is_forward: bool
-    coordinate: Coordinate
+    place: int  # index of the coordinate in the list of all that are planned
     micro_batch: int
 
 
@@ -40,15 +40,20 @@ def order_passes(
     mode: Mode,
     costs: Costs,
 ) -> Order:
-    """FNC and BNC of every worker that owns one of ``coordinates`` (whole pipelines), with simulated times."""
+    """FNC and BNC of every worker that owns one of ``coordinates``, with simulated times.
+
+    ``coordinates`` are whole pipelines, stages in order; ``progress`` has each of them.
+    """
     stages = placement.grid.stages
     templates = tuple(
         _template(stages=stages, micro_batches=micro_batches, stage=stage, mode=mode) for stage in range(stages)
     )
+    owners = dict(placement.owners)
     job = _Job(
-        owners=dict(placement.owners),
-        left={c: _left(c, progress[c], template=templates[c.stage]) for c in coordinates},
-        progress=progress,
+        coordinates,
+        owners=[owners[c] for c in coordinates],
+        left=[_left(i, progress[c], template=templates[c.stage]) for i, c in enumerate(coordinates)],
+        progress=[progress[c] for c in coordinates],
         last_stage=stages - 1,
     )
     return job.run(forward=costs.forward, backward=costs.backward)
@@ -65,94 +70,96 @@ def _template(*, stages: int, micro_batches: int, stage: int, mode: Mode) -> tup
     )
 
 
-def _left(
-    coordinate: Coordinate, counts: CoordinateProgress, *, template: Iterable[tuple[int, bool, int]]
-) -> tuple[_Pass, ...]:
+def _left(place: int, counts: CoordinateProgress, *, template: Iterable[tuple[int, bool, int]]) -> tuple[_Pass, ...]:
     return tuple(
-        _Pass(slot, is_forward, coordinate, m)
+        _Pass(slot, is_forward, place, m)
         for slot, is_forward, m in template
         if m >= (counts.forwards if is_forward else counts.backwards)
     )
 
 
 class _Job:
-    """The simulated job: the state of one call of :func:`order_passes`, never seen outside of it."""
+    """The simulated job: the state of one call of :func:`order_passes`, never seen outside of it.
+
+    Lists are indexed by place, so that the neighbour stages of ``i`` are ``i - 1`` and ``i + 1``.
+    """
 
     def __init__(
         self,
+        coordinates: Sequence[Coordinate],
         *,
-        owners: Mapping[Coordinate, WorkerId],
-        left: Mapping[Coordinate, Sequence[_Pass]],
-        progress: Mapping[Coordinate, CoordinateProgress],
+        owners: Sequence[WorkerId],
+        left: Sequence[Sequence[_Pass]],
+        progress: Sequence[CoordinateProgress],
         last_stage: int,
     ) -> None:
-        self.owners = owners
+        self.coordinates = coordinates
+        self.workers = tuple(dict.fromkeys(owners))
+        rank = {worker: i for i, worker in enumerate(self.workers)}
+        self.owners = [rank[worker] for worker in owners]
+        self.hosted: list[list[int]] = [[] for _ in self.workers]
+        for i, owner in enumerate(self.owners):
+            self.hosted[owner].append(i)
+        self.first = [c.stage == 0 for c in coordinates]
+        self.last = [c.stage == last_stage for c in coordinates]
         self.left = left
-        self.last_stage = last_stage
-        self.next = dict.fromkeys(left, 0)
-        # How many micro-batches have their input here or on the way: a resend counts from the start.
-        self.forwards = {c: progress[c].forwards for c in left}
-        self.backwards = {c: progress[c].backwards for c in left}
-        self.activations = {c: progress[c].activations_received for c in left}
-        self.gradients = {c: progress[c].gradients_received for c in left}
-        self.hosted: dict[WorkerId, list[Coordinate]] = {}
-        for c in left:
-            self.hosted.setdefault(owners[c], []).append(c)
-        self.rank = {worker: i for i, worker in enumerate(self.hosted)}
+        self.next = [0] * len(coordinates)
+        self.forwards = [p.forwards for p in progress]
+        self.backwards = [p.backwards for p in progress]
+        self.activations = [p.activations_received for p in progress]
+        self.gradients = [p.gradients_received for p in progress]
 
     def run(self, *, forward: int, backward: int) -> Order:
         """Advance the clock from one completion to the next until nothing is left."""
-        order: dict[WorkerId, list[Timed]] = {worker: [] for worker in self.hosted}
+        order: list[list[Timed]] = [[] for _ in self.workers]
         running: list[tuple[int, int, _Pass]] = []
-        busy: set[WorkerId] = set()
-        now, awake = 0, set(self.hosted)
+        busy = [False] * len(self.workers)
+        now, awake = 0, set(range(len(self.workers)))
         while awake or running:
             # Everything that ends now is seen before anything starts, so that the result is the same every time.
-            for worker in sorted(awake, key=self.rank.__getitem__):
-                chosen = None if worker in busy else self._choose(worker)
+            for worker in sorted(awake):
+                chosen = None if busy[worker] else self._choose(worker)
                 if chosen is not None:
-                    busy.add(worker)
+                    busy[worker] = True
                     end = now + (forward if chosen.is_forward else backward)
-                    heapq.heappush(running, (end, self.rank[worker], chosen))
+                    heapq.heappush(running, (end, worker, chosen))
                     op = Op.FNC if chosen.is_forward else Op.BNC
-                    order[worker].append(
-                        Timed(worker, Instruction(op, chosen.coordinate, chosen.micro_batch), now, end)
-                    )
-            awake = set()
+                    instruction = Instruction(op, self.coordinates[chosen.place], chosen.micro_batch)
+                    order[worker].append(Timed(self.workers[worker], instruction, now, end))
+            awake.clear()
             if running:
                 now = running[0][0]
             while running and running[0][0] == now:
-                done = heapq.heappop(running)[2]
-                busy.discard(self.owners[done.coordinate])
-                awake.update(self._finish(done))
-        return {worker: tuple(timed) for worker, timed in order.items()}
+                _, worker, done = heapq.heappop(running)
+                busy[worker] = False
+                awake.add(worker)
+                affected = self._finish(done)
+                if affected is not None:
+                    awake.add(affected)
+        return dict(zip(self.workers, map(tuple, order), strict=True))
 
-    def _choose(self, worker: WorkerId) -> _Pass | None:
+    def _choose(self, worker: int) -> _Pass | None:
         """Take the ready pass with the lowest slot, or None."""
         best: _Pass | None = None
-        for coordinate in self.hosted[worker]:
-            left, index = self.left[coordinate], self.next[coordinate]
+        for place in self.hosted[worker]:
+            left, index = self.left[place], self.next[place]
             if index < len(left) and (best is None or left[index] < best) and self._ready(left[index]):
                 best = left[index]
         if best is not None:
-            self.next[best.coordinate] += 1
+            self.next[best.place] += 1
         return best
 
     def _ready(self, item: _Pass) -> bool:
-        c, m = item.coordinate, item.micro_batch
-        if item.is_forward:
-            return c.stage == 0 or m < self.activations[c] or m < self.forwards[Coordinate(c.pipeline, c.stage - 1)]
-        return (
-            c.stage == self.last_stage
-            or m < self.gradients[c]
-            or m < self.backwards[Coordinate(c.pipeline, c.stage + 1)]
-        )
+        _, is_forward, i, m = item
+        if is_forward:
+            return self.first[i] or m < self.activations[i] or m < self.forwards[i - 1]
+        return self.last[i] or m < self.gradients[i] or m < self.backwards[i + 1]
 
-    def _finish(self, done: _Pass) -> Iterable[WorkerId]:
-        """Count a pass as done; returns the workers for which something may have become ready."""
-        c = done.coordinate
-        (self.forwards if done.is_forward else self.backwards)[c] += 1
-        neighbour = c.stage + (1 if done.is_forward else -1)
-        yield self.owners[c]
-        if 0 <= neighbour <= self.last_stage:
-            yield self.owners[Coordinate(c.pipeline, neighbour)]
+    def _finish(self, done: _Pass) -> int | None:
+        """Count a pass as done; returns the neighbour's worker, for which something may have become ready."""
+        i = done.place
+        if done.is_forward:
+            self.forwards[i] += 1
+            return None if self.last[i] else self.owners[i + 1]
+        self.backwards[i] += 1
+        return None if self.first[i] else self.owners[i - 1]

@@ -95,6 +95,30 @@ class Placement:
                 owners[coordinate] = shadows.pop(coordinate)
         return Placement.of(self.grid, owners=owners, shadows=shadows), ()
 
+    def protected(self, workers: Iterable[WorkerId]) -> Placement:
+        """The same owners, with a shadow for every coordinate that has none, on another of ``workers``.
+
+        Preferred is the worker of the predecessor (DESIGN 2), else the one that holds least, the first in
+        order among equals. Existing shadows stay. With a single worker nothing can be protected.
+        """
+        candidates = tuple(dict.fromkeys(workers))
+        owners, shadows = dict(self.owners), dict(self.shadows)
+        held = {worker: 0 for worker in candidates}
+        for holder in (*owners.values(), *shadows.values()):
+            if holder in held:
+                held[holder] += 1
+        for coordinate in self.grid:
+            if coordinate in shadows:
+                continue
+            others = [worker for worker in candidates if worker != owners[coordinate]]
+            if not others:
+                break
+            preferred = owners[self.grid.predecessor(coordinate)]
+            chosen = preferred if preferred in others else min(others, key=lambda worker: held[worker])
+            shadows[coordinate] = chosen
+            held[chosen] += 1
+        return Placement.of(self.grid, owners=owners, shadows=shadows)
+
     def to_json(self) -> dict[str, Any]:
         """A value that ``json`` can write and :meth:`from_json` reads back equal."""
         return {

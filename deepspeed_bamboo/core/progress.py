@@ -42,6 +42,21 @@ class CoordinateProgress:
         return cls(**value)
 
 
+def shadow_progress(coordinate: Coordinate, done: CoordinateProgress, *, last_stage: int) -> CoordinateProgress:
+    """The counts of a shadow with these FRC (``forwards``) and BRC (``backwards``) and no input that waits.
+
+    So they are what its coordinate starts from when its worker takes over.
+    """
+    first, last = coordinate.stage == 0, coordinate.stage == last_stage
+    return CoordinateProgress(
+        loaded=done.forwards if first or last else 0,
+        activations_received=0 if first else done.forwards,
+        forwards=done.forwards,
+        gradients_received=0 if last else done.backwards,
+        backwards=done.backwards,
+    )
+
+
 def check_progress(progress: Mapping[Coordinate, CoordinateProgress], *, grid: Grid, micro_batches: int) -> None:
     """Raise ValueError when some coordinate's counts can't be: past the end, or computed without inputs."""
     for coordinate, counts in progress.items():

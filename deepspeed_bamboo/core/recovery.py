@@ -8,7 +8,8 @@ from deepspeed_bamboo.core.communication import lower
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.ordering import order_passes
 from deepspeed_bamboo.core.placement import Placement, WorkerId
-from deepspeed_bamboo.core.progress import CoordinateProgress, check_progress
+from deepspeed_bamboo.core.progress import CoordinateProgress, check_progress, shadow_progress
+from deepspeed_bamboo.core.redundancy import Fit, add_redundant_passes
 from deepspeed_bamboo.core.schedule import Mode, Plan
 from deepspeed_bamboo.core.timeline import Costs
 
@@ -18,6 +19,7 @@ def plan_iteration(
     *,
     micro_batches: int,
     progress: Mapping[Coordinate, CoordinateProgress] | None = None,
+    redundant: Mapping[Coordinate, CoordinateProgress] | None = None,
     mode: Mode | str = Mode.LAZY,
     costs: Costs | None = None,
     pipelines: Iterable[int] | None = None,
@@ -27,31 +29,59 @@ def plan_iteration(
     Without ``progress``, or for coordinates missing in it, from the start. A coordinate whose owner is new
     starts where :func:`progress_after_loss` says; its neighbours send it again what they retained, and it
     sends only what they don't have. Survivors repeat nothing.
+    ``redundant`` is for ``eager`` and ``full``: of every shadow on its worker, what FRC (``forwards``) and BRC
+    (``backwards``) are done; :func:`redundant_after_loss` selects them.
     ``pipelines`` asks for those pipelines (and any that shares a worker with them) only; default: all.
     Raises ValueError for no micro-batches, an unknown mode or pipeline, and progress that can't be.
     """
-    return _plan(
+    plan, _ = _plan(
         placement,
         micro_batches=micro_batches,
         progress=progress or {},
+        redundant=redundant or {},
         mode=_checked_mode(mode),
         costs=costs or Costs(),
         pipelines=pipelines,
     )
+    return plan
+
+
+def bubble_fit(
+    placement: Placement,
+    *,
+    micro_batches: int,
+    progress: Mapping[Coordinate, CoordinateProgress] | None = None,
+    redundant: Mapping[Coordinate, CoordinateProgress] | None = None,
+    mode: Mode | str = Mode.EAGER,
+    costs: Costs | None = None,
+) -> tuple[Fit, ...]:
+    """How many redundant passes of such a plan fit into bubbles, per worker. Arguments as plan_iteration."""
+    _, fits = _plan(
+        placement,
+        micro_batches=micro_batches,
+        progress=progress or {},
+        redundant=redundant or {},
+        mode=_checked_mode(mode),
+        costs=costs or Costs(),
+        pipelines=None,
+    )
+    return fits
 
 
 def plan_inference(
     placement: Placement, *, micro_batches: int, costs: Costs | None = None, pipelines: Iterable[int] | None = None
 ) -> Plan:
     """Forwards only, without a tail, in the order of DeepSpeed's ``InferenceSchedule``. Raises as plan_iteration."""
-    return _plan(
+    plan, _ = _plan(
         placement,
         micro_batches=micro_batches,
         progress={},
+        redundant={},
         mode=Mode.INFERENCE,
         costs=costs or Costs(),
         pipelines=pipelines,
     )
+    return plan
 
 
 def progress_after_loss(
@@ -75,21 +105,21 @@ def progress_after_loss(
     return {
         c: reports[c]
         if before[c] == owner
-        else shadow_progress(c, forwards=forwards.get(c, 0), backwards=backwards.get(c, 0), last_stage=last_stage)
+        else shadow_progress(
+            c,
+            CoordinateProgress(forwards=forwards.get(c, 0), backwards=backwards.get(c, 0)),
+            last_stage=last_stage,
+        )
         for c, owner in placement_after.owners
     }
 
 
-def shadow_progress(coordinate: Coordinate, *, forwards: int, backwards: int, last_stage: int) -> CoordinateProgress:
-    """The counts of a shadow that holds the results of so many FRC and BRC, inputs that wait not counted."""
-    first, last = coordinate.stage == 0, coordinate.stage == last_stage
-    return CoordinateProgress(
-        loaded=forwards if first or last else 0,
-        activations_received=0 if first else forwards,
-        forwards=forwards,
-        gradients_received=0 if last else backwards,
-        backwards=backwards,
-    )
+def redundant_after_loss(
+    placement_before: Placement, placement_after: Placement, redundant: Mapping[Coordinate, CoordinateProgress]
+) -> dict[Coordinate, CoordinateProgress]:
+    """What the shadows that stay where they are have done; the others start from nothing."""
+    before = dict(placement_before.shadows)
+    return {c: redundant[c] for c, worker in placement_after.shadows if before.get(c) == worker and c in redundant}
 
 
 def _checked_mode(mode: Mode | str) -> Mode:
@@ -104,16 +134,19 @@ def _plan(
     *,
     micro_batches: int,
     progress: Mapping[Coordinate, CoordinateProgress],
+    redundant: Mapping[Coordinate, CoordinateProgress],
     mode: Mode,
     costs: Costs,
     pipelines: Iterable[int] | None,
-) -> Plan:
+) -> tuple[Plan, tuple[Fit, ...]]:
     check_progress(progress, grid=placement.grid, micro_batches=micro_batches)
     wanted = _with_shared_workers(placement, pipelines)
     coordinates = tuple(Coordinate(d, p) for d in wanted for p in range(placement.grid.stages))
     start = CoordinateProgress()
     complete = {c: progress.get(c, start) for c in coordinates}
-    redundant = dict.fromkeys(coordinates, start)
+    last_stage = placement.grid.stages - 1
+    shadows = {c: shadow_progress(c, redundant.get(c, start), last_stage=last_stage) for c in coordinates}
+    check_progress(shadows, grid=placement.grid, micro_batches=micro_batches)
     order = dict(
         order_passes(
             placement,
@@ -126,8 +159,18 @@ def _plan(
     )
     for worker in _holders(placement, coordinates):
         order.setdefault(worker, ())
-    programs = lower(placement, order, coordinates=coordinates, progress=complete, redundant=redundant, mode=mode)
-    return Plan(placement, micro_batches, programs, mode, wanted)
+    full_order, fits = add_redundant_passes(
+        order,
+        placement=placement,
+        coordinates=coordinates,
+        micro_batches=micro_batches,
+        progress=complete,
+        redundant=shadows,
+        mode=mode,
+        costs=costs,
+    )
+    programs = lower(placement, full_order, coordinates=coordinates, progress=complete, redundant=shadows, mode=mode)
+    return Plan(placement, micro_batches, programs, mode, wanted), fits
 
 
 def _holders(placement: Placement, coordinates: Iterable[Coordinate]) -> tuple[WorkerId, ...]:

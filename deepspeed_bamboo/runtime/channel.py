@@ -10,7 +10,6 @@ from __future__ import annotations
 import pickle
 import queue
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -19,10 +18,12 @@ import torch
 from torch import distributed as torch_distributed
 
 from deepspeed_bamboo.runtime.interruption import Interruption, PeerLostError
+from deepspeed_bamboo.runtime.lanes import Description, DeviceLanes
 
 # Every message starts with one block: two lengths, then the header if it fits.
 _BLOCK_BYTES = 1024
 _LENGTHS_BYTES = 16
+_FAREWELL = "the peer has dropped the channel"
 _BLOCK_TAG, _HEADER_TAG, _PAYLOAD_TAG = 1, 2, 3
 
 
@@ -33,14 +34,17 @@ class Message:
     key: str
     data: Any = None
     tensors: list[torch.Tensor] = field(default_factory=list)
+    on_lane: Description | None = None  # what is still to be received from the lane
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-class GlooChannel:
+class Channel:
     """Both directions between this worker and ``peer``; messages of each direction stay in order.
+
+    Keys, plain data and host tensors travel over gloo; device tensors over ``lanes`` where there are any.
 
     Args:
         store: a store that both sides see, under a prefix that only this pair and epoch use.
@@ -48,6 +52,7 @@ class GlooChannel:
         peer: the other worker's id, for errors.
         interruption: ends waits; also notified when a message arrives.
         timeout_seconds: bound of every single operation.
+        lanes: for device tensors; None sends those by way of the host.
     """
 
     def __init__(
@@ -58,8 +63,10 @@ class GlooChannel:
         peer: str,
         interruption: Interruption,
         timeout_seconds: float,
+        lanes: DeviceLanes | None = None,
     ) -> None:
         self.peer = peer
+        self._lanes = lanes
         self._interruption = interruption
         self._other = 1 if first else 0
         self._group = torch_distributed.ProcessGroupGloo(
@@ -76,10 +83,11 @@ class GlooChannel:
 
     def send(self, message: Message) -> None:
         """Queue ``message``; never blocks on the peer. Its tensors must stay unchanged until :meth:`drain`."""
-        parts = [_as_bytes(tensor) for tensor in message.tensors]
         description = [(tensor.dtype, tuple(tensor.shape)) for tensor in message.tensors]
+        lanes = self._lanes if any(tensor.is_cuda for tensor in message.tensors) else None
+        parts = [] if lanes is not None else [_as_bytes(tensor.to("cpu")) for tensor in message.tensors]
         size = sum(part.numel() for part in parts)
-        header = pickle.dumps((message.key, message.data, description))
+        header = pickle.dumps((message.key, message.data, description, lanes is not None))
         block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)
         block[:_LENGTHS_BYTES] = torch.tensor([len(header), size], dtype=torch.int64).view(torch.uint8)
         header_tensor = torch.frombuffer(bytearray(header), dtype=torch.uint8)
@@ -91,6 +99,8 @@ class GlooChannel:
             self._post(header_tensor, _HEADER_TAG)
         if size:
             self._post(parts[0] if len(parts) == 1 else torch.cat(parts), _PAYLOAD_TAG)
+        if lanes is not None:
+            lanes.send([tensor.detach() for tensor in message.tensors])
 
     def receive(self) -> Message:
         """The next message from the peer. Raises PeerLostError, or what interrupts the wait."""
@@ -100,8 +110,14 @@ class GlooChannel:
         self._interruption.wait_until(lambda: bool(self._arrived) or self._error is not None)
         if self._arrived:
             self._outstanding -= 1
-            return self._arrived.pop(0)
-        raise PeerLostError(self.peer, self._error or "closed")
+            message = self._arrived.pop(0)
+            if message.on_lane is not None:
+                if self._lanes is None:
+                    raise PeerLostError(self.peer, "it sends device tensors, but there is no lane to receive them")
+                message.tensors = self._lanes.receive(message.on_lane)
+                message.on_lane = None
+            return message
+        raise PeerLostError(self.peer, self._error or "closed", farewell=self._error == _FAREWELL)
 
     def drain(self) -> None:
         """Wait until everything sent is out of this worker's hands (the end of an iteration)."""
@@ -118,6 +134,8 @@ class GlooChannel:
             return
         self._closed = True
         self._wanted.put(False)
+        if self._lanes is not None:
+            self._lanes.abort()
         farewell = torch.zeros(1, dtype=torch.uint8)
         for tag in (_BLOCK_TAG, _HEADER_TAG, _PAYLOAD_TAG):
             try:
@@ -147,12 +165,14 @@ class GlooChannel:
         self._take(block, _BLOCK_TAG)
         header_bytes, size = block[:_LENGTHS_BYTES].view(torch.int64).tolist()
         if header_bytes <= 0:
-            raise RuntimeError("the peer said farewell")
+            raise RuntimeError(_FAREWELL)
         header = block[_LENGTHS_BYTES : _LENGTHS_BYTES + header_bytes]
         if header_bytes > _BLOCK_BYTES - _LENGTHS_BYTES:
             header = torch.empty(header_bytes, dtype=torch.uint8)
             self._take(header, _HEADER_TAG)
-        key, data, description = pickle.loads(header.numpy().tobytes())
+        key, data, description, on_lane = pickle.loads(header.numpy().tobytes())
+        if on_lane:
+            return Message(key, data, on_lane=description)
         tensors: list[torch.Tensor] = []
         if description:
             payload = torch.empty(size, dtype=torch.uint8)
@@ -165,7 +185,7 @@ class GlooChannel:
         self._group.recv([tensor], self._other, tag).wait()
 
 
-def _split(payload: torch.Tensor, description: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> list[torch.Tensor]:
+def _split(payload: torch.Tensor, description: Description) -> list[torch.Tensor]:
     tensors = []
     offset = 0
     for dtype, shape in description:

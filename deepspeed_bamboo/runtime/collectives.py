@@ -132,10 +132,12 @@ def exchange_requests(
     for coordinate, request in pending.items():
         if request.group is None or request.tensor is None:
             continue
-        peers = dict.fromkeys(owners[member] for member in request.group.members)
+        peers = [peer for peer in dict.fromkeys(owners[member] for member in request.group.members) if peer != me]
+        if peers:
+            # A copy: stock writes the answer into the tensor, perhaps before the message is out.
+            value = request.tensor.detach().to("cpu", copy=True)
         for peer in peers:
-            if peer != me:
-                links.send(peer, Message(_key(label, request, coordinate), tensors=[request.tensor.to("cpu")]))
+            links.send(peer, Message(_key(label, request, coordinate), tensors=[value]))
     answers: dict[Coordinate, torch.Tensor | None] = {}
     gathered: dict[str, torch.Tensor] = {}
     for coordinate, request in pending.items():

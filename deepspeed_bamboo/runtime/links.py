@@ -7,12 +7,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
+import torch
 from torch import distributed as torch_distributed
 
 from deepspeed_bamboo.coordination import Member
 from deepspeed_bamboo.core.placement import WorkerId
-from deepspeed_bamboo.runtime.channel import GlooChannel, Message
+from deepspeed_bamboo.runtime.channel import Channel, Message
 from deepspeed_bamboo.runtime.interruption import Interruption, PeerLostError
+from deepspeed_bamboo.runtime.lanes import DeviceLanes
 
 
 class Links:
@@ -22,14 +24,17 @@ class Links:
     match. A message to oneself (a worker that hosts both coordinates) never leaves the process.
     """
 
-    def __init__(self, me: WorkerId, *, interruption: Interruption, timeout_seconds: float) -> None:
+    def __init__(
+        self, me: WorkerId, *, interruption: Interruption, timeout_seconds: float, device: torch.device
+    ) -> None:
         self._me = me
+        self._device = device
         self._interruption = interruption
         self._timeout_seconds = timeout_seconds
         self._members: dict[WorkerId, Member] = {}
         self._order: tuple[WorkerId, ...] = ()
         self._name = ""
-        self._channels: dict[WorkerId, GlooChannel] = {}
+        self._channels: dict[WorkerId, Channel] = {}
         self._aside: dict[WorkerId, dict[str, Message]] = defaultdict(dict)
 
     def enter(self, *, members: Mapping[WorkerId, Member], order: Sequence[WorkerId], name: str) -> None:
@@ -42,18 +47,20 @@ class Links:
         self._order = tuple(order)
         self._name = name
 
-    def connect(self, peers: Iterable[WorkerId]) -> None:
+    def connect(self, peers: Iterable[WorkerId], *, with_lanes: Iterable[WorkerId] = ()) -> None:
         """Build a channel to every worker in ``peers``, all at once; each of them does the same for this one.
 
-        Raises PeerLostError, or what interrupts the wait; what was half built is dropped.
+        The ones in ``with_lanes`` get lanes for device tensors too. Raises PeerLostError, or what interrupts
+        the wait; what was half built is dropped.
         """
         wanted = [peer for peer in dict.fromkeys(peers) if peer != self._me and peer not in self._channels]
-        made: dict[WorkerId, GlooChannel] = {}
+        fast = frozenset(with_lanes) if self._device.type == "cuda" else frozenset()
+        made: dict[WorkerId, Channel] = {}
         errors: dict[WorkerId, str] = {}
 
         def build(peer: WorkerId) -> None:
             try:
-                channel = self._build(peer)
+                channel = self._build(peer, lanes=peer in fast)
             except (RuntimeError, ValueError) as error:
                 errors[peer] = str(error).splitlines()[0]
             else:
@@ -69,7 +76,7 @@ class Links:
         for peer, error in errors.items():
             raise PeerLostError(peer, error)
 
-    def _build(self, peer: WorkerId) -> GlooChannel:
+    def _build(self, peer: WorkerId, *, lanes: bool) -> Channel:
         host = self._members[self._order[0]]
         pair = sorted((self._me, peer), key=self._order.index)
         # One client per thread: a thread that waits in a client blocks every other use of it.
@@ -80,12 +87,23 @@ class Links:
             wait_for_workers=False,
             timeout=timedelta(seconds=self._timeout_seconds),
         )
-        return GlooChannel(
-            torch_distributed.PrefixStore(f"{self._name}/{pair[0]}/{pair[1]}", store),
-            first=pair[0] == self._me,
+        first = pair[0] == self._me
+        name = f"{self._name}/{pair[0]}/{pair[1]}"
+        return Channel(
+            torch_distributed.PrefixStore(name, store),
+            first=first,
             peer=peer,
             interruption=self._interruption,
             timeout_seconds=self._timeout_seconds,
+            lanes=DeviceLanes(
+                torch_distributed.PrefixStore(f"{name}/lanes", store),
+                first=first,
+                device=self._device,
+                interruption=self._interruption,
+                timeout_seconds=self._timeout_seconds,
+            )
+            if lanes
+            else None,
         )
 
     def send(self, worker: WorkerId, message: Message) -> None:
@@ -117,7 +135,7 @@ class Links:
         for channel in channels.values():
             channel.close()
 
-    def _channel(self, worker: WorkerId) -> GlooChannel:
+    def _channel(self, worker: WorkerId) -> Channel:
         if worker not in self._channels:
             self.connect([worker])
         return self._channels[worker]

@@ -38,6 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return supervised(lambda: runpy.run_path(script, run_name="__main__"))
 
 
+def _prepare_nccl() -> None:
+    """Settings under which communicators can be aborted without ending the process (DESIGN 8)."""
+    for name, value in (
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
+        ("TORCH_NCCL_ENABLE_MONITORING", "0"),
+        ("NCCL_NVLS_ENABLE", "0"),
+    ):
+        os.environ.setdefault(name, value)
+
+
 def supervised(function: Callable[[], Any]) -> int:
     """Call ``function`` with the plugin in place of ``deepspeed.initialize``; close its engines afterwards.
 
@@ -45,6 +55,7 @@ def supervised(function: Callable[[], Any]) -> int:
     of the script is printed, written to the file named by BAMBOO_ERROR_FILE, and ends the job.
     """
     _leave_out_shared_memory_op()
+    _prepare_nccl()
     engines: list[BambooPipelineEngine] = []
     stock = deepspeed.initialize
 

@@ -13,7 +13,7 @@ from deepspeed_bamboo.errors import BambooError
 from deepspeed_bamboo.runtime.agreement import agree
 from deepspeed_bamboo.runtime.channel import Message
 from deepspeed_bamboo.runtime.interruption import PeerLostError
-from deepspeed_bamboo.runtime.recovery import peers_of
+from deepspeed_bamboo.runtime.recovery import peers_of, tensor_peers
 from deepspeed_bamboo.runtime.transfer import pack_state, unpack_state
 
 if TYPE_CHECKING:
@@ -40,7 +40,9 @@ def build_initial_shadows(
     )
     engine.links.enter(members=members, order=order, name=f"{session.identity.job}/start")
     try:
-        engine.links.connect(peers_of(placement, session.worker, members=order))
+        engine.links.connect(
+            peers_of(placement, session.worker, members=order), with_lanes=tensor_peers(placement, session.worker)
+        )
         copy_shadows(engine, placement, shadows=dict(placement.shadows), label="start")
         agree(None, links=engine.links, me=session.worker, workers=order, label="start/copied")
         if order[0] == session.worker and not session.coordinator.propose(record, expected=None):

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from deepspeed_bamboo.coordination import EpochRecord
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement, WorkerId
-from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.core.settlement import Report, Settlement, settle
 from deepspeed_bamboo.errors import BambooError, ExpelledError
 from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.session import WorkerSession
+
+# Watches tell of new epochs at once; this bounds the damage of a lost one.
+_LOOK_AGAIN_SECONDS = 0.5
 
 
 @dataclass
@@ -105,6 +107,9 @@ class Recovery:
         """Wait for an epoch without the silent peer; propose it when nobody else does."""
         interruption = self._session.interruption
         epoch = interruption.epoch
+        if cause.farewell:
+            self._await_epoch()
+            return
         self._session.coordinator.report_suspicion(
             epoch, reporter=self._session.worker, suspect=cause.peer, reason=cause.cause
         )
@@ -115,7 +120,23 @@ class Recovery:
         record = self._session.coordinator.propose_loss(
             [cause.peer], reason=f"no answer to {self._session.worker}: {cause.cause}", proposer=self._session.worker
         )
+        failure = self._session.coordinator.failure()
+        if failure is not None:
+            interruption.announce_failure(failure)
+            interruption.check()
         interruption.announce_epoch(record)
+
+    def _await_epoch(self) -> None:
+        """A live peer knows of a newer epoch: wait until it is seen here too, looking for it in between."""
+        interruption = self._session.interruption
+        while True:
+            try:
+                interruption.wait_until(lambda: False, timeout_seconds=_LOOK_AGAIN_SECONDS)
+            except EpochChangedError:
+                return
+            record = self._session.coordinator.epoch()
+            if record is not None:
+                interruption.announce_epoch(record)
 
     def _exchange_reports(self, record: EpochRecord) -> dict[WorkerId, Report]:
         """Publish this worker's report; wait for everybody's."""
@@ -141,39 +162,34 @@ class Recovery:
             order=record.members,
             name=f"{self._session.identity.job}/{record.number}",
         )
-        self._links.connect(peers_of(record.placement, self._session.worker, members=record.members))
+        worker = self._session.worker
+        self._links.connect(
+            peers_of(record.placement, worker, members=record.members),
+            with_lanes=tensor_peers(record.placement, worker),
+        )
 
 
 def peers_of(placement: Placement, worker: WorkerId, *, members: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:
-    """The workers that ``worker`` exchanges messages with in every iteration of ``placement``.
+    """All workers that ``worker`` exchanges messages with in every iteration of ``placement``.
 
-    Owners of neighbour stages, of the same stage in other pipelines, of first and last stage (tied layers),
-    shadow holders and their owners, and the first member, through which agreements go.
+    Those of :func:`tensor_peers`, and the first member, through which agreements go.
     """
-    grid = placement.grid
-    owners = dict(placement.owners)
-    shadows = dict(placement.shadows)
+    through = members if worker == members[0] else members[:1]
+    return tuple(sorted({*tensor_peers(placement, worker), *through} - {worker}))
+
+
+def tensor_peers(placement: Placement, worker: WorkerId) -> tuple[WorkerId, ...]:
+    """The workers that ``worker`` exchanges device tensors with in every iteration.
+
+    Owners of neighbour stages (cyclically, for tied layers), of the same stage in other pipelines, and
+    owners and holders of shadows.
+    """
+    grid, owners = placement.grid, dict(placement.owners)
     pairs: set[tuple[WorkerId, WorkerId]] = set()
     for coordinate, owner in owners.items():
-        neighbours = [Coordinate(coordinate.pipeline, coordinate.stage + 1)]
+        neighbours = [Coordinate(coordinate.pipeline, (coordinate.stage + 1) % grid.stages)]
         neighbours += [Coordinate(other, coordinate.stage) for other in range(grid.pipelines)]
-        neighbours += [Coordinate(coordinate.pipeline, (coordinate.stage + 1) % grid.stages)]
-        pairs.update((owner, owners[other]) for other in neighbours if other in owners)
-        if coordinate in shadows:
-            pairs.add((owner, shadows[coordinate]))
-    pairs.update((members[0], member) for member in members)
-    both = {(a, b) for a, b in pairs} | {(b, a) for a, b in pairs}
-    return tuple(sorted({b for a, b in both if a == worker and b != worker}))
-
-
-def progress_for_plan(
-    settlement: Settlement, *, before: Placement, after: Placement
-) -> dict[Coordinate, CoordinateProgress]:
-    """Where each coordinate goes on: survivors where they were, a new owner at the start of the iteration."""
-    kept = {}
-    for coordinate in after.grid:
-        if after.owner(coordinate) == before.owner(coordinate):
-            kept[coordinate] = settlement.progress.get(coordinate, CoordinateProgress())
-        else:
-            kept[coordinate] = CoordinateProgress()
-    return kept
+        pairs.update((owner, owners[other]) for other in neighbours)
+    pairs.update((owners[coordinate], holder) for coordinate, holder in placement.shadows)
+    both = pairs | {(b, a) for a, b in pairs}
+    return tuple(sorted({b for a, b in both if a == worker} - {worker}))

@@ -80,6 +80,7 @@ class WorkerSession:
         )
         self._registration: Registration | None = None
         self._watch: Any = None
+        self.closed = False
 
     @property
     def worker(self) -> str:
@@ -130,6 +131,7 @@ class WorkerSession:
 
     def close(self) -> None:
         """Withdraw and stop watching. The job goes on without this worker."""
+        self.closed = True
         if self._watch is not None:
             self._watch.stop()
         if self._registration is not None:

@@ -1,7 +1,8 @@
-"""The default process group after a loss: the live workers, in rank order, over the plugin's own channels.
+"""torch's default process group while the plugin trains: the live workers, over the plugin's own channels.
 
-User code that calls ``torch.distributed`` between iterations (a barrier, a metric's all-reduce) goes on to
-work with the workers that are left. Stock groups can't be shrunk, so the default group is replaced.
+User code that calls ``torch.distributed`` between iterations (a barrier, a metric's all-reduce) survives a
+loss and goes on with the workers that are left. Stock groups can't do that, so the default group is replaced.
+Meant for small things: everything goes by way of the host and the first worker.
 """
 
 from __future__ import annotations
@@ -47,6 +48,20 @@ class WorldGroup(torch_distributed.ProcessGroup):
     def barrier(self, opts: Any = None) -> FinishedWork:
         self._gather(torch.zeros(1))
         return FinishedWork()
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> FinishedWork:
+        for tensor in tensors:
+            values = self._gather(tensor)
+            if self.rank() == opts.rootRank:
+                operation = REDUCTIONS.get(getattr(opts.reduceOp, "op", opts.reduceOp), "")
+                tensor.copy_(combine(operation, values))
+        return FinishedWork()
+
+    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> FinishedWork:
+        output.reshape(-1).copy_(torch.cat([value.reshape(-1) for value in self._gather(tensor)]))
+        return FinishedWork()
+
+    all_gather_single = _allgather_base
 
     def allgather(
         self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None

@@ -1,0 +1,32 @@
+"""``ds_bamboo check``: reads a DeepSpeed configuration as training would, and says what it finds."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from deepspeed_bamboo.config import SECTION, load_bamboo_section
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register ``check`` with the subparsers of ``ds_bamboo``."""
+    parser = subparsers.add_parser(
+        "check",
+        help='check the "bamboo" section of a DeepSpeed configuration',
+        description='Prints the "bamboo" section with all defaults filled in; exit code 1 and every problem when it '
+        "is wrong.",
+    )
+    parser.add_argument("configuration", help="DeepSpeed JSON file")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check the file named in ``arguments``. Raises ConfigError."""
+    config = load_bamboo_section(arguments.configuration)
+    if config is None:
+        print(f'{arguments.configuration} has no "{SECTION}" section: this is plain DeepSpeed')
+        return 0
+    print(config.model_dump_json(indent=2))
+    if not config.enabled:
+        print('"enabled" is false: this is plain DeepSpeed')
+    return 0

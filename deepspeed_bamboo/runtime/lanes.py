@@ -1,0 +1,105 @@
+"""Device-to-device transfers between two workers: one NCCL communicator per direction.
+
+One per direction because operations on one communicator run in order: a send that waits for its receiver
+must not hold up a receive. The compute stream never waits for either, so a dead peer can't block it; the
+host polls, and launches what needs a tensor only after it has seen it arrive whole (DESIGN 5, valid data only).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as torch_distributed
+
+from deepspeed_bamboo.runtime.interruption import Interruption
+
+Description = Sequence[tuple[torch.dtype, tuple[int, ...]]]
+
+# The first polls spin: data that is early is there at once. Later ones leave the processor to others.
+_SPIN_SECONDS = 0.002
+_NAP_SECONDS = 0.00005
+
+
+class DeviceLanes:
+    """Both directions between this worker's device and a peer's.
+
+    Args:
+        store: as for the channel, under a prefix of its own.
+        first: True on the side with rank 0.
+        device: this worker's device.
+        interruption: ends waits.
+        timeout_seconds: bound of NCCL's own watchdog; longer than any recovery.
+    """
+
+    def __init__(
+        self,
+        store: torch_distributed.Store,
+        *,
+        first: bool,
+        device: torch.device,
+        interruption: Interruption,
+        timeout_seconds: float,
+    ) -> None:
+        self._device = device
+        self._interruption = interruption
+        self._peer = 1 if first else 0
+        self._sending: list[tuple[Any, Sequence[torch.Tensor]]] = []
+        torch.cuda.set_device(device)
+        forth = self._connect(store, "forth", first=first, timeout_seconds=timeout_seconds)
+        back = self._connect(store, "back", first=first, timeout_seconds=timeout_seconds)
+        self._out, self._in = (forth, back) if first else (back, forth)
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Start sending; the tensors are kept alive until they are out, and must not change before."""
+        self._sending = [entry for entry in self._sending if not entry[0].is_completed()]
+        ready = [tensor.contiguous() for tensor in tensors if tensor.numel()]
+        if ready:
+            self._sending.append((_grouped(self._out, "send", ready, self._peer, self._device), ready))
+
+    def receive(self, description: Description) -> list[torch.Tensor]:
+        """The tensors that the peer sent next, seen complete. Raises what interrupts the wait."""
+        tensors = [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in description]
+        wanted = [tensor for tensor in tensors if tensor.numel()]
+        if not wanted:
+            return tensors
+        work = _grouped(self._in, "recv", wanted, self._peer, self._device)
+        start = time.monotonic()
+        while not work.is_completed():
+            self._interruption.check()
+            time.sleep(0 if time.monotonic() - start < _SPIN_SECONDS else _NAP_SECONDS)
+        return tensors
+
+    def abort(self) -> None:
+        """Give up both communicators, on a thread of its own: aborting can take half a second."""
+
+        def run() -> None:
+            torch.cuda.set_device(self._device)
+            for group in (self._out, self._in):
+                group.abort()
+
+        threading.Thread(target=run, name="bamboo-abort-lane", daemon=True).start()
+
+    def _connect(self, store: Any, name: str, *, first: bool, timeout_seconds: float) -> Any:
+        options = torch_distributed.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_seconds)
+        group = torch_distributed.ProcessGroupNCCL(
+            torch_distributed.PrefixStore(name, store), 0 if first else 1, 2, options
+        )
+        group.eager_connect_single_device(self._device)
+        return group
+
+
+def _grouped(group: Any, operation: str, tensors: Sequence[torch.Tensor], peer: int, device: torch.device) -> Any:
+    """Start one transfer for all tensors; its work handle."""
+    function = getattr(group, operation)
+    if len(tensors) == 1:
+        return function([tensors[0]], peer, 0)
+    group._start_coalescing(device)
+    for tensor in tensors:
+        function([tensor], peer, 0)
+    return group._end_coalescing(device)

@@ -1,0 +1,103 @@
+"""Runs one training job of a sweep on this machine, through DeepSpeed's launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepspeed_bamboo.faults import ENVIRONMENT_VARIABLE, FaultScript
+
+PAST_LIMIT = -1
+
+_STOP_AFTER_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How a job ended. ``output``: the file with everything it printed."""
+
+    exit_code: int  # PAST_LIMIT: it took too long and was ended
+    seconds: float
+    output: Path
+
+
+def run_job(
+    script: Sequence[str],
+    *,
+    workers: int,
+    folder: Path,
+    faults: FaultScript | None = None,
+    limit_seconds: float = 180.0,
+) -> JobResult:
+    """Run a training script with its arguments on ``workers`` workers of this machine.
+
+    ``folder`` gets the output and the fault script; nothing of the job is left running afterwards.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = _environment(faults, folder)
+    launcher = ["deepspeed", "--num_accelerators", str(workers), "--master_port", str(free_port())]
+    command = [*launcher, "--module", "deepspeed_bamboo.launch", *script]
+    output = folder / "output.txt"
+    start = time.monotonic()
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(limit_seconds)
+        except subprocess.TimeoutExpired:
+            code = PAST_LIMIT
+        finally:
+            _end_group(process)
+    return JobResult(code, time.monotonic() - start, output)
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _environment(faults: FaultScript | None, folder: Path) -> Mapping[str, str]:
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment.pop(ENVIRONMENT_VARIABLE, None)
+    if faults is not None and faults.faults:
+        path = folder / "faults.json"
+        path.write_text(json.dumps(faults.to_json()), encoding="utf-8")
+        environment[ENVIRONMENT_VARIABLE] = str(path)
+    return environment
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """End what the launcher's process group still holds: politely, then not."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None and not _group_lives(process.pid):
+            return
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            return
+        deadline = time.monotonic() + _STOP_AFTER_SECONDS
+        while time.monotonic() < deadline and (process.poll() is None or _group_lives(process.pid)):
+            time.sleep(0.05)
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,89 @@
+"""Runs the cases of a sweep, each next to the undisturbed run of its setup."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from deepspeed_bamboo.config import load_deepspeed_settings
+from deepspeed_bamboo.errors import BambooError, EventLogError
+from deepspeed_bamboo.event_files import merge_event_files, read_events
+from deepspeed_bamboo.faults import FaultScript
+from deepspeed_bamboo.run_summary import RunSummary, summarize
+from deepspeed_bamboo.sweep.cases import Case
+from deepspeed_bamboo.sweep.job import JobResult, run_job
+from deepspeed_bamboo.sweep.rows import Row, judge
+from deepspeed_bamboo.sweep.setups import Setup
+
+RunJob = Callable[..., JobResult]
+
+
+class SweepError(BambooError):
+    """An undisturbed run failed, so there is nothing to compare with."""
+
+
+class Sweep:
+    """One sweep. ``root``: the repository. ``folder``: gets what the jobs leave; equal ones are removed again."""
+
+    def __init__(self, *, root: Path, folder: Path, job: RunJob = run_job) -> None:
+        self._script = root / "scripts" / "train.py"
+        self._base = load_deepspeed_settings(root / "configs" / "cpu-demo.json")
+        self._folder = folder
+        self._run_job = job
+
+    def rows(self, cases: Sequence[Case], *, jobs: int = 1) -> Iterator[Row]:
+        """The row of each case, in their order, ``jobs`` at a time. Raises SweepError."""
+        with ThreadPoolExecutor(jobs) as pool:
+            setups = list(dict.fromkeys(case.setup for case in cases))
+            references = dict(zip(setups, pool.map(self.reference, setups), strict=True))
+            yield from pool.map(lambda case: self.row(case, reference=references[case.setup]), cases)
+
+    def reference(self, setup: Setup) -> RunSummary:
+        """The summary of the undisturbed run of ``setup``. Raises SweepError when it fails."""
+        folder = self._folder / setup.name / "undisturbed"
+        result = self._run(setup, FaultScript(), folder)
+        try:
+            summary = summarize(read_events(merge_event_files(folder / "events")))
+        except EventLogError as error:
+            raise SweepError(f"undisturbed run of {setup.name}: {error}; see {result.output}") from error
+        if result.exit_code or summary.digest is None:
+            raise SweepError(f"undisturbed run of {setup.name} ended with {result.exit_code}; see {result.output}")
+        return summary
+
+    def row(self, case: Case, *, reference: RunSummary) -> Row:
+        """Run one case and judge it against ``reference``."""
+        folder = self._folder / case.name
+        result = self._run(case.setup, case.faults, folder)
+        run, fired = None, 0
+        try:
+            events = read_events(merge_event_files(folder / "events"))
+            run, fired = summarize(events), sum(event["event"] == "fault" for event in events)
+            problem = None
+        except EventLogError as error:
+            problem = str(error)
+        row = judge(
+            case.name,
+            reference=reference,
+            run=run,
+            exit_code=result.exit_code,
+            scripted=len(case.faults.faults),
+            fired=fired,
+            seconds=result.seconds,
+        )
+        if problem is not None:
+            row = Row(row.case, row.seconds, (*row.problems, problem), row.failovers)
+        if row.passed:
+            shutil.rmtree(folder)
+        return row
+
+    def _run(self, setup: Setup, faults: FaultScript, folder: Path) -> JobResult:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        configuration = folder / "deepspeed.json"
+        configuration.write_text(json.dumps(setup.settings(self._base)), encoding="utf-8")
+        arguments = setup.arguments(configuration=str(configuration), event_log=str(folder / "events"))
+        script = [str(self._script), *arguments]
+        return self._run_job(script, workers=setup.workers, folder=folder, faults=faults)

@@ -1,0 +1,45 @@
+# Sourced by demo.sh and test.sh in the repository's root: `prepare ""` or `prepare "[dev]"` gives them an environment.
+#
+# Uses the active virtual environment, or else makes one in .venv. Installs this package (with the extras named) and,
+# where there is none yet, torch. A second run finds everything in place and takes no time.
+
+TORCH_VERSION=2.13.0
+
+prepare() {
+  local extras=$1 stamp
+  activate_environment
+  stamp="$VIRTUAL_ENV/.deepspeed_bamboo-installed$extras"
+  if [[ -f $stamp && $(<"$stamp") == "$PWD" && ! setup.py -nt $stamp ]]; then
+    return
+  fi
+  echo "Installing into $VIRTUAL_ENV (some minutes the first time)"
+  python -c 'import torch' 2>/dev/null || install_torch
+  python -m pip install --quiet --editable ".$extras"
+  echo "$PWD" >"$stamp"
+}
+
+activate_environment() {
+  if [[ -n ${VIRTUAL_ENV:-} ]]; then
+    return
+  fi
+  local python=${PYTHON:-python3}
+  if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+    echo "$python is too old or missing; Python 3.10 or later is needed. Name one: PYTHON=/path/to/python3 $0" >&2
+    exit 1
+  fi
+  if [[ ! -x .venv/bin/python ]] && ! "$python" -m venv .venv; then
+    echo "$python can't make a virtual environment; install its venv module, or activate an environment" >&2
+    exit 1
+  fi
+  source .venv/bin/activate
+}
+
+# torch's default wheel brings gigabytes of CUDA. Asked for an exact version, pip prefers a build without it where the
+# configured index has one (2.13.0+cpu sorts above 2.13.0).
+install_torch() {
+  if [[ -e /dev/nvidiactl ]]; then
+    python -m pip install --quiet "torch>=2.11"
+  else
+    python -m pip install --quiet "torch==$TORCH_VERSION"
+  fi
+}

@@ -1,0 +1,50 @@
+"""The root of ``ds_bamboo``, and ``ds_bamboo check``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deepspeed_bamboo.cli import build_parser, main
+
+
+def test_check_shows_all_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"bamboo": {"redundancy": {"mode": "eager"}}}')
+    assert main(["check", str(path)]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["redundancy"] == {"mode": "eager", "offload": "cpu", "memory_limit_gigabytes": None}
+    assert shown["coordinator"]["lease_seconds"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "expected"),
+    [
+        ("{}", 0, "plain DeepSpeed"),
+        ('{"bamboo": {"enabled": false}}', 0, "plain DeepSpeed"),
+        ('{"bamboo": {"mode": "eager"}}', 1, "unknown key bamboo.mode"),
+        ('{"bambo": {}}', 1, "did you mean 'bamboo'"),
+    ],
+)
+def test_check_says_what_it_finds(
+    text: str, code: int, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    assert main(["check", str(path)]) == code
+    output = capsys.readouterr()
+    assert expected in (output.err if code else output.out)
+
+
+def test_no_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 2
+    assert "COMMAND" in capsys.readouterr().err
+
+
+def test_a_command_that_is_not_installed_is_left_out() -> None:
+    parser = build_parser(["deepspeed_bamboo.check_cli", "deepspeed_bamboo.no_such_cli"])
+    assert parser.parse_args(["check", "file"]).configuration == "file"

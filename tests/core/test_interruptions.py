@@ -1,0 +1,106 @@
+"""Over every interruption point: the rest of the iteration verifies, and each pass runs once, in order."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from deepspeed_bamboo.core.instructions import TAIL
+from deepspeed_bamboo.core.interpret import interpret
+from deepspeed_bamboo.core.recovery import plan_iteration, progress_after_loss
+from deepspeed_bamboo.core.verify import verify
+from tests.core.interruptions import Case, cases, fresh_plan, initial, run_to_the_end, scattered_cases
+
+FAST = settings(deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+SWEEP = settings(FAST, derandomize=False, max_examples=10_000)
+MODES = ("off", "lazy", "eager", "full")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rare_collections() -> Iterator[None]:
+    """Thousands of plans are kept; walking them again and again would be most of a sweep's time."""
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 50, 100)
+    yield
+    gc.set_threshold(*before)
+
+
+@settings(FAST, max_examples=600)
+@given(cases(pipelines=1, stages=(2, 6), micro_batches=8, modes=("lazy",), losses=1))
+def test_one_pipeline_hit_once(case: Case) -> None:
+    run_to_the_end(case)
+
+
+@settings(FAST, max_examples=400)
+@given(cases(pipelines=3, stages=(1, 8), micro_batches=16, modes=MODES, losses=1))
+def test_any_grid_hit_once(case: Case) -> None:
+    run_to_the_end(case)
+
+
+@settings(FAST, max_examples=400)
+@given(cases(pipelines=3, stages=(2, 6), micro_batches=8, modes=MODES, losses=3))
+def test_hit_again_in_the_middle_of_a_recovery(case: Case) -> None:
+    run_to_the_end(case)
+
+
+@settings(FAST, max_examples=400)
+@given(scattered_cases(modes=MODES))
+def test_coordinates_and_shadows_anywhere(case: Case) -> None:
+    run_to_the_end(case)
+
+
+def lose_every_stage_at_every_instruction(*, stages: int, micro_batches: int) -> int:
+    """One pipeline, mode lazy, nothing drawn: twice per point, once with the survivors as far as they get
+    without the lost worker, once with them where they are when it dies. Returns the number of points."""
+    before = initial(1, stages)
+    plan = fresh_plan(before, micro_batches, "lazy")
+    whole = interpret(plan)
+    points = 0
+    for worker, program in plan.programs:
+        after, _ = before.without([worker])
+        assert after is not None
+        at = [timed.end for timed in whole.timeline if timed.worker == worker]
+        for i in range(len(program) + 1):
+            for cut in (interpret(plan, stops={worker: i}), interpret(plan, until=at[i - 1] if i else 0)):
+                progress = progress_after_loss(before, after, cut.progress)
+                end = verify(plan_iteration(after, micro_batches=micro_batches, progress=progress), progress)
+                assert all(p.backwards == micro_batches for p in end.progress.values())
+                points += 1
+    return points
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 5])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_every_instruction_of_every_stage(stages: int, micro_batches: int) -> None:
+    # A middle stage has 6 instructions a micro-batch, first and last 5, and the tail 5; every program one end.
+    expected = 2 * ((6 * stages - 2) * micro_batches + (len(TAIL) + 1) * stages)
+    assert lose_every_stage_at_every_instruction(stages=stages, micro_batches=micro_batches) == expected
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("stages", range(2, 7))
+def test_every_instruction_of_every_stage_in_full(stages: int) -> None:
+    for micro_batches in range(1, 9):
+        assert lose_every_stage_at_every_instruction(stages=stages, micro_batches=micro_batches) > 0
+
+
+@pytest.mark.sweep
+@settings(SWEEP)
+@given(cases(pipelines=3, stages=(1, 8), micro_batches=16, modes=MODES, losses=1))
+def test_any_grid_hit_once_10000_times(case: Case) -> None:
+    run_to_the_end(case)
+
+
+@pytest.mark.sweep
+@settings(SWEEP)
+@given(cases(pipelines=3, stages=(2, 6), micro_batches=8, modes=MODES, losses=3))
+def test_hit_again_in_the_middle_of_a_recovery_10000_times(case: Case) -> None:
+    run_to_the_end(case)
+
+
+@pytest.mark.sweep
+@settings(SWEEP)
+@given(scattered_cases(modes=MODES))
+def test_coordinates_and_shadows_anywhere_10000_times(case: Case) -> None:
+    run_to_the_end(case)

@@ -1,0 +1,136 @@
+"""Two runs compared bit by bit, and what ``ds_bamboo compare`` says about them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_bamboo.cli import main
+from deepspeed_bamboo.event_files import merge_event_files
+from deepspeed_bamboo.events import EventLog
+from deepspeed_bamboo.run_summary import RunSummary, differences, summarize
+
+PAUSE = {"detect": 0.01, "abort": 0.02, "regroup": 0.03, "recompute": 0.04, "total": 0.1}
+
+
+def run_of(losses: list[float], *, digest: str | None = "d", final_step: int | None = 3) -> RunSummary:
+    return RunSummary(dict(enumerate(losses)), final_step=final_step, digest=digest, failovers=())
+
+
+def write_run(directory: Path, *, losses: list[float], digest: str = "d", failover: bool = False) -> Path:
+    """An event log as two workers write it."""
+    logs = [EventLog(directory, worker) for worker in ("w0", "w1")]
+    for step, loss in enumerate(losses):
+        for log in logs:
+            log.log("step", epoch=0, step=step, loss=loss, samples=8, seconds=0.1)
+    if failover:
+        logs[1].log("failover", epoch=1, step=1, lost=["0.1"], taken_over=["0.1"], pause_seconds=PAUSE)
+        logs[0].log("failover", epoch=1, step=1, lost=["0.1"], taken_over=[], pause_seconds={"total": 9.0})
+    for log in logs:
+        log.log("finished", epoch=1, step=len(losses), loss=losses[-1], digest=digest)
+    merge_event_files(directory)
+    return directory
+
+
+def test_equal_runs_differ_in_nothing() -> None:
+    assert differences(run_of([3.0, math.nan, 0.0]), run_of([3.0, math.nan, 0.0])) == []
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (run_of([3.0, math.nextafter(2.0, 3), 1.0]), "loss of step 1"),
+        (run_of([3.0, 2.0]), "loss of step 2: 1.0 and none"),
+        (run_of([3.0, 2.0, 1.0], digest="e"), "digest: d and e"),
+        (run_of([3.0, 2.0, 1.0], digest=None), "digest: d and none"),
+        (run_of([3.0, 2.0, 1.0], final_step=None), "last step: 3 and none"),
+    ],
+)
+def test_a_difference_is_named(other: RunSummary, expected: str) -> None:
+    found = differences(run_of([3.0, 2.0, 1.0]), other)
+    assert len(found) == 1
+    assert expected in found[0]
+
+
+def test_runs_without_a_digest_are_never_equal() -> None:
+    assert differences(run_of([1.0], digest=None), run_of([1.0], digest=None)) == ["digest: none and none"]
+
+
+def test_fall_is_a_share_of_the_first_loss() -> None:
+    assert run_of([4.0, 9.0, 3.0]).fall == 0.25
+    assert run_of([]).fall == 0.0
+
+
+def test_of_all_survivors_reports_that_of_the_new_owner_counts() -> None:
+    events: list[dict[str, Any]] = [
+        {"t": 9.5, "event": "fault", "step": 1},
+        {"t": 10.0, "event": "fault", "step": 2},
+        {
+            "event": "failover",
+            "epoch": 1,
+            "step": 2,
+            "lost": ["0.1"],
+            "taken_over": [],
+            "pause_seconds": {"total": 9.0},
+        },
+        {
+            "event": "failover",
+            "epoch": 1,
+            "step": 2,
+            "lost": ["0.1"],
+            "taken_over": ["0.1"],
+            "pause_seconds": PAUSE,
+            "first_recomputed_t": 10.25,
+        },
+    ]
+    (failover,) = summarize(events).failovers
+    assert failover.pause_seconds == PAUSE
+    assert failover.lost == ("0.1",)
+    assert failover.kill_to_recompute_seconds == 0.25
+
+
+class TestCommand:
+    def test_equal_runs_with_the_expected_failover_pass(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        one = write_run(tmp_path / "one", losses=[4.0, 3.0, 2.0])
+        other = write_run(tmp_path / "other", losses=[4.0, 3.0, 2.0], failover=True)
+        assert main(["compare", str(one), str(other), "--failovers", "1", "--minimum-fall", "30"]) == 0
+        output = capsys.readouterr().out
+        assert "0.1 lost and taken over" in output
+        assert "detect 0.010 s, abort 0.020 s, regroup 0.030 s, recompute 0.040 s, total 0.100 s" in output
+        assert "the loss fell by 50%" in output
+
+    @pytest.mark.parametrize(
+        ("losses", "digest", "failover", "expected"),
+        [
+            ([4.0, 3.0, 2.5], "d", True, "loss of step 2: 2.0 and 2.5"),
+            ([4.0, 3.0, 2.0], "e", True, "digest: d and e"),
+            ([4.0, 3.0, 2.0], "d", False, "0 failovers instead of 1"),
+        ],
+    )
+    def test_anything_else_fails(
+        self,
+        losses: list[float],
+        digest: str,
+        failover: bool,
+        expected: str,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        one = write_run(tmp_path / "one", losses=[4.0, 3.0, 2.0])
+        other = write_run(tmp_path / "other", losses=losses, digest=digest, failover=failover)
+        assert main(["compare", str(one), str(other), "--failovers", "1"]) == 1
+        assert f"NOT AS IT SHOULD BE: {expected}" in capsys.readouterr().out
+
+    def test_a_loss_that_did_not_fall_fails(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        one = write_run(tmp_path / "one", losses=[4.0, 3.0])
+        assert main(["compare", str(one), str(one), "--minimum-fall", "30"]) == 1
+        assert "25.0% only" in capsys.readouterr().out
+
+    def test_a_missing_run_is_named(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["compare", str(tmp_path), str(tmp_path)]) == 1
+        assert "events.jsonl" in capsys.readouterr().err

@@ -1,0 +1,87 @@
+"""scripts/train.py as an ordinary DeepSpeed script: one worker, DeepSpeed's own engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepspeed_bamboo.run_summary import RunSummary, differences, load_run
+from deepspeed_bamboo.sweep.job import free_port
+from tests.scripts.loading import SCRIPTS, load_script
+
+STEPS = 3
+SETTINGS = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "steps_per_print": 1000,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+}
+
+
+def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the script alone on one worker; its event log is ``folder``/events."""
+    folder.mkdir()
+    configuration = folder / "deepspeed.json"
+    configuration.write_text(json.dumps(SETTINGS))
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment = {**os.environ, **alone, "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")])
+    options = ["--steps", str(STEPS), "--deepspeed_config", str(configuration), "--event-log", str(folder / "events")]
+    return subprocess.run(
+        [sys.executable, str(SCRIPTS / "train.py"), *options, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("She sells sea shells by the sea shore. " * 500)
+    return path
+
+
+def summary_of(result: subprocess.CompletedProcess[str], folder: Path) -> RunSummary:
+    assert result.returncode == 0, result.stderr
+    return load_run(folder / "events")
+
+
+def test_it_trains_reports_and_logs(tmp_path: Path, text: Path) -> None:
+    result = train(tmp_path / "one", "--data", str(text), "--dropout", "0.1", "--tied")
+    summary = summary_of(result, tmp_path / "one")
+    assert sorted(summary.losses) == list(range(STEPS))
+    assert summary.losses[STEPS - 1] < summary.losses[0]
+    assert (summary.final_step, summary.digest, summary.failovers) == (STEPS, None, ())
+    assert f"step {STEPS}/{STEPS}  loss {summary.losses[STEPS - 1]:.4f}" in result.stdout
+    assert f"finished step {STEPS}" in result.stdout
+
+    again = summary_of(train(tmp_path / "two", "--data", str(text), "--dropout", "0.1", "--tied"), tmp_path / "two")
+    assert differences(summary, again) == ["digest: none and none"]
+
+    other = train(tmp_path / "three", "--data", str(text), "--dropout", "0.1", "--tied", "--seed", "5")
+    assert summary_of(other, tmp_path / "three").losses != summary.losses
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--deepspeed_config", "x", "--model", "gpt3"], "gpt2-tiny"),
+        ([], "--deepspeed_config"),
+    ],
+)
+def test_wrong_arguments_are_a_usage_error(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load_script("train").parse_arguments(arguments)
+    assert caught.value.code == 2
+    assert expected in capsys.readouterr().err

@@ -1,0 +1,77 @@
+"""The cases of the fault sweep: all can happen, none comes twice, none is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepspeed_bamboo.config import parse_bamboo_section
+from deepspeed_bamboo.faults import INSTRUCTIONS
+from deepspeed_bamboo.sweep.cases import PROFILES, select
+from deepspeed_bamboo.sweep.setups import FIRST_SETUPS, FURTHER_SETUPS, STEPS, Setup
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_case_can_happen(profile: str) -> None:
+    for case in select(profile):
+        case.faults.check(case.setup.grid, micro_batches=case.setup.micro_batches)
+        assert case.faults.faults
+        assert all(fault.step < STEPS for fault in case.faults.faults), case.name
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_names_are_unique(profile: str) -> None:
+    names = [case.name for case in select(profile)]
+    assert len(set(names)) == len(names)
+
+
+def test_first_covers_every_stage_instruction_and_step() -> None:
+    def points(signal: str) -> set[tuple[object, ...]]:
+        return {
+            (case.setup.micro_batches, fault.step, fault.stage, fault.at, fault.micro_batch)
+            for case in select("first")
+            for fault in case.faults.faults
+            if fault.signal == signal
+        }
+
+    expected = {
+        (micro_batches, step, stage, at, micro_batch)
+        for micro_batches in (4, 8)
+        for step in (0, 5)
+        for stage in range(4)
+        for at in ("forward", "backward", "send_activation", "send_grad", "reduce", "step", "idle")
+        for micro_batch in ([None] if at in ("reduce", "step", "idle") else [0, micro_batches // 2, micro_batches - 1])
+        if (at, stage) not in (("send_activation", 3), ("send_grad", 0))
+    }
+    assert points("KILL") == expected
+    assert {point[2] for point in points("STOP")} == {0, 1, 2, 3}
+
+
+def test_quick_tries_every_stage_and_every_kind_of_instruction() -> None:
+    faults = [fault for case in select("quick") for fault in case.faults.faults]
+    assert {fault.stage for fault in faults} == {0, 1, 2, 3}
+    assert {fault.at for fault in faults} == set(INSTRUCTIONS)
+    assert {fault.signal for fault in faults} == {"KILL", "STOP"}
+    assert len(faults) <= 8
+
+
+def test_cases_are_selected_by_name() -> None:
+    names = [case.name for case in select("first", only=["M8/KILL-0.2-*-step0", "M4/STOP-0.1-*"])]
+    assert len(names) == 16
+    assert all(name.startswith(("M8/KILL-0.2-", "M4/STOP-0.1-")) for name in names)
+    assert select("first", only=["nothing"]) == []
+
+
+@pytest.mark.parametrize("setup", (*FIRST_SETUPS, *FURTHER_SETUPS), ids=lambda setup: setup.name)
+def test_every_setup_is_a_valid_configuration(setup: Setup) -> None:
+    base = {"optimizer": {"type": "Adam"}, "bamboo": {"coordinator": {"lease_seconds": 2}}}
+    settings = setup.settings(base)
+    config = parse_bamboo_section(settings["bamboo"])
+    assert (config.redundancy.mode, config.coordinator.lease_seconds) == (setup.mode, 2)
+    assert settings["gradient_accumulation_steps"] == setup.micro_batches
+    assert settings["optimizer"] == base["optimizer"]
+    assert base == {"optimizer": {"type": "Adam"}, "bamboo": {"coordinator": {"lease_seconds": 2}}}
+
+
+def test_setups_have_names_of_their_own() -> None:
+    names = [setup.name for setup in (*FIRST_SETUPS, *FURTHER_SETUPS)]
+    assert len(set(names)) == len(names)
