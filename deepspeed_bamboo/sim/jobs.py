@@ -137,7 +137,7 @@ def machine_events(job: Job, *, policy: str, seed: int) -> Iterator[MachineEvent
         notice_seconds=spec.notice_seconds,
         zones=spec.zones,
     )
-    return hourly_events(market, generator=random.Random(seed))
+    return hourly_events(market, generator=random.Random(seed), end_milliseconds=job.end_milliseconds)
 
 
 def _by_hour(probability: float | tuple[float, ...]) -> tuple[float, ...]:
