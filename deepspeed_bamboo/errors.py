@@ -4,6 +4,7 @@
     ├── ConfigError         a setting, a fault script or an argument that can't be used (also a ValueError)
     ├── EventLogError       event files that contradict each other or can't be read
     ├── ModelError          a model whose stages can't be connected (a user's bug, never a lost node)
+    ├── MemoryLimitError    redundancy needs more memory than the configuration allows
     ├── JobFailedError      another worker ended the job; names it and its cause
     └── ExpelledError       this worker is no longer part of the job; its process has to end
 
@@ -35,6 +36,10 @@ class EventLogError(BambooError):
 
 class ModelError(BambooError):
     """What a stage returns or ignores can't travel between stages. Names stage, slot and dtype."""
+
+
+class MemoryLimitError(BambooError):
+    """What redundant forwards keep exceeds ``bamboo.redundancy.memory_limit_gigabytes``."""
 
 
 class JobFailedError(BambooError):

@@ -110,12 +110,14 @@ def build_batches(arguments: argparse.Namespace, size: ModelSize, engine: Any) -
         micro_batches=engine.gradient_accumulation_steps(),
         pipelines=engine.grid.get_data_parallel_world_size(),
     )
-    return StepBatches(
-        dataset,
-        shape=shape,
-        current_step=lambda: int(engine.global_steps),
-        pipeline=engine.grid.get_data_parallel_id(),
-    )
+
+    def of_pipeline(pipeline: int) -> StepBatches:
+        return StepBatches(dataset, shape=shape, current_step=lambda: int(engine.global_steps), pipeline=pipeline)
+
+    if hasattr(engine, "set_data_source"):
+        # A worker that takes over stages of another pipeline feeds that pipeline.
+        engine.set_data_source(lambda pipeline, step: of_pipeline(pipeline))
+    return of_pipeline(engine.grid.get_data_parallel_id())
 
 
 def train(engine: Any, *, batches: StepBatches, arguments: argparse.Namespace) -> None:

@@ -132,6 +132,7 @@ class _Machine:
     ) -> None:
         covered = frozenset(plan.coordinates)
         self.plan = plan
+        self.redundant_ops = plan.mode.redundant_ops
         self.last_stage = plan.placement.grid.stages - 1
         self.owners = {c: w for c, w in plan.placement.owners if c in covered}
         self.shadows = {c: w for c, w in plan.placement.shadows if c in covered}
@@ -188,7 +189,8 @@ class _Machine:
     def _routes(self) -> dict[tuple[Op, Coordinate, bool], _Route]:
         """Every route twice: by the sender's and by the receiver's op, coordinate and flag."""
         routes: dict[tuple[Op, Coordinate, bool], _Route] = {}
-        for to_shadow, holders, states in ((False, self.owners, self.own), (True, self.shadows, self.red)):
+        shadows = self.shadows if self.redundant_ops else {}
+        for to_shadow, holders, states in ((False, self.owners, self.own), (True, shadows, self.red)):
             for receiver, target in holders.items():
                 state = states[receiver]
                 for forward, sender in ((True, self.before[receiver]), (False, self.behind[receiver])):
@@ -339,7 +341,7 @@ class _Machine:
 
     def _route(self, instruction: Instruction, coordinate: Coordinate) -> _Route:
         route = self.routes.get((instruction.op, coordinate, instruction.to_shadow))
-        if route is None or (route.to_shadow and not self.plan.mode.redundant_ops):
+        if route is None:
             raise _BrokenError("there is no neighbour for it" + (" that needs it" if instruction.to_shadow else ""))
         return route
 
@@ -384,7 +386,7 @@ class _Machine:
         return self.own[coordinate]
 
     def _shadow(self, worker: WorkerId, coordinate: Coordinate) -> _State:
-        if self.shadows.get(coordinate) != worker or not self.plan.mode.redundant_ops:
+        if self.shadows.get(coordinate) != worker or not self.redundant_ops:
             raise _BrokenError(f"the plan runs no shadow of {coordinate} on worker {worker}")
         return self.red[coordinate]
 

@@ -103,7 +103,7 @@ class Placement:
         """
         candidates = tuple(dict.fromkeys(workers))
         owners, shadows = dict(self.owners), dict(self.shadows)
-        held = {worker: 0 for worker in candidates}
+        held = dict.fromkeys(candidates, 0)
         for holder in (*owners.values(), *shadows.values()):
             if holder in held:
                 held[holder] += 1

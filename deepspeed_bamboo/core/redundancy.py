@@ -70,10 +70,11 @@ def add_redundant_passes(
     """
     if not mode.redundant_ops:
         return order, tuple(Fit(worker) for worker in order)
+    covered = frozenset(coordinates)
     job = _Finished(order, placement, progress)
     result, fits = {}, []
     for worker, passes in order.items():
-        shadowed = [c for c in placement.shadowed_by(worker) if c in frozenset(coordinates)]
+        shadowed = [c for c in placement.shadowed_by(worker) if c in covered]
         gaps = _gaps(passes, end=job.end_for(worker))
         wishes = [
             w for c in shadowed for w in job.forward_wishes(c, worker, range(redundant[c].forwards, micro_batches))

@@ -30,7 +30,7 @@ def text_grid(
     marked ``~``, when that is on another worker. ``guilty`` is drawn too, whatever its op, with a ``!``.
     """
     shown = frozenset(range(placement.grid.pipelines) if pipelines is None else pipelines)
-    passes = [t for t in timeline if t.instruction.op in COMPUTE and _pipeline(t) in shown]
+    passes = _passes(timeline, shown)
     rows = _rows(placement, passes=passes, pipelines=shown)
     if guilty is not None:
         rows = tuple(dict.fromkeys((*rows, _row(guilty, placement=placement, rows=rows))))
@@ -62,8 +62,34 @@ def cell_text(instruction: Instruction) -> str:
     return f"{letters[instruction.op]}{instruction.micro_batch}"
 
 
-def _pipeline(timed: Timed) -> int | None:
-    return None if timed.instruction.coordinate is None else timed.instruction.coordinate.pipeline
+def grid_rows(
+    timeline: Iterable[Timed], *, placement: Placement, pipelines: Iterable[int] | None = None
+) -> tuple[tuple[str, tuple[Timed, ...]], ...]:
+    """The rows that :func:`text_grid` draws: label, and the passes in it in the order in which they start."""
+    shown = frozenset(range(placement.grid.pipelines) if pipelines is None else pipelines)
+    passes = _passes(timeline, shown)
+    rows = _rows(placement, passes=passes, pipelines=shown)
+    members: dict[_Row, list[Timed]] = {row: [] for row in rows}
+    for timed in sorted(passes, key=lambda timed: timed.start):
+        members[_row(timed, placement=placement, rows=rows)].append(timed)
+    return tuple((_label(row), tuple(timed)) for row, timed in members.items())
+
+
+def bubble_share(timeline: Iterable[Timed], *, workers: int) -> float:
+    """The share of all slots of all ``workers``, from the first to the last pass, in which they compute nothing."""
+    passes = tuple(timeline)
+    total = workers * length(passes)
+    return 1 - sum(timed.end - timed.start for timed in passes) / total if total else 0.0
+
+
+def _passes(timeline: Iterable[Timed], pipelines: frozenset[int]) -> tuple[Timed, ...]:
+    return tuple(
+        t
+        for t in timeline
+        if t.instruction.op in COMPUTE
+        and t.instruction.coordinate is not None
+        and t.instruction.coordinate.pipeline in pipelines
+    )
 
 
 def _rows(placement: Placement, *, passes: Iterable[Timed], pipelines: frozenset[int]) -> tuple[_Row, ...]:

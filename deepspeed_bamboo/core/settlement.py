@@ -21,7 +21,8 @@ class Report:
 
     ``activity`` counts from 0; ``kind`` is None while the worker has not started it. ``rounds`` are the
     agreements seen in this activity (opaque; the first one decides it), ``previous`` those of the one before.
-    ``progress`` covers the coordinates that the worker hosted when the epoch changed.
+    ``progress`` covers the coordinates that the worker hosted when the epoch changed, ``redundant`` the
+    shadows that it held: how much of their work is stored.
     """
 
     activity: int
@@ -29,6 +30,7 @@ class Report:
     rounds: tuple[str, ...] = ()
     previous: tuple[str, ...] = ()
     progress: Mapping[Coordinate, CoordinateProgress] = field(default_factory=dict)
+    redundant: Mapping[Coordinate, CoordinateProgress] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """A value that ``json`` can write and :meth:`from_json` reads back equal."""
@@ -38,6 +40,7 @@ class Report:
             "rounds": list(self.rounds),
             "previous": list(self.previous),
             "progress": {str(c): p.to_json() for c, p in self.progress.items()},
+            "redundant": {str(c): p.to_json() for c, p in self.redundant.items()},
         }
 
     @classmethod
@@ -49,6 +52,7 @@ class Report:
             rounds=tuple(value["rounds"]),
             previous=tuple(value["previous"]),
             progress={Coordinate.parse(c): CoordinateProgress.from_json(p) for c, p in value["progress"].items()},
+            redundant={Coordinate.parse(c): CoordinateProgress.from_json(p) for c, p in value["redundant"].items()},
         )
 
 
@@ -65,6 +69,7 @@ class Settlement:
     kind: str | None
     agreed: Mapping[int, tuple[str, ...]]
     progress: Mapping[Coordinate, CoordinateProgress]
+    redundant: Mapping[Coordinate, CoordinateProgress] = field(default_factory=dict)
 
     @property
     def decided(self) -> bool:
@@ -82,7 +87,7 @@ def settle(reports: Mapping[WorkerId, Report]) -> Settlement:
     behind = {worker: report for worker, report in reports.items() if report.activity < newest}
     too_far = sorted(worker for worker, report in behind.items() if report.activity < newest - 1)
     if too_far:
-        raise ValueError(f"workers {too_far} are more than one activity behind {newest}; the reports contradict the protocol")
+        raise ValueError(f"workers {too_far} are over one activity behind {newest}; the protocol forbids it")
     agreed: dict[int, tuple[str, ...]] = {}
     for report in reports.values():
         for activity, rounds in ((report.activity, report.rounds), (report.activity - 1, report.previous)):
@@ -92,10 +97,11 @@ def settle(reports: Mapping[WorkerId, Report]) -> Settlement:
         raise ValueError(f"nobody kept the agreement of activity {newest - 1}, which {sorted(behind)} still need")
     kinds = {report.kind for report in reports.values() if report.activity == newest and report.kind is not None}
     if len(kinds) > 1:
-        raise ValueError(f"workers disagree about activity {newest}: {sorted(kinds)}; every rank must make the same calls")
+        raise ValueError(f"activity {newest} differs by worker: {sorted(kinds)}; every rank must make the same calls")
     progress: dict[Coordinate, CoordinateProgress] = {}
+    redundant: dict[Coordinate, CoordinateProgress] = {}
     for report in reports.values():
         started = report.activity == newest and report.kind is not None
-        for coordinate, counts in report.progress.items():
-            progress[coordinate] = counts if started else CoordinateProgress()
-    return Settlement(newest, kinds.pop() if kinds else None, agreed, progress)
+        for result, reported in ((progress, report.progress), (redundant, report.redundant)):
+            result.update((c, counts if started else CoordinateProgress()) for c, counts in reported.items())
+    return Settlement(newest, kinds.pop() if kinds else None, agreed, progress, redundant)

@@ -89,7 +89,7 @@ class BambooElasticAgent(LocalElasticAgent):
         self._worker = ""
         self._generation = 0
         self._report: ErrorReport | None = None
-        self._sessions: list[int] = []
+        self._sessions: dict[int, int] = {}  # generation -> process id, which is also its session
         self._exit_code: int | None = None
         self._registration: Registration | None = None
         self._messenger: Messenger | None = None
@@ -136,7 +136,7 @@ class BambooElasticAgent(LocalElasticAgent):
         self._pcontext = self._starter.start(self._environment(self._report.path))
         self._take_signals()  # starting has put handlers of torch's own in place
         pid = self._pcontext.pids()[0]
-        self._sessions.append(pid)
+        self._sessions[self._generation] = pid
         worker = self._worker
         DeathWatch([pid], lambda _: self._mailbox.put_call(lambda: self._collect(worker)))
         return self._pcontext.pids()
@@ -148,6 +148,8 @@ class BambooElasticAgent(LocalElasticAgent):
         while self._exit_code is None:
             event = self._mailbox.get()
             self._perform(self._supervisor.handle(event))
+            if isinstance(event, decisions.WorkerExited):
+                self._sweep(event)
 
     def _perform(self, actions: Sequence[decisions.Action]) -> None:
         for action in actions:
@@ -176,7 +178,7 @@ class BambooElasticAgent(LocalElasticAgent):
             self._mailbox.put(decisions.Signalled(int(interruption.sigval)))
 
     def _collect(self, worker: str) -> decisions.Event:
-        """The worker's process has ended: what with, and what it left."""
+        """The worker's process has ended: what with, and what it wrote."""
         result = None if self._pcontext is None else self._pcontext.wait(_EXIT_NEWS_SECONDS, period=0.002)
         failure = None if result is None else result.failures.get(0)
         code = failure.exitcode if failure is not None else (0 if result is not None else -int(signal.SIGKILL))
@@ -184,12 +186,20 @@ class BambooElasticAgent(LocalElasticAgent):
         if self._report is not None:
             self._report.close()
             self._report = None
-        pid = self._sessions[-1]
-        if code != 0:
-            signal_session(pid, signal.SIGTERM)
-        port = self._boot.master_ports[self._generation]
-        remove_shared_memory(worker_pid=pid, rank=self._slot.rank, master_addr=self._boot.master_addr, master_port=port)
         return decisions.WorkerExited(worker, code, text)
+
+    def _sweep(self, event: decisions.WorkerExited) -> None:
+        """Remove what the worker left; after everything that others wait for."""
+        generation = int(event.worker.rpartition("-")[2])
+        pid = self._sessions[generation]
+        if event.code != 0:
+            signal_session(pid, signal.SIGTERM)
+        remove_shared_memory(
+            worker_pid=pid,
+            rank=self._slot.rank,
+            master_addr=self._boot.master_addr,
+            master_port=self._boot.master_ports[generation],
+        )
 
     def _kill(self, number: signal.Signals) -> None:
         for pid in () if self._pcontext is None else self._pcontext.pids().values():
@@ -223,7 +233,7 @@ class BambooElasticAgent(LocalElasticAgent):
 
     def _say_goodbye(self) -> None:
         """Nothing of the worker stays, the others are told, and whoever is last removes the job's keys."""
-        for session in self._sessions:
+        for session in self._sessions.values():
             if self.exit_code != 0:
                 signal_session(session, signal.SIGKILL)
         if self._messenger is not None:

@@ -50,6 +50,7 @@ class DeathWatch:
     """Calls ``on_death(pid)`` from a thread as soon as one of ``pids`` has ended; for each of them once.
 
     One that does not run any more when the watch begins counts as ended. It is not collected here.
+    The watch is over when all have ended.
     """
 
     def __init__(self, pids: Iterable[int], on_death: Callable[[int], None]) -> None:
@@ -62,12 +63,16 @@ class DeathWatch:
             except ProcessLookupError:
                 self._gone.append(pid)
         self._wake_r, self._wake_w = os.pipe()
+        self._lock = threading.Lock()
+        self._running = True
         self._thread = threading.Thread(target=self._run, name="bamboo-death-watch", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """End the watch; no call begins after this returns, unless called from ``on_death``."""
-        os.write(self._wake_w, b"x")
+        with self._lock:
+            if self._running:
+                os.write(self._wake_w, b"x")
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -86,8 +91,10 @@ class DeathWatch:
                 poller.unregister(descriptor)
                 os.close(descriptor)
                 self._on_death(self._descriptors.pop(descriptor))
-        for descriptor in (*self._descriptors, self._wake_r):
-            os.close(descriptor)
+        with self._lock:
+            self._running = False
+            for descriptor in (*self._descriptors, self._wake_r, self._wake_w):
+                os.close(descriptor)
 
 
 def launcher_chain() -> tuple[int, ...]:

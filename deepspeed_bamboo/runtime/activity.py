@@ -52,7 +52,12 @@ class ActivityState:
         self.index += 1
         self.kind = None
 
-    def report(self, progress: Mapping[Coordinate, CoordinateProgress]) -> Report:
+    def report(
+        self,
+        progress: Mapping[Coordinate, CoordinateProgress],
+        *,
+        redundant: Mapping[Coordinate, CoordinateProgress],
+    ) -> Report:
         """What the other survivors need to know."""
         return Report(
             activity=self.index,
@@ -60,6 +65,7 @@ class ActivityState:
             rounds=tuple(encode_round(agreed) for agreed in self.rounds),
             previous=tuple(encode_round(agreed) for agreed in self.previous),
             progress=progress,
+            redundant=redundant,
         )
 
     def adopt(self, agreed: Mapping[int, tuple[str, ...]]) -> None:

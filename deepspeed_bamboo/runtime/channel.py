@@ -15,14 +15,15 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import distributed as torch_distributed
 
+from deepspeed_bamboo.runtime.c10d import c10d
 from deepspeed_bamboo.runtime.interruption import Interruption, PeerLostError
 from deepspeed_bamboo.runtime.lanes import Description, DeviceLanes
 
 # Every message starts with one block: two lengths, then the header if it fits.
 _BLOCK_BYTES = 1024
 _LENGTHS_BYTES = 16
+_FAREWELL = "the peer has dropped the channel"
 _BLOCK_TAG, _HEADER_TAG, _PAYLOAD_TAG = 1, 2, 3
 
 
@@ -56,7 +57,7 @@ class Channel:
 
     def __init__(
         self,
-        store: torch_distributed.Store,
+        store: Any,
         *,
         first: bool,
         peer: str,
@@ -68,7 +69,7 @@ class Channel:
         self._lanes = lanes
         self._interruption = interruption
         self._other = 1 if first else 0
-        self._group = torch_distributed.ProcessGroupGloo(
+        self._group = c10d.ProcessGroupGloo(
             store, 0 if first else 1, 2, timedelta(seconds=timeout_seconds)
         )
         self._sending: list[tuple[Any, torch.Tensor]] = []
@@ -116,7 +117,7 @@ class Channel:
                 message.tensors = self._lanes.receive(message.on_lane)
                 message.on_lane = None
             return message
-        raise PeerLostError(self.peer, self._error or "closed")
+        raise PeerLostError(self.peer, self._error or "closed", farewell=self._error == _FAREWELL)
 
     def drain(self) -> None:
         """Wait until everything sent is out of this worker's hands (the end of an iteration)."""
@@ -164,7 +165,7 @@ class Channel:
         self._take(block, _BLOCK_TAG)
         header_bytes, size = block[:_LENGTHS_BYTES].view(torch.int64).tolist()
         if header_bytes <= 0:
-            raise RuntimeError("the peer said farewell")
+            raise RuntimeError(_FAREWELL)
         header = block[_LENGTHS_BYTES : _LENGTHS_BYTES + header_bytes]
         if header_bytes > _BLOCK_BYTES - _LENGTHS_BYTES:
             header = torch.empty(header_bytes, dtype=torch.uint8)

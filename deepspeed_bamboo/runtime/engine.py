@@ -6,6 +6,7 @@ that everything a worker waits for can be given up and planned anew.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from deepspeed_bamboo.core.schedule import Plan
 from deepspeed_bamboo.events import EventLog
 from deepspeed_bamboo.runtime.activity import ActivityState, Round
 from deepspeed_bamboo.runtime.agreement import agree
+from deepspeed_bamboo.runtime.evaluation import EvaluationRequest, evaluate
 from deepspeed_bamboo.runtime.executor import Executor, IterationContext
 from deepspeed_bamboo.runtime.failover import Failover
 from deepspeed_bamboo.runtime.hosting import StageHost, stock_twins, use_logical_groups
@@ -30,11 +32,13 @@ from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostErr
 from deepspeed_bamboo.runtime.iteration_end import IterationEnd
 from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.logical import Exchange
-from deepspeed_bamboo.runtime.losses import aggregate_losses, agreed_losses, stage_losses
-from deepspeed_bamboo.runtime.micro_batches import MicroBatchSource
+from deepspeed_bamboo.runtime.losses import aggregate_losses, agreed_losses
+from deepspeed_bamboo.runtime.micro_batches import DataFactory, PipelineData, check_complete, missing_data
+from deepspeed_bamboo.runtime.offload import HostOffload
 from deepspeed_bamboo.runtime.protection import build_initial_shadows
 from deepspeed_bamboo.runtime.replica import StageReplica, tied_groups
 from deepspeed_bamboo.runtime.session import WorkerSession
+from deepspeed_bamboo.runtime.training_data import data_set_factory
 from deepspeed_bamboo.runtime.transfer import stage_digest
 
 # One transfer may wait for a peer that computes; only a peer that is gone for good makes it run out.
@@ -47,16 +51,24 @@ class BambooPipelineEngine(PipelineEngine):
     Made by :func:`deepspeed_bamboo.initialize`, which passes ``session``; all other arguments are stock's.
     """
 
+    # Stock's constructor sets these; it has no types.
+    grid: Any
+    fwd_outputs: list[Any]
+
     def __init__(self, *args: Any, session: WorkerSession, **kwargs: Any) -> None:
-        self.source = MicroBatchSource()
+        # Until the grid is known, every iterator is that of the pipeline in which this worker starts.
+        self.data = PipelineData(home=0)
+        self.evaluation_data: PipelineData | None = None
         self.next_micro_batch = 0
         self.session = session
-        self.host: StageHost | None = None
+        self._stage_host: StageHost | None = None
+        self._training_set: Any = None
         self.trains_only_trainable = kwargs.get("model_parameters") is not None
         super().__init__(*args, **kwargs)
         grid = Grid(self.grid.data_parallel_size, self.grid.pipe_parallel_size)
         session.faults.check(grid, micro_batches=self.micro_batches)
         self.job_grid = grid
+        self.home = self.grid.data_parallel_id
         self.activity = ActivityState()
         self.links = Links(
             session.worker,
@@ -64,12 +76,15 @@ class BambooPipelineEngine(PipelineEngine):
             timeout_seconds=_OPERATION_TIMEOUT_SECONDS,
             device=self.device,
         )
-        self.host = StageHost(self, grid=grid, exchange=self._exchange, gate=self._gate)
+        self._stage_host = StageHost(self, grid=grid, exchange=self._exchange, gate=self._gate)
         self.evaluated_micro_batches = self.micro_batches
+        self._evaluation_factory: DataFactory | None = None
         self.last_losses: list[Any] = []
         self._take_over_stock_state(grid)
         self._seed = self._agreed_seed()
         self.iteration_end = IterationEnd(self)
+        limit = session.config.redundancy.memory_limit_gigabytes
+        self.host_offload = HostOffload(device=self.device, limit_bytes=None if limit is None else int(limit * 2**30))
         self.executor = Executor(
             self,
             host=self.host,
@@ -78,9 +93,18 @@ class BambooPipelineEngine(PipelineEngine):
             seed=self._seed,
             before=self._before_instruction,
             after=self._after_instruction,
+            offload=self._offloading,
         )
         self.failover = Failover(self)
+        self._place_data()
         self.placement = self._enter_first_epoch(grid)
+
+    @property
+    def host(self) -> StageHost:
+        """The stages that this worker holds. Raises RuntimeError while stock is still building the engine."""
+        if self._stage_host is None:
+            raise RuntimeError("the engine is not ready")
+        return self._stage_host
 
     # ---- what users see -------------------------------------------------------------------------------
 
@@ -135,10 +159,14 @@ class BambooPipelineEngine(PipelineEngine):
         return _combined_digest([parts[str(coordinate)] for coordinate in self.job_grid])
 
     def close(self) -> None:
-        """Leave the job after a last agreement that everybody is done. Called at the end of the script."""
-
+        """Leave the job after a last agreement that everybody is done. Called when the script ends; once is enough."""
+        if self.session.closed:
+            return
         self.barrier()
         self.session.coordinator.finish({"step": self.global_steps})
+        # The first worker's last messages must be out before its process is.
+        with contextlib.suppress(PeerLostError):
+            self.links.drain()
         self.links.close()
         self.session.close()
 
@@ -147,32 +175,80 @@ class BambooPipelineEngine(PipelineEngine):
     def set_dataloader(self, loader: Any) -> None:
         """Every worker keeps its own copy of the data position, since it may inherit the first or last stage."""
         self.training_dataloader = loader
-        self.source.set_iterator(iter(loader))
-        self.data_iterator = self.source.iterator
+        self.data_iterator = iter(loader)
+        self.data.set_iterator(self.data_iterator)
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """See :meth:`set_dataloader`."""
         self.training_dataloader = None
-        self.source.set_iterator(iterator)
+        self.data.set_iterator(iterator)
         self.data_iterator = iterator
 
+    def set_data_source(self, training: DataFactory, *, evaluation: DataFactory | None = None) -> None:
+        """Say where the data of any pipeline come from, for when this worker hosts stages of another pipeline.
+
+        ``training(pipeline, step)`` returns an iterator over that pipeline's micro-batches from global step
+        ``step`` on. ``evaluation`` the same for what ``eval_batch`` reads in ``step``. Called on every rank,
+        before training. An iterator passed to ``train_batch`` or ``eval_batch`` is still used for the pipeline in
+        which this worker started. Needed with several pipelines of one stage, and after a loss that leaves a
+        worker with another pipeline's first or last stage; with ``training_data`` the engine does it by itself.
+        """
+        self.data.set_factory(training)
+        self._evaluation_factory = evaluation
+
     def _next_batch(self) -> Any:
-        batch = self.source.get(self.next_micro_batch, transform=self.batch_fn)
-        if self.needs_data():
-            self.source.check_complete(batch, worker=self.session.worker)
+        active = self.host.active
+        if active is None:
+            raise RuntimeError("no stage is active")
+        pipeline = active.coordinate.pipeline
+        data = self.data if self.evaluation_data is None else self.evaluation_data
+        if not data.has(pipeline) and (self.is_first_stage() or pipeline != self.home):
+            raise missing_data(
+                worker=self.session.worker, pipeline=pipeline, home=self.home, why=f"hosts {active.coordinate}"
+            )
+        batch = data.get(pipeline, self.next_micro_batch, step=self.global_steps, transform=self.batch_fn)
+        if self.evaluation_data is None and self.needs_data():
+            check_complete(batch, worker=self.session.worker)
         return batch
 
     def needs_data(self) -> bool:
         """True when this worker hosts or shadows a first or last stage and redundancy is on."""
-        if self.host is None or not self.protects:
-            return False
-        ends = (0, self.num_stages - 1)
-        return any(replica.coordinate.stage in ends for replica in self.host.replicas())
+        return self.protects and bool(self._ends())
+
+    def _ends(self) -> list[Coordinate]:
+        """The first and last stages that this worker hosts or shadows."""
+        held = [] if self._stage_host is None else [replica.coordinate for replica in self.host.replicas()]
+        return [coordinate for coordinate in held if coordinate.stage in (0, self.num_stages - 1)]
+
+    def _require_data(self) -> None:
+        """Raise ConfigError now, rather than in a failover, for data that this worker may come to need."""
+        for coordinate in self._ends() if self.protects else ():
+            if not self.data.has(coordinate.pipeline):
+                raise missing_data(
+                    worker=self.session.worker,
+                    pipeline=coordinate.pipeline,
+                    home=self.home,
+                    why=f"hosts or shadows {coordinate}",
+                )
 
     @property
     def protects(self) -> bool:
         """True when this job keeps shadows."""
         return self.session.config.redundancy.mode != "off"
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """As stock's. Reductions and steps of several stages interleave, so the one flag of stock can't tell."""
+        running = self.host is not None and self.iteration_end.is_running
+        return running or bool(super().is_gradient_accumulation_boundary())
+
+    def _report_progress(self, step: int) -> None:
+        if self._stage_host is None or self.is_shown(self.host.active):
+            super()._report_progress(step)
+
+    def is_shown(self, replica: StageReplica | None) -> bool:
+        """True for the one replica of this worker that stands for it on the console and in monitors."""
+        owners = self.host.owners()
+        return bool(owners) and replica is owners[0]
 
     def stock_forward(self, buffer_id: int) -> None:
         """Stock's forward of the active stage."""
@@ -183,21 +259,17 @@ class BambooPipelineEngine(PipelineEngine):
         super()._exec_backward_pass(buffer_id)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
-        if self.host is None:
-            raise RuntimeError("the engine is not ready")
         if torch.is_grad_enabled():
             self._train_iteration()
         else:
-            self._evaluate(pipe_schedule.num_micro_batches)
+            raise RuntimeError("evaluation goes through eval_batch")
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Any:
         """As stock's, and surviving losses: returns the mean loss of the batch on every worker."""
         started = time.perf_counter()
         if data_iter is not None:
             self.set_dataiterator(data_iter)
-        if self.needs_data():
-            ends = [str(r.coordinate) for r in self.host.replicas() if r.coordinate.stage in (0, self.num_stages - 1)]
-            self.source.require(worker=self.session.worker, why=f"hosts or shadows {', '.join(ends)}")
+        self._require_data()
         for replica in self.host.replicas():
             with self.host.hosting(replica):
                 self.module.train()
@@ -213,6 +285,27 @@ class BambooPipelineEngine(PipelineEngine):
             seconds=time.perf_counter() - started,
         )
         return loss
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """As stock's, and surviving losses: an evaluation that a loss interrupts is done again from its start."""
+        micro_batches = self.micro_batches if num_micro_batches is None else num_micro_batches
+        request = EvaluationRequest(micro_batches, return_logits, compute_loss, reduce_output, bcast_loss)
+        data = PipelineData(self.home)
+        data.set_iterator(data_iter)
+        data.set_factory(self._evaluation_factory)
+        self.evaluation_data = data
+        try:
+            return evaluate(self, request)
+        finally:
+            self.evaluation_data = None
 
     def _aggregate_total_loss(self) -> torch.Tensor:
         return aggregate_losses(self)
@@ -242,6 +335,7 @@ class BambooPipelineEngine(PipelineEngine):
     def _train_iteration(self) -> None:
         for replica in self.host.replicas():
             replica.start_iteration()
+            self.host.empty_buffers(replica)
             with self.host.hosting(replica):
                 self._reserve_pipe_buffers(self.micro_batches)
                 self.fwd_outputs = []
@@ -249,7 +343,7 @@ class BambooPipelineEngine(PipelineEngine):
         self.last_losses = agreed_losses(self)
         self.iteration_end.forget()
         self.failover.log_if_any()
-        self.source.forget()
+        self.data.forget()
         self._activate_first()
         self.failover.protect_again()
 
@@ -257,32 +351,12 @@ class BambooPipelineEngine(PipelineEngine):
         if not self.activity.rounds:
             context = self.context(training=True, micro_batches=self.micro_batches)
             self._strike_if_scripted("idle", context)
-            for instruction in self._program(training=True).program(self.session.worker):
+            for instruction in self.program(training=True).program(self.session.worker):
                 if instruction.coordinate is not None:
                     self.executor.execute(instruction, context)
                 elif instruction.op is not Op.STEP:
                     self.iteration_end.execute(instruction, context)
         self.iteration_end.step(self.context(training=True, micro_batches=self.micro_batches))
-
-    def _evaluate(self, micro_batches: int) -> None:
-        def body() -> None:
-            if self.activity.rounds:
-                return
-            for replica in self.host.owners():
-                self.host.restart(replica, micro_batches=micro_batches, training=False)
-            context = self.context(training=False, micro_batches=micro_batches)
-            with torch.no_grad():
-                for instruction in self._program(training=False).program(self.session.worker):
-                    self.executor.execute(instruction, context)
-            self.activity.rounds.append(self.agree({"losses": stage_losses(self, outputs=True)}))
-
-        self.evaluated_micro_batches = micro_batches
-        self.perform("evaluate", body)
-        self.last_losses = agreed_losses(self)
-        for replica in self.host.replicas():
-            replica.micro_offset += micro_batches
-            replica.start_iteration()
-        self.source.forget()
 
     def context(self, *, training: bool, micro_batches: int) -> IterationContext:
         """The constants of one pass over a program."""
@@ -294,7 +368,7 @@ class BambooPipelineEngine(PipelineEngine):
             micro_batches=micro_batches,
         )
 
-    def _program(self, *, training: bool) -> Plan:
+    def program(self, *, training: bool) -> Plan:
         if self.activity.planned == self.activity.index and self.activity.plan is not None:
             return self.activity.plan
         if not training:
@@ -323,6 +397,18 @@ class BambooPipelineEngine(PipelineEngine):
         for group in replica.groups:
             group.name_ranks(process_rank)
 
+    def _build_data_iter(self, dataset: Any) -> None:
+        super()._build_data_iter(dataset)
+        self._training_set = dataset
+
+    def _place_data(self) -> None:
+        """Tell what the user gave to ``initialize`` from what belongs to one pipeline only."""
+        given, self.data = self.data, PipelineData(self.home)
+        if self._training_set is not None:
+            self.data.set_factory(data_set_factory(self, self._training_set))
+        else:
+            self.data.set_iterator(given.iterator)
+
     def _agreed_seed(self) -> int:
         configured = self.session.config.seed
         seed = torch.tensor([configured if configured is not None else torch.initial_seed() % 2**63])
@@ -346,6 +432,11 @@ class BambooPipelineEngine(PipelineEngine):
         owners = self.host.owners()
         if owners:
             self.host.activate(owners[0])
+
+    def _offloading(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        if self.session.config.redundancy.offload == "cpu":
+            return self.host_offload.offloading(module)
+        return contextlib.nullcontext()
 
     # ---- collectives and faults -----------------------------------------------------------------------
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deepspeed_bamboo.core.grid import Coordinate
-from deepspeed_bamboo.core.instructions import Instruction, Op
+from deepspeed_bamboo.core.instructions import RECEIVES, Instruction, Op
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.errors import ModelError
 from deepspeed_bamboo.runtime.channel import Message
@@ -21,6 +22,8 @@ from deepspeed_bamboo.runtime.replica import StageReplica, Tensors
 if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 
+_REDUNDANT = frozenset({Op.FRC, Op.BRC})
+
 
 @dataclasses.dataclass(frozen=True)
 class IterationContext:
@@ -31,6 +34,7 @@ class IterationContext:
     step: int
     training: bool
     micro_batches: int
+    for_shadow: bool = False
 
 
 class Executor:
@@ -44,6 +48,7 @@ class Executor:
         seed: the job's seed for forwards.
         before: called before every instruction with the instruction and the replica it concerns.
         after: called after it.
+        offload: wraps a redundant forward of a module; decides where what it keeps for its backward goes.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class Executor:
         seed: int,
         before: Callable[[Instruction, StageReplica], None],
         after: Callable[[Instruction, StageReplica], None],
+        offload: Callable[[torch.nn.Module], AbstractContextManager[None]],
     ) -> None:
         self._engine = engine
         self._host = host
@@ -64,10 +70,13 @@ class Executor:
         self._seed = seed
         self._before = before
         self._after = after
+        self._offload = offload
         self._methods: dict[Op, Callable[[StageReplica, int, IterationContext], None]] = {
             Op.LOAD: self._load,
             Op.FNC: self._forward,
             Op.BNC: self._backward,
+            Op.FRC: self._redundant_forward,
+            Op.BRC: self._backward,
             Op.SEND_ACTIVATION: self._send_activation,
             Op.RECV_ACTIVATION: self._receive_activation,
             Op.SEND_GRAD: self._send_gradient,
@@ -76,15 +85,27 @@ class Executor:
 
     def execute(self, instruction: Instruction, context: IterationContext) -> None:
         """Carry out one instruction of a coordinate. Raises what interrupts a wait, and user errors."""
-        if instruction.coordinate is None or instruction.micro_batch is None:
+        if instruction.micro_batch is None:
             raise ValueError(f"{instruction} is not an instruction of a coordinate")
-        replica = self._host.owned.get(instruction.coordinate)
-        if replica is None:
-            raise RuntimeError(f"{instruction}: worker {self._me} does not host {instruction.coordinate}")
+        replica = self._replica(instruction)
         self._before(instruction, replica)
         self._host.activate(replica)
+        if instruction.to_shadow:
+            context = dataclasses.replace(context, for_shadow=True)
         self._methods[instruction.op](replica, instruction.micro_batch, context)
         self._after(instruction, replica)
+
+    def _replica(self, instruction: Instruction) -> StageReplica:
+        """The replica whose state the instruction uses: the shadow for redundant work and what feeds it."""
+        coordinate = instruction.coordinate
+        if coordinate is None:
+            raise ValueError(f"{instruction} is not an instruction of a coordinate")
+        owned, shadow = self._host.owned.get(coordinate), self._host.shadows.get(coordinate)
+        redundant = instruction.op in _REDUNDANT or (instruction.to_shadow and instruction.op in RECEIVES)
+        replica = shadow if redundant or owned is None else owned
+        if replica is None:
+            raise RuntimeError(f"{instruction}: worker {self._me} holds no replica of {coordinate} for it")
+        return replica
 
     def _load(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
         self._engine.next_micro_batch = micro_batch
@@ -117,6 +138,15 @@ class Executor:
             engine.pipe_buffers["outputs"][micro_batch] = None
         _advance(replica, forwards=micro_batch + 1)
 
+    def _redundant_forward(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
+        """The shadow's forward; its input is what the predecessor, hosted here, has just produced (DESIGN 1)."""
+        before = Coordinate(replica.coordinate.pipeline, replica.coordinate.stage - 1)
+        if replica.coordinate.stage > 0 and self._engine.pipe_buffers["inputs"][micro_batch] is None:
+            outputs = self._host.owned[before].retained_outputs[micro_batch]
+            self._engine.pipe_buffers["inputs"][micro_batch] = _as_inputs(outputs)
+        with self._offload(self._engine.module):
+            self._forward(replica, micro_batch, context)
+
     def _backward(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
         engine = self._engine
         if engine.is_last_stage():
@@ -136,7 +166,7 @@ class Executor:
     def _send_activation(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
         outputs = replica.retained_outputs[micro_batch]
         single = isinstance(outputs, torch.Tensor)
-        receiver = context.placement.owner(Coordinate(replica.coordinate.pipeline, replica.coordinate.stage + 1))
+        receiver = _holder(Coordinate(replica.coordinate.pipeline, replica.coordinate.stage + 1), context)
         self._links.send(
             receiver,
             Message(
@@ -150,17 +180,13 @@ class Executor:
         sender = Coordinate(replica.coordinate.pipeline, replica.coordinate.stage - 1)
         key = _key("activation", sender, micro_batch, context)
         message = self._links.receive(context.placement.owner(sender), key)
-        received = [tensor.to(self._engine.device).detach() for tensor in message.tensors]
-        for index, tensor in enumerate(received):
-            if tensor is message.tensors[index] or tensor.data_ptr() == message.tensors[index].data_ptr():
-                # A tensor of this worker's other coordinate, or a piece of a message: take a copy of its own.
-                received[index] = tensor.clone()
-            received[index].requires_grad = received[index].is_floating_point()
-        self._engine.pipe_buffers["inputs"][micro_batch] = received[0] if message.data else tuple(received)
+        received = tuple(tensor.to(self._engine.device).detach() for tensor in message.tensors)
+        # Copies, since a tensor may be a piece of a message or belong to this worker's other coordinate.
+        self._engine.pipe_buffers["inputs"][micro_batch] = _as_inputs(received[0] if message.data else received)
         _advance(replica, activations_received=micro_batch + 1)
 
     def _send_gradient(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
-        receiver = context.placement.owner(Coordinate(replica.coordinate.pipeline, replica.coordinate.stage - 1))
+        receiver = _holder(Coordinate(replica.coordinate.pipeline, replica.coordinate.stage - 1), context)
         self._links.send(
             receiver,
             Message(
@@ -180,7 +206,27 @@ class Executor:
 
 
 def _key(kind: str, sender: Coordinate, micro_batch: int, context: IterationContext) -> str:
-    return f"{context.activity}/{kind}/{sender}/{micro_batch}"
+    suffix = "/shadow" if context.for_shadow else ""
+    return f"{context.activity}/{kind}/{sender}/{micro_batch}{suffix}"
+
+
+def _holder(receiver: Coordinate, context: IterationContext) -> WorkerId:
+    """The worker for which a message to ``receiver`` is meant: its owner, or its shadow's holder."""
+    if not context.for_shadow:
+        return context.placement.owner(receiver)
+    holder = context.placement.shadow(receiver)
+    if holder is None:
+        raise RuntimeError(f"a message for the shadow of {receiver}, which has none: the plan is wrong")
+    return holder
+
+
+def _as_inputs(outputs: Tensors) -> Tensors:
+    """Copies of a stage's outputs as leaves, as a stage that receives them over a channel has them."""
+    single = isinstance(outputs, torch.Tensor)
+    copies = [tensor.clone() for tensor in ([outputs] if isinstance(outputs, torch.Tensor) else outputs)]
+    for tensor in copies:
+        tensor.requires_grad = tensor.is_floating_point()
+    return copies[0] if single else tuple(copies)
 
 
 def _advance(replica: StageReplica, **counts: int) -> None:

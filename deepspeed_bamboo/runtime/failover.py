@@ -14,12 +14,19 @@ from deepspeed_bamboo.coordination import EpochRecord
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.core.placement import Placement
-from deepspeed_bamboo.core.recovery import plan_inference, plan_iteration
-from deepspeed_bamboo.core.schedule import Plan
+from deepspeed_bamboo.core.progress import CoordinateProgress
+from deepspeed_bamboo.core.recovery import (
+    plan_inference,
+    plan_iteration,
+    progress_after_loss,
+    redundant_after_loss,
+)
+from deepspeed_bamboo.core.schedule import Mode, Plan
 from deepspeed_bamboo.core.settlement import Report, Settlement
 from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
+from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.protection import copy_shadows
-from deepspeed_bamboo.runtime.recovery import PauseClock, Recovery, progress_for_plan
+from deepspeed_bamboo.runtime.recovery import PauseClock, Recovery
 from deepspeed_bamboo.runtime.replica import StageReplica
 from deepspeed_bamboo.runtime.world import replace_default_group
 
@@ -32,9 +39,10 @@ class Failover:
 
     def __init__(self, engine: BambooPipelineEngine) -> None:
         self._engine = engine
+        links: Links = engine.links
         self._recovery = Recovery(
             engine.session,
-            links=engine.links,
+            links=links,
             report=self._report,
             suspicion_seconds=engine.session.config.coordinator.suspicion_limit_seconds,
         )
@@ -43,6 +51,8 @@ class Failover:
         self._lost_at = 0.0
         self._attempts: Counter[tuple[int, Coordinate]] = Counter()
         self._fresh: tuple[Placement, int, Plan] | None = None
+        # The first activity after whose end shadows are rebuilt, the same on every worker.
+        self._protect_from = 0
 
     def attempt(self, coordinate: Coordinate) -> int:
         """How often ``coordinate`` has changed hands in the current step."""
@@ -53,7 +63,8 @@ class Failover:
         engine = self._engine
         key = (engine.placement, engine.micro_batches)
         if self._fresh is None or self._fresh[:2] != key:
-            self._fresh = (*key, plan_iteration(engine.placement, micro_batches=engine.micro_batches))
+            plan = plan_iteration(engine.placement, micro_batches=engine.micro_batches, mode=self._mode)
+            self._fresh = (*key, plan)
         return self._fresh[2]
 
     def enter_world(self, record: EpochRecord) -> None:
@@ -87,12 +98,15 @@ class Failover:
         self, settlement: Settlement, *, before: Placement, after: Placement, taken: list[Coordinate]
     ) -> None:
         engine, activity = self._engine, self._engine.activity
+        # Some workers may have left the boundary before this activity already, others have yet to pass it.
+        self._protect_from = settlement.activity
         activity.adopt(settlement.agreed)
         undecided_here = activity.index == settlement.activity and not activity.rounds
+        progress = self._progress(settlement, before=before, after=after)
         if undecided_here and settlement.kind == "train":
             engine.iteration_end.abandon()
             for coordinate in taken:
-                engine.host.restart(engine.host.owned[coordinate], micro_batches=engine.micro_batches)
+                self._take_over(engine.host.owned[coordinate], progress[coordinate])
         activity.plan = None
         if settlement.decided or settlement.kind not in ("train", "evaluate"):
             return
@@ -100,9 +114,36 @@ class Failover:
         if settlement.kind == "evaluate":
             activity.plan = plan_inference(after, micro_batches=engine.evaluated_micro_batches)
             return
-        progress = progress_for_plan(settlement, before=before, after=after)
-        activity.plan = plan_iteration(after, micro_batches=engine.micro_batches, progress=progress)
+        activity.plan = plan_iteration(
+            after,
+            micro_batches=engine.micro_batches,
+            progress=progress,
+            redundant=redundant_after_loss(before, after, settlement.redundant),
+            mode=self._mode,
+        )
         self._set_targets(settlement, taken)
+
+    def _progress(
+        self, settlement: Settlement, *, before: Placement, after: Placement
+    ) -> dict[Coordinate, CoordinateProgress]:
+        reports = {c: settlement.progress.get(c, CoordinateProgress()) for c in after.grid}
+        redundant = settlement.redundant
+        return progress_after_loss(
+            before,
+            after,
+            reports,
+            redundant_forwards={c: counts.forwards for c, counts in redundant.items()},
+            redundant_backwards={c: counts.backwards for c, counts in redundant.items()},
+        )
+
+    def _take_over(self, replica: StageReplica, progress: CoordinateProgress) -> None:
+        """Start a promoted shadow where its stored redundant work ends."""
+        engine = self._engine
+        if progress.forwards == 0:
+            engine.host.restart(replica, micro_batches=engine.micro_batches)
+        elif progress.backwards == 0:
+            engine.host.forget_gradients(replica)
+        replica.progress = progress
 
     def _set_targets(self, settlement: Settlement, taken: list[Coordinate]) -> None:
         """How far each lost coordinate had been, as its neighbours saw it: when that is redone, it has caught up."""
@@ -160,6 +201,8 @@ class Failover:
         """
         engine, interruption = self._engine, self._engine.session.interruption
         record = interruption.active
+        if engine.activity.index - 1 < self._protect_from:
+            return
         if record is None or not engine.protects or engine.placement.protected(record.members) == engine.placement:
             return
         copied: list[tuple[EpochRecord, Placement]] = []
@@ -210,9 +253,21 @@ class Failover:
         for coordinate in [c for c in engine.host.shadows if c not in listed]:
             del engine.host.shadows[coordinate]
 
+    @property
+    def _mode(self) -> Mode:
+        return Mode(self._engine.session.config.redundancy.mode)
+
     def _report(self) -> Report:
         engine = self._engine
-        return engine.activity.report({replica.coordinate: replica.progress for replica in engine.host.owners()})
+        redundant = {}
+        for coordinate, replica in engine.host.shadows.items():
+            stored = replica.progress
+            if replica.mirrored and stored.backwards:
+                # Its gradients are the owner's reduced ones now, which can't be reduced once more.
+                stored = CoordinateProgress()
+            redundant[coordinate] = stored
+        owned = {replica.coordinate: replica.progress for replica in engine.host.owners()}
+        return engine.activity.report(owned, redundant=redundant)
 
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         engine = self._engine

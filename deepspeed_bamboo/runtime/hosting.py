@@ -153,6 +153,17 @@ class StageHost:
         self.owned[coordinate] = replica
         return replica
 
+    def empty_buffers(self, replica: StageReplica) -> None:
+        """Drop inputs, labels, outputs and graphs; stored redundant forwards with them."""
+        buffers = self._engine.pipe_buffers if replica is self._active else replica.attributes["pipe_buffers"]
+        for slots in buffers.values():
+            slots[:] = [None] * len(slots)
+
+    def forget_gradients(self, replica: StageReplica) -> None:
+        """Drop accumulated gradients, but keep stored forwards."""
+        with self.hosting(replica):
+            clear_gradients(self._engine.optimizer, self._engine.module)
+
     def restart(self, replica: StageReplica, *, micro_batches: int, training: bool = True) -> None:
         """Set a replica back to the start of an activity: no losses, no progress, and (training) no gradients."""
         replica.start_iteration()
@@ -164,8 +175,7 @@ class StageHost:
             self._engine.total_loss = None
             self._engine.total_additional_losses = None
             self._engine.fwd_outputs = []
-            for buffers in self._engine.pipe_buffers.values():
-                buffers[:] = [None] * len(buffers)
+            self.empty_buffers(replica)
 
     def name_ranks(self, process_rank: int) -> None:
         """Tell torch the group ranks again, after the default process group was replaced."""

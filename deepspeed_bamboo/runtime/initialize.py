@@ -79,7 +79,7 @@ def _validate(settings: Mapping[str, Any], arguments: Mapping[str, Any], config:
         settings,
         model=kind,
         model_name=type(model).__name__,
-        stages=model.num_pipeline_stages() if kind is ModelKind.PIPELINE else None,
+        stages=model.num_pipeline_stages() if isinstance(model, PipelineModule) else None,
         world_size=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
         optimizer=source,
         parameter_groups_given=grouped,

@@ -17,10 +17,12 @@ class EpochChangedError(Exception):
 class PeerLostError(Exception):
     """A transfer with ``peer`` failed before any new epoch was seen. Handled by recovery, never by users."""
 
-    def __init__(self, peer: str, cause: str) -> None:
+    def __init__(self, peer: str, cause: str, *, farewell: bool = False) -> None:
+        """``farewell``: the peer is alive and has dropped the channel itself, since it knows of a new epoch."""
         super().__init__(f"transfer with worker {peer} failed: {cause}")
         self.peer = peer
         self.cause = cause
+        self.farewell = farewell
 
 
 class Interruption:

@@ -32,6 +32,11 @@ class IterationEnd:
         self._running: CallSet | None = None
         self._step_calls: CallSet | None = None
 
+    @property
+    def is_running(self) -> bool:
+        """True while stock code reduces or steps."""
+        return self._running is not None
+
     def current_call(self) -> SuspendedCall | None:
         """The suspended call whose stock code is running right now."""
         return None if self._running is None else self._running.current
@@ -92,6 +97,8 @@ class IterationEnd:
         self._engine.links.drain()
         for replica in self._engine.host.replicas():
             replica.start_iteration()
+            self._engine.host.empty_buffers(replica)
+        self._engine.host_offload.start_iteration()
 
     def _remember_gradients(self) -> None:
         host = self._engine.host
@@ -147,12 +154,14 @@ class IterationEnd:
             values = [tensor.to(engine.device) for tensor in message.tensors]
             accept_gradients(engine.optimizer, engine.module, values[:count], flags)
             replica.pending_buffers = values[count:]
+            replica.mirrored = True
         host.save()
 
     def _commit(self) -> None:
         engine = self._engine
         # Before the step: an iterator may look at the engine's global step.
-        engine.source.complete(engine.micro_batches, transform=engine.batch_fn)
+        if engine.protects:
+            engine.data.complete(engine.micro_batches, step=engine.global_steps, transform=engine.batch_fn)
         self._step_calls = CallSet(engine.host, engine.host.replicas(), self._take_step, device=engine.device)
         self._advance(self._step_calls, None)
         value = {"contributions": self._contributions(self._step_calls), "losses": stage_losses(engine)}
@@ -170,22 +179,12 @@ class IterationEnd:
             self._running = None
 
     def _take_step(self) -> None:
-        """Stock's step of the active replica; only the first owned one writes to the monitor and the console."""
+        """Stock's step of the active replica; only the first owned one writes to the monitor."""
         engine = self._engine
-        active = engine.host.active
-        owners = engine.host.owners()
-        if owners and active is owners[0]:
+        if engine.is_shown(engine.host.active):
             engine._exec_optimizer_step()
-            return
-        rank = engine.global_rank
-        engine._force_grad_boundary = True
-        try:
-            # A rank that is not 0 keeps stock from reporting the same step once more.
-            engine.global_rank = -1
+        else:
             engine._take_model_step(None)
-        finally:
-            engine.global_rank = rank
-            engine._force_grad_boundary = False
 
 
 def _apply_buffers(replica: StageReplica) -> None:

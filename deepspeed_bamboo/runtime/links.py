@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
-from torch import distributed as torch_distributed
 
 from deepspeed_bamboo.coordination import Member
 from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.runtime.c10d import c10d
 from deepspeed_bamboo.runtime.channel import Channel, Message
 from deepspeed_bamboo.runtime.interruption import Interruption, PeerLostError
 from deepspeed_bamboo.runtime.lanes import DeviceLanes
@@ -80,7 +80,7 @@ class Links:
         host = self._members[self._order[0]]
         pair = sorted((self._me, peer), key=self._order.index)
         # One client per thread: a thread that waits in a client blocks every other use of it.
-        store = torch_distributed.TCPStore(
+        store = c10d.TCPStore(
             host.address,
             host.store_port,
             is_master=False,
@@ -90,13 +90,13 @@ class Links:
         first = pair[0] == self._me
         name = f"{self._name}/{pair[0]}/{pair[1]}"
         return Channel(
-            torch_distributed.PrefixStore(name, store),
+            c10d.PrefixStore(name, store),
             first=first,
             peer=peer,
             interruption=self._interruption,
             timeout_seconds=self._timeout_seconds,
             lanes=DeviceLanes(
-                torch_distributed.PrefixStore(f"{name}/lanes", store),
+                c10d.PrefixStore(f"{name}/lanes", store),
                 first=first,
                 device=self._device,
                 interruption=self._interruption,

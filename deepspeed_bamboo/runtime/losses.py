@@ -13,24 +13,21 @@ if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 
 
-def stage_losses(engine: BambooPipelineEngine, *, outputs: bool = False) -> dict[Coordinate, Any]:
-    """What this worker's last stages contribute: mean loss and additional losses, or (``outputs``) every forward's."""
+def stage_losses(engine: BambooPipelineEngine) -> dict[Coordinate, Any]:
+    """What this worker's last stages contribute to an iteration: mean loss and additional losses."""
     result: dict[Coordinate, Any] = {}
     host = engine.host
     for replica in host.owners():
         host.activate(replica)
         if not engine.is_last_stage():
             continue
-        if outputs:
-            result[replica.coordinate] = [_to_host(value) for value in engine.fwd_outputs]
-            continue
         additional = engine.total_additional_losses
         result[replica.coordinate] = (
-            _to_host(engine._scale_loss_by_gas(engine.total_loss)),
+            to_host(engine._scale_loss_by_gas(engine.total_loss)),
             None
             if additional is None
             else OrderedDict(
-                (name, _to_host(engine._scale_loss_by_gas(value.clone().detach())))
+                (name, to_host(engine._scale_loss_by_gas(value.clone().detach())))
                 for name, value in additional.items()
             ),
         )
@@ -53,26 +50,35 @@ def aggregate_losses(engine: BambooPipelineEngine) -> torch.Tensor:
     losses = engine.last_losses
     own_pipeline = engine.host.owners()[0].coordinate.pipeline if engine.host.owners() else 0
     engine.dp_group_loss = losses[own_pipeline][0].to(engine.device)
-    mean = _mean([loss for loss, _ in losses])
+    mean = mean_over_pipelines([loss for loss, _ in losses])
     additional = [extra for _, extra in losses]
     engine.agg_additional_losses = None
     if additional[0] is not None:
         engine.agg_additional_losses = OrderedDict(
-            (name, _mean([extra[name] for extra in additional]).to(engine.device)) for name in additional[0]
+            (name, mean_over_pipelines([extra[name] for extra in additional]).to(engine.device))
+            for name in additional[0]
         )
-    return mean.to(engine.device)
+    aggregated: torch.Tensor = mean.to(engine.device)
+    return aggregated
 
 
-def _mean(values: list[torch.Tensor]) -> torch.Tensor:
+def mean_over_pipelines(values: list[Any]) -> Any:
+    """Mean of what the pipelines contributed, in pipeline order; lists element by element."""
+    if len(values) == 1:
+        return values[0]
+    if isinstance(values[0], list):
+        return [mean_over_pipelines([value[index] for value in values]) for index in range(len(values[0]))]
     total = values[0].clone()
     for value in values[1:]:
         total += value
-    return total / len(values) if len(values) > 1 else total
+    total /= len(values)
+    return total
 
 
-def _to_host(value: Any) -> Any:
+def to_host(value: Any) -> Any:
+    """Copies of tensors on the host, inside lists too."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, (list, tuple)):
-        return torch.stack([item.detach().to("cpu") for item in value])
+        return [to_host(item) for item in value]
     return value

@@ -1,4 +1,4 @@
-"""The micro-batches of the running iteration: pulled once from the user's iterator, kept until it is committed."""
+"""The micro-batches of the running iteration: pulled once from an iterator, kept until the iteration is committed."""
 
 from __future__ import annotations
 
@@ -7,58 +7,134 @@ from typing import Any
 
 from deepspeed_bamboo.errors import ConfigError
 
+DataFactory = Callable[[int, int], Iterator[Any]]
+"""From a pipeline and a global step to an iterator over that pipeline's micro-batches from that step on."""
+
+Transform = Callable[[Any], Any] | None
+
 
 class MicroBatchSource:
-    """Pulls from the user's iterator in order and remembers what an iteration has pulled.
+    """Pulls from an iterator in order and remembers what an iteration has pulled.
 
     A retried or taken-over micro-batch is therefore the same object, and the iterator advances exactly
     once per micro-batch and committed iteration, on every worker (DESIGN 6: sample order).
     """
 
-    def __init__(self) -> None:
-        self._iterator: Iterator[Any] | None = None
-        self._pulled: list[Any] = []
-
-    def set_iterator(self, iterator: Iterator[Any] | None) -> None:
-        """Use ``iterator`` from the next micro-batch on."""
+    def __init__(self, iterator: Iterator[Any] | None = None) -> None:
         self._iterator = iterator
+        self._pulled: list[Any] = []
 
     @property
     def iterator(self) -> Iterator[Any] | None:
         """The iterator in use."""
         return self._iterator
 
-    def get(self, micro_batch: int, *, transform: Callable[[Any], Any] | None = None) -> Any:
+    def set_iterator(self, iterator: Iterator[Any] | None) -> None:
+        """Use ``iterator`` from the next micro-batch on."""
+        self._iterator = iterator
+
+    def get(self, micro_batch: int, *, transform: Transform = None) -> Any:
         """Micro-batch number ``micro_batch`` of this iteration. Raises what the iterator raises."""
         while len(self._pulled) <= micro_batch:
             batch = next(self._iterator) if self._iterator is not None else None
             self._pulled.append(transform(batch) if transform is not None else batch)
         return self._pulled[micro_batch]
 
-    def complete(self, micro_batches: int, *, transform: Callable[[Any], Any] | None = None) -> None:
-        """Pull what this worker did not need of an iteration, so that every worker's iterator agrees."""
-        if micro_batches and self._iterator is not None:
-            self.get(micro_batches - 1, transform=transform)
-
     def forget(self) -> None:
         """The iteration is committed: the next micro-batch is number 0 of the next one."""
         self._pulled.clear()
 
-    def require(self, *, worker: str, why: str) -> None:
-        """Raise ConfigError when this worker may need data and has no iterator."""
-        if self._iterator is None:
-            raise ConfigError(
-                f"worker {worker} got no data iterator, but it {why}; with bamboo.redundancy on, every worker must "
-                "be able to take over the first and the last stage. Pass the same iterator to train_batch() on "
-                "every rank (or training_data to initialize), or set bamboo.redundancy.mode to \"off\"."
-            )
 
-    def check_complete(self, batch: Any, *, worker: str) -> None:
-        """Raise ConfigError for a batch without inputs or labels, which another stage's owner would train on."""
-        if batch is None or len(batch) < 2 or batch[0] is None or batch[1] is None:
-            missing = "inputs" if batch is None or not len(batch) or batch[0] is None else "labels"
-            raise ConfigError(
-                f"worker {worker}: the data iterator yields no {missing}, but this worker must be able to take over "
-                "the first and the last stage. Yield (inputs, labels) on every rank, or set "
-                "bamboo.redundancy.mode to \"off\"."
-            )
+class PipelineData:
+    """The micro-batches of every pipeline that a worker may have to feed.
+
+    The user's iterator belongs to ``home``, the pipeline in which this worker started. The data of other
+    pipelines, and of ``home`` when there is no iterator, come from a factory, which positions by global step:
+    so only a source that is used advances, and one that was not starts again at the right step.
+    """
+
+    def __init__(self, home: int) -> None:
+        self._home = home
+        self._user = MicroBatchSource()
+        self._factory: DataFactory | None = None
+        self._made: dict[int, tuple[int, MicroBatchSource]] = {}
+
+    @property
+    def iterator(self) -> Iterator[Any] | None:
+        """The user's iterator."""
+        return self._user.iterator
+
+    @property
+    def covers_every_pipeline(self) -> bool:
+        """True when there is a factory."""
+        return self._factory is not None
+
+    def set_iterator(self, iterator: Iterator[Any] | None) -> None:
+        """Use the user's ``iterator`` for the home pipeline from the next micro-batch on."""
+        self._user.set_iterator(iterator)
+
+    def set_factory(self, factory: DataFactory | None) -> None:
+        """Use ``factory`` from the next iteration on."""
+        self._factory = factory
+        self._made.clear()
+
+    def has(self, pipeline: int) -> bool:
+        """True when there is data for ``pipeline``."""
+        return self._factory is not None or (pipeline == self._home and self._user.iterator is not None)
+
+    def get(self, pipeline: int, micro_batch: int, *, step: int, transform: Transform = None) -> Any:
+        """Micro-batch ``micro_batch`` of ``pipeline`` in ``step``. Raises what iterator or factory raise."""
+        return self._source(pipeline, step).get(micro_batch, transform=transform)
+
+    def complete(self, micro_batches: int, *, step: int, transform: Transform = None) -> None:
+        """Pull what this worker did not need of ``step``, so that every worker's iterator agrees."""
+        if not micro_batches:
+            return
+        if self._user.iterator is not None:
+            self._user.get(micro_batches - 1, transform=transform)
+        for pipeline, (made_for, source) in list(self._made.items()):
+            if made_for == step:
+                source.get(micro_batches - 1, transform=transform)
+                self._made[pipeline] = (step + 1, source)
+
+    def forget(self) -> None:
+        """The iteration is committed: the next micro-batch is number 0 of the next one."""
+        self._user.forget()
+        for _, source in self._made.values():
+            source.forget()
+
+    def _source(self, pipeline: int, step: int) -> MicroBatchSource:
+        if pipeline == self._home and self._user.iterator is not None:
+            return self._user
+        made_for, source = self._made.get(pipeline, (None, None))
+        if source is None or made_for != step:
+            iterator = self._factory(pipeline, step) if self._factory is not None else None
+            source = MicroBatchSource(iterator)
+            self._made[pipeline] = (step, source)
+        return source
+
+
+def missing_data(*, worker: str, pipeline: int, home: int, why: str) -> ConfigError:
+    """The error for a worker that ``why`` (hosts or shadows an end of ``pipeline``) and has no data for it."""
+    if pipeline == home:
+        return ConfigError(
+            f"worker {worker} got no data iterator, but it {why}; with bamboo.redundancy on, every worker must "
+            "be able to take over the first and the last stage. Pass the same iterator to train_batch() on "
+            'every rank (or training_data to initialize), or set bamboo.redundancy.mode to "off".'
+        )
+    return ConfigError(
+        f"worker {worker} {why}, but its data iterator is that of pipeline {home}. Tell the engine where the data "
+        f"of pipeline {pipeline} come from: engine.set_data_source(lambda pipeline, step: iterator), called on every "
+        "rank before training; or pass training_data to initialize, which every pipeline can be fed from."
+    )
+
+
+def check_complete(batch: Any, *, worker: str) -> None:
+    """Raise ConfigError for a batch without inputs or labels, which another stage's owner would train on."""
+    if batch is None or len(batch) < 2 or batch[0] is None or batch[1] is None:
+        missing = "inputs" if batch is None or not len(batch) or batch[0] is None else "labels"
+        raise ConfigError(
+            f"worker {worker}: the data iterator yields no {missing}, but this worker must be able to take over "
+            "the first and the last stage. Yield (inputs, labels) on every rank, or set "
+            'bamboo.redundancy.mode to "off".'
+        )

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from deepspeed_bamboo.coordination import EpochRecord
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement, WorkerId
-from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.core.settlement import Report, Settlement, settle
 from deepspeed_bamboo.errors import BambooError, ExpelledError
 from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.session import WorkerSession
+
+# Watches tell of new epochs at once; this bounds the damage of a lost one.
+_LOOK_AGAIN_SECONDS = 0.5
 
 
 @dataclass
@@ -105,6 +107,9 @@ class Recovery:
         """Wait for an epoch without the silent peer; propose it when nobody else does."""
         interruption = self._session.interruption
         epoch = interruption.epoch
+        if cause.farewell:
+            self._await_epoch()
+            return
         self._session.coordinator.report_suspicion(
             epoch, reporter=self._session.worker, suspect=cause.peer, reason=cause.cause
         )
@@ -120,6 +125,18 @@ class Recovery:
             interruption.announce_failure(failure)
             interruption.check()
         interruption.announce_epoch(record)
+
+    def _await_epoch(self) -> None:
+        """A live peer knows of a newer epoch: wait until it is seen here too, looking for it in between."""
+        interruption = self._session.interruption
+        while True:
+            try:
+                interruption.wait_until(lambda: False, timeout_seconds=_LOOK_AGAIN_SECONDS)
+            except EpochChangedError:
+                return
+            record = self._session.coordinator.epoch()
+            if record is not None:
+                interruption.announce_epoch(record)
 
     def _exchange_reports(self, record: EpochRecord) -> dict[WorkerId, Report]:
         """Publish this worker's report; wait for everybody's."""
@@ -176,16 +193,3 @@ def tensor_peers(placement: Placement, worker: WorkerId) -> tuple[WorkerId, ...]
     pairs.update((owners[coordinate], holder) for coordinate, holder in placement.shadows)
     both = pairs | {(b, a) for a, b in pairs}
     return tuple(sorted({b for a, b in both if a == worker} - {worker}))
-
-
-def progress_for_plan(
-    settlement: Settlement, *, before: Placement, after: Placement
-) -> dict[Coordinate, CoordinateProgress]:
-    """Where each coordinate goes on: survivors where they were, a new owner at the start of the iteration."""
-    kept = {}
-    for coordinate in after.grid:
-        if after.owner(coordinate) == before.owner(coordinate):
-            kept[coordinate] = settlement.progress.get(coordinate, CoordinateProgress())
-        else:
-            kept[coordinate] = CoordinateProgress()
-    return kept

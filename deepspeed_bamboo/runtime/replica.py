@@ -71,11 +71,12 @@ class StageReplica:
     attributes: dict[str, Any]
     groups: list[LogicalGroup]
     micro_offset: int = 0
-    progress: CoordinateProgress = CoordinateProgress()
+    progress: CoordinateProgress = field(default_factory=CoordinateProgress)
     retained_outputs: dict[int, Tensors] = field(default_factory=dict)
     retained_gradients: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     received_gradients: dict[int, Tensors | list[torch.Tensor]] = field(default_factory=dict)
     losses: dict[int, Any] = field(default_factory=dict)
+    mirrored: bool = False
     pending_buffers: list[torch.Tensor] | None = None
     before_reduction: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
@@ -88,6 +89,7 @@ class StageReplica:
         self.progress = CoordinateProgress()
         for kept in (self.retained_outputs, self.retained_gradients, self.received_gradients, self.losses):
             kept.clear()
+        self.mirrored = False
         self.pending_buffers = None
         self.before_reduction = None
 

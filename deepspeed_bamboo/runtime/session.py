@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch import distributed as torch_distributed
-
 from deepspeed_bamboo.config import BambooConfig
 from deepspeed_bamboo.coordination import Change, EpochRecord, JobCoordinator, Member, Registration
 from deepspeed_bamboo.errors import BambooError, ConfigError
 from deepspeed_bamboo.events import EventLog
 from deepspeed_bamboo.faults import Fault, FaultScript
+from deepspeed_bamboo.runtime.c10d import c10d
 from deepspeed_bamboo.runtime.interruption import Interruption
 
 
@@ -75,11 +74,12 @@ class WorkerSession:
         self.faults = FaultScript.of_job(config.faults)
         self.events = EventLog(config.event_log, identity.worker)
         # Rendezvous server of every epoch in which this worker is the first one.
-        self.store = torch_distributed.TCPStore(
+        self.store = c10d.TCPStore(
             identity.address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
         self._registration: Registration | None = None
         self._watch: Any = None
+        self.closed = False
 
     @property
     def worker(self) -> str:
@@ -130,6 +130,7 @@ class WorkerSession:
 
     def close(self) -> None:
         """Withdraw and stop watching. The job goes on without this worker."""
+        self.closed = True
         if self._watch is not None:
             self._watch.stop()
         if self._registration is not None:

@@ -51,6 +51,17 @@ class Collector(Generic[T]):
                 self._changed.wait(remaining)
 
 
+def stretched(seconds: float) -> float:
+    """``seconds`` on an idle machine, in the time that the same work takes on this one at this moment.
+
+    Limits on durations are meant for a machine of one's own; a shared one is measured first.
+    """
+    start, used = time.monotonic(), time.thread_time()
+    while time.thread_time() - used < 0.02:
+        sum(range(1000))
+    return seconds * max(1.0, (time.monotonic() - start) / 0.02)
+
+
 def wait_until(condition: Callable[[], bool], *, within_seconds: float = 10.0, what: str = "a condition") -> float:
     """Seconds until ``condition`` was true. Fails the test when it does not come true in time."""
     start = time.monotonic()

@@ -13,13 +13,13 @@ from deepspeed_bamboo.coordination import EpochRecord
 from deepspeed_bamboo.elastic.fork_server import ForkServer
 from deepspeed_bamboo.elastic.harness import Machine, Outcome
 from deepspeed_bamboo.elastic.processes import ProcessIdentity
-from tests.coordination.helpers import alive, wait_until
+from tests.coordination.helpers import alive, stretched, wait_until
 from tests.elastic import workers
 
 
 def epoch_of(machine: Machine, number: int) -> EpochRecord:
     """The job's epoch once it is at least ``number``."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (epoch := machine.coordinator.epoch()) is None or epoch.number < number:
         printed = machine.wait(within_seconds=0).output if time.monotonic() > deadline else ""
         assert time.monotonic() < deadline, f"no epoch {number} but {epoch}; the workers printed\n{printed}"
@@ -29,7 +29,7 @@ def epoch_of(machine: Machine, number: int) -> EpochRecord:
 
 def finish(machine: Machine) -> Outcome:
     machine.coordinator.finish({"by": "the test"})
-    return machine.wait(within_seconds=20)
+    return machine.wait(within_seconds=60)
 
 
 def ranks(epoch: EpochRecord) -> list[int]:
@@ -41,7 +41,7 @@ ALL_WELL = {0: 0, 1: 0, 2: 0, 3: 0}
 
 def test_workers_see_who_they_are(fork_server: ForkServer) -> None:
     with Machine(fork_server, workers.print_environment, workers=2, environment={"BAMBOO_ZONE": "ignored"}) as machine:
-        outcome = machine.wait(within_seconds=20)
+        outcome = machine.wait(within_seconds=60)
         assert outcome.exit_codes == {0: 0, 1: 0}, outcome.output
         for rank in (0, 1):
             seen = dict(line.split("=", 1) for line in outcome.outputs[rank].split())
@@ -56,10 +56,10 @@ def test_workers_see_who_they_are(fork_server: ForkServer) -> None:
 def test_four_agents_and_workers_start_and_end_within_two_seconds(fork_server: ForkServer) -> None:
     start = time.monotonic()
     with Machine(fork_server, workers.trivial, argv=["there"]) as machine:
-        outcome = machine.wait(within_seconds=20)
+        outcome = machine.wait(within_seconds=60)
     assert outcome.exit_codes == ALL_WELL, outcome.output
     assert all(text.strip() == "hello there" for text in outcome.outputs.values()), outcome.output
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < stretched(2)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
@@ -72,7 +72,7 @@ def test_a_killed_worker_is_lost_at_once_and_its_agent_stays(fork_server: ForkSe
         assert epoch.proposer == f"agent of rank {rank}" and "killed by SIGKILL" in epoch.reason
         wait_until(lambda: len(machine.coordinator.progress(1)) == 3, what="all survivors' reports")
         seconds = [report["seen"] - killed for report in machine.coordinator.progress(1).values()]
-        assert max(seconds) < 0.25, f"survivors heard of it after {seconds}"
+        assert max(seconds) < stretched(0.1), f"survivors heard of it after {seconds}"
         wait_until(lambda: len(machine.coordinator.members()) == 3, what="the lost one's key to go")
         assert len(machine.coordinator.agents()) == 4
         outcome = finish(machine)
@@ -86,7 +86,7 @@ def test_a_stopped_worker_is_lost_with_its_lease_and_killed_by_its_agent(fork_se
         pid = machine.worker_pid(2)
         stopped = machine.kill_worker(2, signal.SIGSTOP)
         epoch = epoch_of(machine, 1)
-        assert 0.5 < time.monotonic() - stopped < 4
+        assert 0.5 < time.monotonic() - stopped < stretched(4)
         assert ranks(epoch) == [0, 1, 3] and "no sign of life" in epoch.reason
         wait_until(lambda: not alive(pid), what="the stopped worker's end")
         outcome = finish(machine)
@@ -120,8 +120,8 @@ def test_a_fatal_loss_ends_the_job_and_names_what_is_lost(fork_server: ForkServe
         epoch_of(machine, 0)
         start = machine.kill_worker(1)
         machine.kill_worker(2)
-        outcome = machine.wait(within_seconds=20)
-        assert time.monotonic() - start < 10
+        outcome = machine.wait(within_seconds=60)
+        assert time.monotonic() - start < stretched(10)
     assert outcome.exit_codes == {0: 1, 1: 1, 2: 1, 3: 1}, outcome.output
     lines = re.findall(r"\[bamboo rank 0\] the job ends: (.*)", outcome.output)
     assert len(lines) == 1 and "0.2" in lines[0] and "checkpoint" in lines[0]
@@ -129,9 +129,9 @@ def test_a_fatal_loss_ends_the_job_and_names_what_is_lost(fork_server: ForkServe
 
 def test_an_exception_ends_all_with_its_traceback_once(fork_server: ForkServer) -> None:
     with Machine(fork_server, workers.raise_on_rank_2) as machine:
-        outcome = machine.wait(within_seconds=20)
+        outcome = machine.wait(within_seconds=60)
     assert outcome.exit_codes == {0: 1, 1: 1, 2: 1, 3: 1}, outcome.output
-    assert outcome.seconds < 10
+    assert outcome.seconds < stretched(10)
     assert outcome.output.count("Traceback") == 1
     text = outcome.outputs[2]
     assert "(rank 2)" in text and "ValueError: the user's mistake" in text and "in raise_on_rank_2" in text
@@ -140,22 +140,22 @@ def test_an_exception_ends_all_with_its_traceback_once(fork_server: ForkServer) 
 
 def test_a_failed_worker_that_hangs_at_its_exit_does_not_hold_up_the_end(fork_server: ForkServer) -> None:
     with Machine(fork_server, workers.raise_and_hang_at_exit) as machine:
-        outcome = machine.wait(within_seconds=20)
+        outcome = machine.wait(within_seconds=60)
     assert set(outcome.exit_codes.values()) == {1}, outcome.output
-    assert outcome.seconds < 10
+    assert outcome.seconds < stretched(10)
     assert "RuntimeError: an exit handler will hang" in outcome.outputs[1]
 
 
 def test_an_exit_code_without_a_traceback_is_an_error_of_the_script(fork_server: ForkServer) -> None:
     with Machine(fork_server, workers.leave_with_code_7_on_rank_1) as machine:
-        outcome = machine.wait(within_seconds=20)
+        outcome = machine.wait(within_seconds=60)
     assert set(outcome.exit_codes.values()) == {1}, outcome.output
     assert "ended with exit code 7" in outcome.outputs[1]
 
 
 def test_a_script_that_ends_while_others_need_it_is_named(fork_server: ForkServer) -> None:
     with Machine(fork_server, workers.leave_early_on_rank_1) as machine:
-        outcome = machine.wait(within_seconds=20)
+        outcome = machine.wait(within_seconds=60)
     assert set(outcome.exit_codes.values()) == {1}, outcome.output
     assert "same number of steps" in outcome.output and "Traceback" not in outcome.output
 
@@ -166,8 +166,8 @@ def test_a_signal_to_one_agent_ends_all(fork_server: ForkServer, number: signal.
         epoch_of(machine, 0)
         start = time.monotonic()
         machine.signal_agent(2, number)
-        outcome = machine.wait(within_seconds=20)
-        assert time.monotonic() - start < 3
+        outcome = machine.wait(within_seconds=60)
+        assert time.monotonic() - start < stretched(3)
     assert outcome.exit_codes == {0: 1, 1: 1, 2: 128 + number, 3: 1}, outcome.output
     assert f"{number.name} was sent to the agent of rank 2" in outcome.outputs[2]
     assert "lost" not in outcome.output, "an interruption is no loss"
@@ -178,8 +178,8 @@ def test_a_worker_that_ignores_sigterm_is_killed_in_time(fork_server: ForkServer
         epoch_of(machine, 0)
         start = time.monotonic()
         machine.signal_agent(0, signal.SIGTERM)
-        outcome = machine.wait(within_seconds=20)
-        assert time.monotonic() - start < 8
+        outcome = machine.wait(within_seconds=60)
+        assert time.monotonic() - start < stretched(8)
     assert None not in outcome.exit_codes.values() and 0 not in outcome.exit_codes.values(), outcome.output
 
 
@@ -200,7 +200,7 @@ def test_a_signal_to_worker_and_agent_is_no_loss(fork_server: ForkServer) -> Non
         machine.kill_worker(1, signal.SIGTERM)
         time.sleep(0.05)
         machine.signal_agent(1, signal.SIGTERM)
-        outcome = machine.wait(within_seconds=20)
+        outcome = machine.wait(within_seconds=60)
     assert 0 not in outcome.exit_codes.values(), outcome.output
     assert "lost" not in outcome.output
 
@@ -210,7 +210,7 @@ def test_a_worker_dies_with_its_agent_and_is_missed(fork_server: ForkServer) -> 
         epoch_of(machine, 0)
         pid = machine.worker_pid(1)
         machine.signal_agent(1, signal.SIGKILL)
-        wait_until(lambda: not alive(pid), within_seconds=1, what="the orphan's end")
+        wait_until(lambda: not alive(pid), within_seconds=stretched(1), what="the orphan's end")
         assert ranks(epoch_of(machine, 1)) == [0, 2, 3]
         outcome = finish(machine)
     assert outcome.exit_codes == {0: 0, 1: -9, 2: 0, 3: 0}, outcome.output
@@ -222,7 +222,7 @@ def test_a_suspicion_makes_a_vanished_process_known_before_its_lease_runs_out(fo
         start = time.monotonic()
         machine.signal_agent(1, signal.SIGKILL)
         epoch = epoch_of(machine, 1)
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < stretched(2)
         assert ranks(epoch) == [0, 2, 3] and "connection reset; its machine refuses" in epoch.reason
         outcome = finish(machine)
     assert outcome.exit_codes == {0: 0, 1: -9, 2: 0, 3: 0}, outcome.output
@@ -248,7 +248,7 @@ def test_what_a_killed_worker_leaves_is_removed(fork_server: ForkServer) -> None
         wait_until(lambda: not _session(pid), what="its children to be gone")
         wait_until(lambda: not os.path.exists(f"/dev/shm/torch_{pid}_1_0"), what="its file to be gone")  # noqa: PTH110
         machine.signal_agent(0, signal.SIGTERM)
-        outcome = machine.wait(within_seconds=20)
+        outcome = machine.wait(within_seconds=60)
         for rank in range(4):
             for child in _session(machine.worker_pid(rank)):
                 os.kill(child, signal.SIGKILL)
@@ -275,7 +275,7 @@ def test_a_death_before_the_first_epoch_starts_all_again(fork_server: ForkServer
 
 def test_deaths_at_every_start_end_the_job(fork_server: ForkServer) -> None:
     with Machine(fork_server, workers.die_before_the_first_epoch, argv=["99"]) as machine:
-        outcome = machine.wait(within_seconds=30)
+        outcome = machine.wait(within_seconds=60)
     assert outcome.exit_codes == {0: 1, 1: 1, 2: 1, 3: 1}, outcome.output
     assert "was lost before training began" in outcome.outputs[0] and "killed by SIGKILL" in outcome.outputs[0]
 
@@ -292,7 +292,7 @@ def test_an_outage_longer_than_all_leases_loses_nobody(fork_server: ForkServer) 
         assert len(machine.coordinator.members()) == 4
         killed = machine.kill_worker(3)
         assert ranks(epoch_of(machine, 1)) == [0, 1, 2]
-        assert time.monotonic() - killed < 1, "after the outage losses are noticed as before"
+        assert time.monotonic() - killed < stretched(1), "after the outage losses are noticed as before"
         outcome = finish(machine)
     assert outcome.exit_codes == ALL_WELL, outcome.output
 
@@ -318,7 +318,7 @@ def test_a_killed_etcd_comes_back_and_nobody_is_lost(fork_server: ForkServer) ->
         os.kill(machine.etcd.pid, signal.SIGKILL)
         killed = machine.kill_worker(2)
         assert ranks(epoch_of(machine, 1)) == [0, 1, 3]
-        assert time.monotonic() - killed < 5
+        assert time.monotonic() - killed < stretched(5)
         outcome = finish(machine)
     assert outcome.exit_codes == ALL_WELL, outcome.output
 
@@ -330,8 +330,8 @@ def test_without_a_coordinator_a_signal_still_ends_everything_in_time(fork_serve
         start = time.monotonic()
         for rank in range(4):
             machine.signal_agent(rank, signal.SIGTERM)
-        outcome = machine.wait(within_seconds=20)
-        assert time.monotonic() - start < 10
+        outcome = machine.wait(within_seconds=60)
+        assert time.monotonic() - start < stretched(10)
         assert set(outcome.exit_codes.values()) == {143}, outcome.output
         for rank in range(4):
             assert not alive(machine.worker_pid(rank))
@@ -344,7 +344,7 @@ def test_two_jobs_on_one_coordinator_do_not_disturb_each_other(fork_server: Fork
             epoch_of(one, 0)
             epoch_of(two, 0)
             one.signal_agent(0, signal.SIGTERM)
-            ended = one.wait(within_seconds=20)
+            ended = one.wait(within_seconds=60)
             assert 0 not in ended.exit_codes.values()
             assert epoch_of(two, 0).number == 0
             two.kill_worker(1)

@@ -1,0 +1,88 @@
+"""Where a redundant forward keeps what its backward would need: on the device, or in pinned host memory.
+
+Nearly always it is never needed, so it should not take device memory (Bamboo, section 5.2). Parameters are
+not copied: they are on the device anyway and do not change inside an iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from deepspeed_bamboo.errors import MemoryLimitError
+
+# Smaller tensors cost more to move than they free.
+_SMALLEST_BYTES = 4096
+
+
+class HostOffload:
+    """Moves what autograd saves in a block to pinned host memory, on a copy stream of its own.
+
+    Args:
+        device: the worker's device; on a CPU there is nothing to move.
+        limit_bytes: most that may be kept at once; None for no limit.
+    """
+
+    def __init__(self, *, device: torch.device, limit_bytes: int | None) -> None:
+        self._device = device
+        self._limit_bytes = limit_bytes
+        cuda: Any = torch.cuda
+        self._stream = cuda.Stream(device) if device.type == "cuda" else None
+        self.kept_bytes = 0
+        self.peak_bytes = 0
+
+    @contextmanager
+    def offloading(self, module: torch.nn.Module) -> Iterator[None]:
+        """What autograd saves inside the block, except ``module``'s parameters, goes to the host.
+
+        Raises MemoryLimitError when that would exceed the limit.
+        """
+        if self._stream is None:
+            yield
+            return
+        resident = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+
+        def pack(tensor: torch.Tensor) -> Any:
+            size = tensor.numel() * tensor.element_size()
+            if not tensor.is_cuda or size < _SMALLEST_BYTES or tensor.untyped_storage().data_ptr() in resident:
+                return tensor
+            return self._to_host(tensor, size)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._to_device):
+            yield
+
+    def start_iteration(self) -> None:
+        """What the previous iteration kept has been dropped."""
+        self.kept_bytes = 0
+
+    def _to_host(self, tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.cuda.Event]:
+        self.kept_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.kept_bytes)
+        if self._limit_bytes is not None and self.kept_bytes > self._limit_bytes:
+            raise MemoryLimitError(
+                f"redundant forwards keep {self.kept_bytes / 2**30:.2f} GiB on the host, over "
+                f"bamboo.redundancy.memory_limit_gigabytes = {self._limit_bytes / 2**30:.2f}; raise the limit, use "
+                'fewer or smaller micro-batches, or set bamboo.redundancy.mode to "lazy"'
+            )
+        stream = self._stream
+        if stream is None:
+            raise RuntimeError("offloading needs a CUDA device")
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            host.copy_(tensor, non_blocking=True)
+            copied = stream.record_event()
+        # The allocator must not hand the memory out again before the copy has read it.
+        tensor.record_stream(stream)
+        return host, copied
+
+    def _to_device(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        host, copied = packed
+        torch.cuda.current_stream(self._device).wait_event(copied)
+        restored: torch.Tensor = host.to(self._device, non_blocking=True)
+        return restored

@@ -1,0 +1,174 @@
+"""Policies by name, with the parameters that a scenario gives them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TypeVar
+
+from .clock import to_milliseconds
+from .engine import Policy
+from .errors import ScenarioError
+from .jobs import Job
+from .ledger import Ledger
+from .policies.bamboo import BambooPolicy, BambooRules, Oddities
+from .policies.bounds import OnDemandPolicy, OraclePolicy
+from .policies.dropping import DroppingPolicy
+from .policies.live import LivePolicy
+from .policies.proactive import ProactivePolicy
+from .policies.restarting import CheckpointPolicy, RestartCosts, VarunaPolicy
+from .progress import Progress
+from .scenario import BambooSpec, CheckpointSpec, Scenario
+
+__all__ = ["available_policies", "build_policy"]
+
+_Spec = TypeVar("_Spec")
+
+
+def available_policies(scenario: Scenario) -> list[str]:
+    """The policies that the scenario has parameters for, in the order in which they are shown."""
+    policies = scenario.policies
+    found = [
+        ("on-demand", policies.on_demand),
+        ("checkpoint", policies.checkpoint),
+        ("varuna", policies.varuna),
+        ("dropping", policies.dropping),
+        ("bamboo-published", policies.bamboo),
+        ("bamboo", policies.bamboo),
+        ("deepspeed-bamboo-eager", policies.live),
+        ("deepspeed-bamboo", policies.live),
+        ("deepspeed-bamboo-off", policies.live),
+        ("proactive", policies.proactive),
+        ("oracle", policies),
+    ]
+    return [name for name, spec in found if spec is not None]
+
+
+def build_policy(job: Job, ledger: Ledger, *, policy: str, seed: int) -> Policy:
+    """A policy for one run.
+
+    Raises:
+        ScenarioError: the policy is unknown, or the scenario has no parameters for it.
+    """
+    if policy not in available_policies(job.scenario):
+        raise ScenarioError(
+            f"policy {policy!r} is unknown, or the scenario has no parameters for it; "
+            f"there are {', '.join(available_policies(job.scenario))}"
+        )
+    builders: dict[str, Callable[[], Policy]] = {
+        "on-demand": lambda: _on_demand(job, ledger),
+        "checkpoint": lambda: _checkpoint(job, ledger),
+        "varuna": lambda: _varuna(job, ledger),
+        "dropping": lambda: _dropping(job, ledger),
+        "bamboo-published": lambda: _bamboo(job, ledger, odd=True),
+        "bamboo": lambda: _bamboo(job, ledger, odd=False),
+        "deepspeed-bamboo-eager": lambda: _live(job, ledger, mode="eager"),
+        "deepspeed-bamboo": lambda: _live(job, ledger, mode=None),
+        "deepspeed-bamboo-off": lambda: _live(job, ledger, mode="off"),
+        "proactive": lambda: _proactive(job, ledger, seed),
+        "oracle": lambda: OraclePolicy(_progress(job, ledger, 0), ledger, steps=job.plain_steps),
+    }
+    return builders[policy]()
+
+
+def _progress(job: Job, ledger: Ledger, checkpoint_seconds: float) -> Progress:
+    model = job.scenario.model
+    target = None if job.scenario.run.duration_hours is not None or job.trace is not None else model.steps
+    return Progress(
+        ledger,
+        samples_per_step=model.samples_per_step,
+        target_steps=target,
+        checkpoint_milliseconds=to_milliseconds(checkpoint_seconds),
+    )
+
+
+def _on_demand(job: Job, ledger: Ledger) -> Policy:
+    spec = _given(job.scenario.policies.on_demand)
+    step = round(spec.step_milliseconds)
+    return OnDemandPolicy(_progress(job, ledger, 0), ledger, machines=spec.machines, step_milliseconds=step)
+
+
+def _restart_costs(spec: CheckpointSpec) -> RestartCosts:
+    return RestartCosts(
+        spec.restart_seconds, spec.restore_seconds, 1.0 + spec.stall_seconds / spec.checkpoint_seconds
+    )
+
+
+def _checkpoint(job: Job, ledger: Ledger) -> Policy:
+    spec = _given(job.scenario.policies.checkpoint)
+    progress = _progress(job, ledger, spec.checkpoint_seconds)
+    return CheckpointPolicy(
+        progress, ledger, costs=_restart_costs(spec), steps=job.plain_steps, stages=spec.stages
+    )
+
+
+def _varuna(job: Job, ledger: Ledger) -> Policy:
+    spec = _given(job.scenario.policies.varuna)
+    progress = _progress(job, ledger, spec.checkpoint_seconds)
+    stages = range(spec.least_stages, spec.most_stages + 1)
+    return VarunaPolicy(progress, ledger, costs=_restart_costs(spec), steps=job.plain_steps, stages=stages)
+
+
+def _dropping(job: Job, ledger: Ledger) -> Policy:
+    spec = _given(job.scenario.policies.dropping)
+    return DroppingPolicy(_progress(job, ledger, spec.checkpoint_seconds), ledger, spec=spec, steps=job.plain_steps)
+
+
+def _bamboo(job: Job, ledger: Ledger, *, odd: bool) -> Policy:
+    spec = _given(job.scenario.policies.bamboo)
+    rules = BambooRules(
+        stages=spec.stages,
+        first_rendezvous_seconds=spec.first_rendezvous_seconds,
+        rendezvous_seconds=spec.rendezvous_seconds,
+        failover_slowdown=spec.failover_slowdown,
+        risk_threshold=spec.risk_threshold,
+        restore_seconds=spec.restore_seconds,
+        oddities=_oddities(spec) if odd else Oddities(),
+    )
+    progress = _progress(job, ledger, spec.checkpoint_seconds)
+    return BambooPolicy(progress, ledger, rules=rules, steps=job.steps, redundancy_share=job.redundancy_share)
+
+
+def _oddities(spec: BambooSpec) -> Oddities:
+    odd = spec.oddities
+    return Oddities(
+        repeated_timeout=odd.repeated_timeout,
+        steps_in_rendezvous=odd.steps_in_rendezvous,
+        no_rollback=odd.no_rollback,
+        any_loss_slows=odd.any_loss_slows,
+        stale_standby=odd.stale_standby,
+    )
+
+
+def _live(job: Job, ledger: Ledger, *, mode: str | None) -> Policy:
+    spec, model = _given(job.scenario.policies.live), job.scenario.model
+    if mode is not None:
+        spec = spec.model_copy(update={"redundancy": mode})
+    overhead = {"eager": job.overhead, "lazy": spec.lazy_overhead, "off": 0.0}[spec.redundancy]
+    return LivePolicy(
+        _progress(job, ledger, spec.checkpoint_seconds),
+        ledger,
+        spec=spec,
+        steps=job.plain_steps,
+        coordinate_bytes=model.parameters * model.state_bytes_per_parameter / spec.stages,
+        overhead=overhead,
+    )
+
+
+def _proactive(job: Job, ledger: Ledger, seed: int) -> Policy:
+    spec, model = _given(job.scenario.policies.proactive), job.scenario.model
+    return ProactivePolicy(
+        _progress(job, ledger, spec.checkpoint_seconds),
+        ledger,
+        spec=spec,
+        steps=job.plain_steps,
+        model_state_bytes=float(model.parameters * model.state_bytes_per_parameter),
+        # Not the market's generator: what a policy samples must not change what happens to it.
+        generator=random.Random(f"proactive {seed}"),
+    )
+
+
+def _given(spec: _Spec | None) -> _Spec:
+    if spec is None:
+        raise ScenarioError("the scenario has no parameters for this policy; add them under policies")
+    return spec

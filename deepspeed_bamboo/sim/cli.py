@@ -1,0 +1,219 @@
+"""`ds_bamboo simulate`: what training on spot machines will cost, by policy.
+
+    ds_bamboo simulate --preset bert --removal-probability 0.1 --seeds 20
+    ds_bamboo simulate --preset bert --trace trace.csv --duration-hours 12 --plot policies.png
+    ds_bamboo simulate --predictors --trace trace.csv
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from .build import available_policies
+from .errors import ScenarioError, SimulationError
+from .jobs import Job, build_job
+from .predict import counts_by_interval, fitting_history, mean_absolute_error, named_predictors
+from .report import as_json, print_table
+from .runner import run_seeds
+from .scenario import Scenario, load_preset, load_scenario, preset_names, validated
+from .traces import Trace, read_trace, segment
+
+__all__ = ["add_parser", "main"]
+
+_FAILURE = 2
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run as a program of its own; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m deepspeed_bamboo.sim", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    _add_arguments(parser)
+    return run(parser.parse_args(arguments))
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register `simulate` with the subparsers of ds_bamboo; `run` is called with the parsed arguments."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="simulate policies on spot machines: throughput, cost, value",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_argument_group("what to simulate")
+    what.add_argument("--preset", metavar="NAME", help=f"a preset: {', '.join(preset_names())}")
+    what.add_argument("--scenario", metavar="FILE", type=Path, help="a scenario of your own (JSON), or a profile's")
+    what.add_argument("--policy", metavar="NAME", action="append", help="repeatable; default: the preset's, or all")
+    what.add_argument("--seeds", metavar="N", type=int, default=1, help="runs with the seeds 1 to N (default 1)")
+    what.add_argument("--duration-hours", metavar="H", type=float, help="default: to completion, or to the trace's end")
+    machines = parser.add_argument_group("machines")
+    machines.add_argument("--removal-probability", metavar="P", type=float, help="of each machine, per hour, 0 to 1")
+    machines.add_argument("--capacity", metavar="N", type=int, help="machines wanted")
+    machines.add_argument("--trace", metavar="FILE", type=Path, help="machines as recorded, instead of by odds")
+    machines.add_argument("--segment", metavar="FROM-TO", help="hours of the trace, for example 1.5-2.5")
+    predictors = parser.add_argument_group("predictors of availability, instead of policies")
+    predictors.add_argument("--predictors", action="store_true", help="their mean absolute errors on --trace")
+    predictors.add_argument("--horizons", metavar="N,N", default="5,8,12", help="minutes ahead (default 5,8,12)")
+    out = parser.add_argument_group("results")
+    out.add_argument("--json", metavar="FILE", help="write the results as JSON; - is standard output, without a table")
+    out.add_argument("--plot", metavar="FILE", type=Path, help="draw the policies over time (extra: plot)")
+    out.add_argument("--jobs", metavar="N", type=int, default=1, help="processes; the results are the same (default 1)")
+    out.add_argument("--list", action="store_true", help="list presets and their policies, and end")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the arguments say; user errors go to standard error in one line. Returns the exit status."""
+    try:
+        return _run(arguments)
+    except SimulationError as error:
+        print(f"ds_bamboo simulate: {error}", file=sys.stderr)
+        return _FAILURE
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    console = Console()
+    if arguments.list:
+        for name in preset_names():
+            preset = load_preset(name)
+            console.print(f"{name}: {preset.description} Policies: {', '.join(available_policies(preset))}.")
+        return 0
+    if arguments.predictors:
+        return _compare_predictors(arguments, console)
+    scenario, folder = _scenario(arguments)
+    trace = _trace(arguments)
+    job = build_job(scenario, trace=trace, folder=folder)
+    policies = arguments.policy or ([scenario.policy] if scenario.policy else available_policies(scenario))
+    _check_counts(arguments)
+    seeds = range(1, arguments.seeds + 1)
+    with _progress_bar(len(policies) * len(seeds)) as report:
+        summaries = run_seeds(job, policies=policies, seeds=seeds, processes=arguments.jobs, report=report)
+    repairs = list(trace.repairs) if trace else []
+    about = {
+        "preset": arguments.preset,
+        "scenario": str(arguments.scenario) if arguments.scenario else None,
+        "trace": str(arguments.trace) if arguments.trace else None,
+        "segment": arguments.segment,
+        "seeds": arguments.seeds,
+        "repairs": repairs,
+    }
+    if arguments.json:
+        _write(arguments.json, as_json(summaries, about=about))
+    if arguments.json != "-":
+        print_table(summaries, title=_title(job, arguments), console=console)
+        for repair in repairs:
+            console.print(f"repaired: {repair}")
+    if arguments.plot:
+        from .plot import plot_policies
+
+        plot_policies(job, policies=policies, seed=1, path=arguments.plot)
+    return 0
+
+
+def _compare_predictors(arguments: argparse.Namespace, console: Console) -> int:
+    trace = _trace(arguments)
+    if trace is None:
+        raise ScenarioError("--predictors are measured on a trace: give --trace as well")
+    try:
+        horizons = [int(part) for part in arguments.horizons.split(",")]
+    except ValueError:
+        horizons = [0]
+    if min(horizons) < 1:
+        raise ScenarioError(f"--horizons {arguments.horizons}: they are whole numbers from 1, for example 5,8,12")
+    counts = counts_by_interval(trace, interval_seconds=60.0)
+    errors = {
+        name: {
+            horizon: mean_absolute_error(counts, predictor, horizon=horizon, history=fitting_history(horizon))
+            for horizon in horizons
+        }
+        for name, predictor in named_predictors(("persistence", "moving-average", "arima")).items()
+    }
+    if arguments.json:
+        _write(arguments.json, json.dumps({"mean_absolute_error_by_horizon_minutes": errors}, indent=1))
+    if arguments.json != "-":
+        table = Table(title=f"mean absolute error in machines, {arguments.trace}", title_justify="left")
+        table.add_column("predictor")
+        for horizon in horizons:
+            table.add_column(f"{horizon} min", justify="right")
+        for name, by_horizon in errors.items():
+            table.add_row(name, *(f"{error:.2f}" for error in by_horizon.values()))
+        console.print(table)
+    return 0
+
+
+def _check_counts(arguments: argparse.Namespace) -> None:
+    for option, value in (("--seeds", arguments.seeds), ("--jobs", arguments.jobs)):
+        if value < 1:
+            raise ScenarioError(f"{option} {value}: at least 1 is needed")
+
+
+def _title(job: Job, arguments: argparse.Namespace) -> str:
+    machines = f"{arguments.trace}" if arguments.trace else f"capacity {job.scenario.market.capacity}"
+    part = f", hours {arguments.segment}" if arguments.segment else ""
+    return f"{job.scenario.model.name}, {machines}{part}, seeds {arguments.seeds}"
+
+
+def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, Path | None]:
+    """The scenario with the options on top of it, and the folder of its relative paths."""
+    if bool(arguments.preset) == bool(arguments.scenario):
+        raise ScenarioError(f"give --preset NAME or --scenario FILE, one of them; presets: {', '.join(preset_names())}")
+    scenario = load_preset(arguments.preset) if arguments.preset else load_scenario(arguments.scenario)
+    data = scenario.model_dump(exclude_none=True)
+    options = (
+        ("--removal-probability", arguments.removal_probability, ("market", "removal_probability")),
+        ("--capacity", arguments.capacity, ("market", "capacity")),
+        ("--duration-hours", arguments.duration_hours, ("run", "duration_hours")),
+    )
+    for option, value, (section, key) in options:
+        if value is not None:
+            data[section][key] = value
+            validated(data, where=f"option {option}")
+    return validated(data, where="options"), arguments.scenario.parent if arguments.scenario else None
+
+
+def _trace(arguments: argparse.Namespace) -> Trace | None:
+    if arguments.trace is None:
+        if arguments.segment:
+            raise ScenarioError(f"--segment {arguments.segment} is of a trace: give --trace as well")
+        return None
+    trace = read_trace(arguments.trace, generator=random.Random(0))
+    if not arguments.segment:
+        return trace
+    try:
+        start, end = (float(part) for part in arguments.segment.split("-"))
+    except ValueError:
+        raise ScenarioError(f"--segment {arguments.segment}: it is FROM-TO in hours, for example 1.5-2.5") from None
+    return segment(trace, from_hours=start, to_hours=end)
+
+
+def _write(target: str, text: str) -> None:
+    if target == "-":
+        print(text)
+        return
+    try:
+        Path(target).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ScenarioError(f"--json {target}: cannot be written ({error.strerror}); give another path") from error
+
+
+@contextlib.contextmanager
+def _progress_bar(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error while several runs last; nothing when it isn't a terminal."""
+    console = Console(stderr=True)
+    with Bar(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("runs", total=total)
+        yield lambda done: bar.update(task, completed=done)

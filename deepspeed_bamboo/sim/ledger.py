@@ -1,0 +1,113 @@
+"""The account of a run: machine time, money, how time was spent. Its size doesn't grow with simulated time."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from .clock import MILLISECONDS_PER_HOUR, NEVER
+from .prices import Prices
+from .series import Series
+
+__all__ = ["Ledger", "Mode", "RunSeries"]
+
+
+class Mode(enum.IntEnum):
+    """What the job is doing."""
+
+    IDLE = 0
+    """Too few machines to train."""
+    PAUSED = 1
+    """Recovering, reconfiguring, restarting, migrating."""
+    RUNNING = 2
+    """Steps are being computed."""
+
+
+@dataclass
+class RunSeries:
+    """What is plotted over time."""
+
+    machines: Series
+    dollars: Series
+    samples: Series
+
+
+class Ledger:
+    """Machine-hours and dollars of a run, accrued up to `now`.
+
+    Args:
+        prices: of one machine.
+        series: filled if given; None saves the time.
+    """
+
+    def __init__(self, prices: Prices, *, series: RunSeries | None = None) -> None:
+        self._prices = prices
+        self._price = prices.dollars_per_hour[0]
+        self._price_index = 0
+        # When the next price begins; the engine stops there, so that a price is constant between its instants.
+        self.price_changes_at = self._following_change()
+        self.series = series
+        self.now = 0
+        self.mode = Mode.IDLE
+        self.machine_milliseconds = 0
+        self.dollars = 0.0
+        self.mode_milliseconds = [0, 0, 0]
+        self.started: dict[str, int] = {}
+        self.additions = 0
+        self.preemptions = 0
+        self.fatal_losses = 0
+        self.reconfigurations = 0
+        self.failovers = 0
+        self.ended_lifetimes_milliseconds = 0
+
+    @property
+    def machines(self) -> int:
+        """Machines held and billed now."""
+        return len(self.started)
+
+    def _following_change(self) -> int:
+        following = self._price_index + 1
+        return self._prices.from_milliseconds[following] if following < len(self._prices.dollars_per_hour) else NEVER
+
+    def accrue(self, now: int) -> None:
+        """Bill the time up to `now`, at the current machines, price and mode."""
+        elapsed = now - self.now
+        if not elapsed:
+            return
+        machine_milliseconds = elapsed * len(self.started)
+        dollars = machine_milliseconds * self._price / MILLISECONDS_PER_HOUR
+        self.machine_milliseconds += machine_milliseconds
+        self.dollars += dollars
+        self.mode_milliseconds[self.mode] += elapsed
+        if self.series is not None:
+            self.series.machines.spread(self.now, now, machine_milliseconds)
+            self.series.dollars.spread(self.now, now, dollars)
+        self.now = now
+
+    def change_price(self, now: int) -> None:
+        """Begin the next price."""
+        self.accrue(now)
+        self._price_index += 1
+        self._price = self._prices.dollars_per_hour[self._price_index]
+        self.price_changes_at = self._following_change()
+
+    def enter(self, now: int, mode: Mode) -> None:
+        """What the job does from `now` on."""
+        self.accrue(now)
+        self.mode = mode
+
+    def add(self, now: int, node: str) -> None:
+        """A machine is granted, and billed from now on."""
+        self.accrue(now)
+        self.started[node] = now
+        self.additions += 1
+
+    def remove(self, now: int, node: str) -> None:
+        """A machine is taken."""
+        self.accrue(now)
+        self.ended_lifetimes_milliseconds += now - self.started.pop(node)
+        self.preemptions += 1
+
+    def lifetimes_milliseconds(self) -> int:
+        """Sum over all machines of how long each was held, those still there up to now."""
+        return self.ended_lifetimes_milliseconds + sum(self.now - start for start in self.started.values())

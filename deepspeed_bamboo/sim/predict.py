@@ -1,0 +1,164 @@
+"""How many machines there will be: predictors, and the choice among them by the error that they made so far.
+
+A predictor is a pure function: the counts of past intervals, the last one now, and a horizon, give the expected
+counts of the next intervals. Parcae (NSDI'24, section 5) predicts with ARIMA; on the published traces persistence,
+which expects no change, often has the smaller error, so none is trusted without being measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .errors import MissingExtraError, ScenarioError
+from .machines import Change
+from .traces import Trace
+
+__all__ = [
+    "Predictor",
+    "Scoreboard",
+    "arima",
+    "counts_by_interval",
+    "fitting_history",
+    "mean_absolute_error",
+    "moving_average",
+    "named_predictors",
+    "persistence",
+]
+
+Predictor = Callable[[Sequence[int], int], tuple[float, ...]]
+
+_AVERAGED_INTERVALS = 3
+_LEAST_TO_FIT = 5
+
+
+def persistence(history: Sequence[int], horizon: int) -> tuple[float, ...]:
+    """As many as now."""
+    return (float(history[-1]),) * horizon
+
+
+def moving_average(history: Sequence[int], horizon: int) -> tuple[float, ...]:
+    """As many as on average over the last three intervals."""
+    return (statistics.fmean(history[-_AVERAGED_INTERVALS:]),) * horizon
+
+
+def arima(history: Sequence[int], horizon: int) -> tuple[float, ...]:
+    """ARIMA(1,1,0), fitted to the given history, as in Parcae but without its corrections.
+
+    Raises:
+        MissingExtraError: statsmodels is not installed.
+    """
+    if len(history) < _LEAST_TO_FIT or min(history) == max(history):
+        return persistence(history, horizon)
+    try:
+        from statsmodels.tsa.arima.model import ARIMA
+    except ImportError as error:
+        raise MissingExtraError("statsmodels", extra="predict") from error
+    with warnings.catch_warnings():
+        # A dozen points make statsmodels warn at almost every fit; the measured error is what counts.
+        warnings.simplefilter("ignore")
+        fitted = ARIMA([float(count) for count in history], order=(1, 1, 0)).fit(method="burg")
+        return tuple(float(value) for value in fitted.forecast(horizon))
+
+
+def named_predictors(names: Sequence[str]) -> dict[str, Predictor]:
+    """The predictors of these names, in this order.
+
+    Raises:
+        ScenarioError: a name is unknown, or there is none.
+    """
+    known: Mapping[str, Predictor] = {"persistence": persistence, "moving-average": moving_average, "arima": arima}
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise ScenarioError(f"predictor {unknown[0] if unknown else ''!r} is unknown; there are {', '.join(known)}")
+    return {name: known[name] for name in names}
+
+
+@dataclass(frozen=True)
+class Scoreboard:
+    """The errors of some predictors on the history so far; observing one more interval makes the next scoreboard.
+
+    Attributes:
+        predictors: by name; the first wins a tie.
+        horizon: intervals ahead that count.
+        history_limit: intervals that a predictor is shown.
+        history: the last of them.
+        forecasts: by name, those that are not yet scored in full, oldest first.
+        errors: by name, sum of absolute errors over all horizons.
+    """
+
+    predictors: Mapping[str, Predictor]
+    horizon: int
+    history_limit: int
+    history: tuple[int, ...] = ()
+    forecasts: Mapping[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
+    errors: Mapping[str, float] = field(default_factory=dict)
+
+    def observe(self, count: int) -> Scoreboard:
+        """The scoreboard one interval on: scores what was forecast for it, and forecasts from it."""
+        history = (*self.history, count)[-self.history_limit :]
+        errors: dict[str, float] = {}
+        forecasts: dict[str, tuple[tuple[float, ...], ...]] = {}
+        for name, predictor in self.predictors.items():
+            waiting = self.forecasts.get(name, ())
+            # The newest one foretold this interval as its first, the one before as its second, ...
+            missed = (abs(one[ahead] - count) for ahead, one in enumerate(reversed(waiting)))
+            errors[name] = self.errors.get(name, 0.0) + sum(missed)
+            forecasts[name] = (*waiting, predictor(history, self.horizon))[-self.horizon :]
+        return Scoreboard(self.predictors, self.horizon, self.history_limit, history, forecasts, errors)
+
+    @property
+    def best(self) -> str:
+        """The predictor with the smallest error so far."""
+        return min(self.predictors, key=lambda name: self.errors.get(name, 0.0))
+
+    def forecast(self) -> tuple[float, ...]:
+        """The best predictor's forecast from the last observed interval."""
+        return self.forecasts[self.best][-1]
+
+
+def fitting_history(horizon: int) -> int:
+    """How many past intervals to show for a horizon, as Parcae's public code does for horizons of 5, 8 and 12."""
+    return 10 if horizon < 8 else horizon
+
+
+def counts_by_interval(trace: Trace, *, interval_seconds: float) -> list[int]:
+    """Machines at the start of every interval of a trace, its first instant included."""
+    interval = round(interval_seconds * 1000)
+    counts: list[int] = []
+    machines = 0
+    index = 0
+    for at in range(0, trace.duration_milliseconds + 1, interval):
+        while index < len(trace.events) and trace.events[index].at_milliseconds <= at:
+            change = trace.events[index].change
+            machines += (change is Change.ADD) - (change is Change.REMOVE)
+            index += 1
+        counts.append(machines)
+    return counts
+
+
+def mean_absolute_error(counts: Sequence[int], predictor: Predictor, *, horizon: int, history: int) -> float:
+    """The error in machines over all forecasts of the next `horizon` intervals that can be scored in full.
+
+    Args:
+        counts: by interval.
+        predictor: shown the last `history` counts at each interval.
+        horizon: how many intervals ahead; the error is the mean over them.
+        history: forecasts begin when there is as much.
+
+    Raises:
+        ScenarioError: the counts are too few for a single forecast.
+    """
+    origins = range(history - 1, len(counts) - horizon)
+    if not origins:
+        raise ScenarioError(
+            f"{len(counts)} intervals are too few to forecast {horizon} from {history}: give a longer trace"
+        )
+    errors = []
+    for origin in origins:
+        forecast = predictor(counts[origin - history + 1 : origin + 1], horizon)
+        actual = counts[origin + 1 : origin + 1 + horizon]
+        errors.append(statistics.fmean(abs(one - other) for one, other in zip(forecast, actual, strict=True)))
+    return statistics.fmean(errors)

@@ -1,0 +1,180 @@
+"""What came out: of one run, and of many seeds."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from statistics import NormalDist
+from typing import Literal
+
+from .clock import hours
+from .engine import Policy
+from .ledger import Mode
+
+__all__ = ["RunResult", "Summary", "interval_95", "summed_up"]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One run of one policy. All per-time figures are over the chosen window.
+
+    Attributes:
+        throughput_samples_per_second: samples that count, over time.
+        cost_dollars_per_hour: money over time.
+        cost_dollars: all of it.
+        value: throughput per $/h, by the chosen definition.
+        value_ratio_of_means: throughput_samples_per_second / cost_dollars_per_hour.
+        value_mean_of_ratios: the time average of throughput per $/h, step by step.
+        duration_hours: the whole run.
+        samples: that count at the end.
+        steps: that count at the end.
+        preemptions: machines taken, whatever they were doing.
+        failovers: losses survived without going back.
+        fatal_losses: times that a checkpoint was restored.
+        reconfigurations: planned changes of placement.
+        instance_lifetime_hours: mean over machines; those still there at the end count up to it.
+        instances: mean number of machines.
+        machine_hours: billed.
+        useful_hours: running, less the three below.
+        redundant_hours: running time that recomputed what others compute.
+        wasted_hours: running time whose results were lost.
+        paused_hours: recovering, reconfiguring, restarting, migrating.
+        idle_hours: too few machines.
+        wasted_steps: completed, then rolled back.
+        dropped_samples: left out of steps.
+        completed: 1 if the target of steps was reached, else 0.
+    """
+
+    throughput_samples_per_second: float
+    cost_dollars_per_hour: float
+    cost_dollars: float
+    value: float
+    value_ratio_of_means: float
+    value_mean_of_ratios: float
+    duration_hours: float
+    samples: float
+    steps: float
+    preemptions: float
+    failovers: float
+    fatal_losses: float
+    reconfigurations: float
+    instance_lifetime_hours: float
+    instances: float
+    machine_hours: float
+    useful_hours: float
+    redundant_hours: float
+    wasted_hours: float
+    paused_hours: float
+    idle_hours: float
+    wasted_steps: float
+    dropped_samples: float
+    completed: float
+
+
+def summed_up(
+    policy: Policy, *, window: Literal["wall", "training"], value: Literal["ratio_of_means", "mean_of_ratios"]
+) -> RunResult:
+    """The result of a policy whose run is over.
+
+    Args:
+        policy: its ledger and progress are read.
+        window: `wall` is all of the run. `training` is from the first step's start (money: from the run's start) to
+            the last step's end, as the authors' simulator of Bamboo has it.
+        value: which of the two definitions is called value.
+    """
+    ledger, progress = policy.ledger, policy.progress
+    if window == "wall":
+        billed, trained = hours(ledger.now), hours(ledger.now)
+        dollars, machine_hours = ledger.dollars, hours(ledger.machine_milliseconds)
+    else:
+        billed = hours(progress.last_step_at)
+        trained = hours(progress.last_step_at - (progress.first_start or 0))
+        dollars, machine_hours = progress.last_step_dollars, hours(progress.last_step_machine_milliseconds)
+    throughput = progress.samples / (trained * 3600.0) if trained else 0.0
+    cost = dollars / billed if billed else 0.0
+    ratios = {
+        "ratio_of_means": throughput / cost if cost else 0.0,
+        "mean_of_ratios": progress.ratio_hours / trained if trained else 0.0,
+    }
+    running = hours(ledger.mode_milliseconds[Mode.RUNNING])
+    wasted = min(running, hours(progress.wasted_milliseconds))
+    redundant = (running - wasted) * policy.redundancy_share
+    return RunResult(
+        throughput_samples_per_second=throughput,
+        cost_dollars_per_hour=cost,
+        cost_dollars=ledger.dollars,
+        value=ratios[value],
+        value_ratio_of_means=ratios["ratio_of_means"],
+        value_mean_of_ratios=ratios["mean_of_ratios"],
+        duration_hours=hours(ledger.now),
+        samples=float(progress.samples),
+        steps=float(progress.steps),
+        preemptions=float(ledger.preemptions),
+        failovers=float(ledger.failovers),
+        fatal_losses=float(ledger.fatal_losses),
+        reconfigurations=float(ledger.reconfigurations),
+        instance_lifetime_hours=hours(ledger.lifetimes_milliseconds()) / max(1, ledger.additions),
+        instances=machine_hours / billed if billed else 0.0,
+        machine_hours=hours(ledger.machine_milliseconds),
+        useful_hours=running - wasted - redundant,
+        redundant_hours=redundant,
+        wasted_hours=wasted,
+        paused_hours=hours(ledger.mode_milliseconds[Mode.PAUSED]),
+        idle_hours=hours(ledger.mode_milliseconds[Mode.IDLE]),
+        wasted_steps=float(progress.wasted_steps),
+        dropped_samples=float(progress.dropped_samples),
+        completed=float(progress.finished),
+    )
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One policy over its seeds.
+
+    Attributes:
+        policy: its name.
+        runs: one a seed.
+    """
+
+    policy: str
+    runs: tuple[RunResult, ...]
+
+    def mean(self, name: str) -> float:
+        """The mean of a field of RunResult over the seeds."""
+        return math.fsum(getattr(run, name) for run in self.runs) / len(self.runs)
+
+    def ci95(self, name: str) -> float | None:
+        """Half the width of the 95 % confidence interval of that mean; None for a single seed, which tells nothing."""
+        return interval_95([getattr(run, name) for run in self.runs])
+
+    def as_json(self) -> dict[str, dict[str, float | None]]:
+        """Every field of RunResult as {"mean": ..., "ci95": ...}."""
+        return {
+            field.name: {"mean": self.mean(field.name), "ci95": self.ci95(field.name)} for field in fields(RunResult)
+        }
+
+
+def interval_95(values: Sequence[float]) -> float | None:
+    """Half the width of the mean's 95 % confidence interval by Student's t; None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    return _student_975(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def _student_975(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t: exact for 1 and 2, else by the expansion of Cornish and Fisher (to 0.1 %)."""
+    if freedom == 1:
+        return math.tan(math.pi * 0.475)
+    if freedom == 2:
+        return 0.95 * math.sqrt(2.0 / (1.0 - 0.95**2))
+    z = NormalDist().inv_cdf(0.975)
+    terms = (
+        z,
+        (z**3 + z) / (4 * freedom),
+        (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2),
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3),
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * freedom**4),
+    )
+    return math.fsum(terms)

@@ -1,0 +1,346 @@
+"""What to simulate, as users write it: pydantic models, presets, and errors that name file, line and rule."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from .errors import ScenarioError
+
+__all__ = [
+    "BambooSpec",
+    "CheckpointSpec",
+    "DroppingSpec",
+    "LiveSpec",
+    "MarketSpec",
+    "ModelSpec",
+    "OnDemandSpec",
+    "PoliciesSpec",
+    "ProactiveSpec",
+    "RunSpec",
+    "Scenario",
+    "VarunaSpec",
+    "load_preset",
+    "load_scenario",
+    "parse_scenario",
+    "preset_names",
+    "validated",
+]
+
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+Count = Annotated[int, Field(ge=1)]
+DayOfProbabilities = Annotated[tuple[Probability, ...], Field(min_length=24, max_length=24)]
+
+
+class _Spec(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StepRow(_Spec):
+    """A measured step: pipelines, stages, and its time."""
+
+    pipelines: Count
+    stages: Count
+    milliseconds: Positive
+
+
+class ModelSpec(_Spec):
+    """The model that is trained. Give `table` or `profile`."""
+
+    name: str
+    source: str = ""
+    """Where the figures come from."""
+    samples_per_step: Count
+    steps: Count | None = None
+    """Steps to completion; without them a run lasts for run.duration_hours."""
+    table: tuple[StepRow, ...] = ()
+    """Measured step times, eager FRC included."""
+    profile: str | None = None
+    """Path of a profile (see core/cost.py), relative to the scenario's file."""
+    most_pipelines: Count = 4
+    """With a profile: no more pipelines than this."""
+    layers: NonNegative = 0
+    """Layers that stages are made of; 0: stages can be cut anywhere."""
+    parameters: Count = 340_000_000
+    """For what moving a coordinate's state takes."""
+    state_bytes_per_parameter: Count = 16
+    redundancy_overhead: NonNegative = 0.2
+    """What eager FRC adds to a step: policies without it divide step times by 1 + this. Unused with a profile."""
+
+    @model_validator(mode="after")
+    def _one_source_of_step_times(self) -> ModelSpec:
+        if bool(self.table) == (self.profile is not None):
+            raise ValueError("a model has a table or a profile, one of them; give one")
+        return self
+
+
+class MarketSpec(_Spec):
+    """Machines that come and go by hourly probabilities; a trace takes their place."""
+
+    capacity: Count = 48
+    removal_probability: Probability | DayOfProbabilities = 0.1
+    addition_probability: Literal["uniform"] | Probability | DayOfProbabilities = "uniform"
+    """`uniform`: each hour of the day's is drawn from [0, 1] for each seed."""
+    start_hour: Annotated[int, Field(ge=0, le=23)] = 0
+    boot_seconds: NonNegative = 45.0
+    notice_seconds: Annotated[int, Field(ge=0)] = 0
+    zones: tuple[str, ...] = ()
+    dollars_per_hour: Positive = 0.91
+    price_history: str | None = None
+    """Path of a price history, instead of dollars_per_hour."""
+
+
+class RunSpec(_Spec):
+    """When a run ends and how it is summed up."""
+
+    duration_hours: Positive | None = None
+    """None: to completion, or to the trace's end."""
+    limit_hours: Positive = 2_400.0
+    """A run to completion gives up after this."""
+    window: Literal["wall", "training"] = "wall"
+    """`training` leaves out the time before the first step and after the last, as the authors' simulator does."""
+    value: Literal["ratio_of_means", "mean_of_ratios"] = "ratio_of_means"
+    """What `value` is: throughput / cost, or as the authors' simulator has it, the time average of their ratio."""
+
+
+class OnDemandSpec(_Spec):
+    """Machines that nobody takes."""
+
+    machines: Count = 32
+    dollars_per_hour: Positive = 3.06
+    step_milliseconds: Positive
+
+
+class CheckpointSpec(_Spec):
+    """Checkpoint and restart, on a grid of as many pipelines as fit."""
+
+    stages: Count
+    checkpoint_seconds: Positive = 60.0
+    stall_seconds: NonNegative = 1.0
+    """What one asynchronous checkpoint delays training."""
+    restart_seconds: NonNegative = 60.0
+    """Ending, meeting, starting processes and process groups."""
+    restore_seconds: NonNegative = 14.0
+    """Loading the checkpoint."""
+
+
+class VarunaSpec(CheckpointSpec):
+    """The same, on the best grid for the machines that there are, for joins as well as losses."""
+
+    least_stages: Count = 8
+    """Fewer stages don't fit in memory."""
+    most_stages: Count = 24
+
+
+class DroppingSpec(_Spec):
+    """Sample dropping: a pipeline that lost a machine is left out until it can be refilled."""
+
+    stages: Count
+    regroup_seconds: NonNegative = 5.0
+    """To go on without a pipeline."""
+    rendezvous_seconds: NonNegative = 20.0
+    """To go on with one more."""
+    restore_seconds: NonNegative = 14.0
+    first_rendezvous_seconds: NonNegative = 30.0
+    checkpoint_seconds: Positive = 600.0
+
+
+class OdditySpec(_Spec):
+    """See policies/bamboo.py, Oddities."""
+
+    repeated_timeout: bool = True
+    steps_in_rendezvous: bool = True
+    no_rollback: bool = True
+    any_loss_slows: bool = True
+    stale_standby: bool = True
+    heap_order: bool = True
+    """Events of one instant come in the order in which a binary heap yields them, not in the file's."""
+
+
+class BambooSpec(_Spec):
+    """Bamboo's parameters; the oddities belong to bamboo-published alone."""
+
+    stages: Count
+    first_rendezvous_seconds: NonNegative = 30.0
+    rendezvous_seconds: NonNegative = 20.0
+    failover_slowdown: Annotated[float, Field(ge=1.0)] = 1.5
+    risk_threshold: Probability = 0.05
+    checkpoint_seconds: Positive = 600.0
+    restore_seconds: NonNegative = 14.0
+    oddities: OdditySpec = OdditySpec()
+
+
+class LiveSpec(_Spec):
+    """This project's policy (DESIGN 5 and 6). The defaults err towards slower than measured."""
+
+    pipelines: Count
+    stages: Count
+    redundancy: Literal["eager", "lazy", "off"] = "lazy"
+    """As `redundancy.mode` of the engine. Off: no shadows; a lost coordinate is copied from another pipeline."""
+    lazy_overhead: NonNegative = 0.08
+    """What keeping replicas up to date adds to a step, without FRC. Eager: model.redundancy_overhead."""
+    detect_seconds: NonNegative = 3.0
+    """Until a vanished machine's lease has run out (coordinator.lease_seconds)."""
+    regroup_seconds: NonNegative = 1.0
+    """Abort and new process groups: 0.84 s were measured on 4 H100."""
+    handover_seconds: NonNegative = 1.0
+    """A reconfiguration at an iteration boundary, besides the state that it moves."""
+    join_seconds: NonNegative = 20.0
+    """A booted machine starts its process, while the others train."""
+    start_seconds: NonNegative = 30.0
+    """From the first machines' joining to the first step."""
+    restart_seconds: NonNegative = 60.0
+    """After a fatal loss, besides loading the checkpoint."""
+    restore_seconds: NonNegative = 14.0
+    checkpoint_seconds: Positive = 600.0
+    link_bytes_per_second: Positive = 0.6e9
+    """What a machine receives state at: half of 10 Gb/s."""
+    copying_slowdown: Annotated[float, Field(ge=1.0)] = 1.1
+    """Of a step while lost shadows are rebuilt in the background."""
+    hosting_overhead: NonNegative = 0.05
+    """What a step takes longer because workers host more than one coordinate."""
+    state_memory_bytes: Positive = 8.0e9
+    """Of a worker, for coordinates and shadows: half of a 16 GB card. With too few machines training waits."""
+
+
+class ProactiveSpec(_Spec):
+    """Proactive migration by predicted availability, as in Parcae (NSDI'24)."""
+
+    least_stages: Count = 8
+    most_stages: Count = 24
+    interval_seconds: Positive = 60.0
+    look_ahead: Count = 12
+    history: Annotated[int, Field(ge=4)] = 12
+    predictors: Annotated[tuple[str, ...], Field(min_length=1)] = ("persistence", "moving-average")
+    """The one with the smallest error so far is followed; `arima` needs the extra predict."""
+    intra_stage_seconds: NonNegative = 10.0
+    """A pipeline is dropped or whole machines swapped: groups are rebuilt, nothing moves."""
+    inter_stage_seconds: NonNegative = 25.0
+    """Machines take up another stage, besides the state that they receive."""
+    pipeline_seconds: NonNegative = 45.0
+    """The model is cut anew, besides the state that moves."""
+    restore_seconds: NonNegative = 14.0
+    checkpoint_seconds: Positive = 60.0
+    link_bytes_per_second: Positive = 0.6e9
+    exact_limit: Annotated[int, Field(ge=0)] = 64
+    """Up to so many expected preemptions their effect is counted exactly; beyond it it is sampled."""
+    samples: Count = 1_000
+
+
+class PoliciesSpec(_Spec):
+    """Parameters by policy; only the policies that have some can be run, and the oracle, which needs none."""
+
+    on_demand: OnDemandSpec | None = None
+    checkpoint: CheckpointSpec | None = None
+    varuna: VarunaSpec | None = None
+    dropping: DroppingSpec | None = None
+    bamboo: BambooSpec | None = None
+    live: LiveSpec | None = None
+    proactive: ProactiveSpec | None = None
+
+
+class Scenario(_Spec):
+    """Everything that a run depends on, but for the trace and the seeds."""
+
+    description: str = ""
+    model: ModelSpec
+    market: MarketSpec = MarketSpec()
+    run: RunSpec = RunSpec()
+    policies: PoliciesSpec
+    policy: str | None = None
+    """What is run if the command names no policy; None: all."""
+
+    @field_validator("policy")
+    @classmethod
+    def _is_a_name(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[a-z-]+", value):
+            raise ValueError("a policy's name has small letters and hyphens")
+        return value
+
+
+def preset_names() -> list[str]:
+    """The presets that come with the package."""
+    folder = resources.files(__package__) / "presets"
+    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+
+
+def load_preset(name: str) -> Scenario:
+    """A preset by name; an unknown one is a ScenarioError that lists what there is."""
+    if name not in preset_names():
+        raise ScenarioError(f"preset {name!r} is unknown; there are {', '.join(preset_names())}")
+    text = (resources.files(__package__) / "presets" / f"{name}.json").read_text(encoding="utf-8")
+    return parse_scenario(text, where=f"preset {name}")
+
+
+def load_scenario(path: Path | str) -> Scenario:
+    """A scenario from a JSON file. Its `preset`, if any, is the base that the rest overrides.
+
+    Raises:
+        ScenarioError: names the file, the line and the rule.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ScenarioError(f"{path}: cannot be read ({error.strerror}); give the path of a scenario") from error
+    return parse_scenario(text, where=str(path))
+
+
+def parse_scenario(text: str, *, where: str) -> Scenario:
+    """See load_scenario; `where` is what errors call the text."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ScenarioError(f"{where}:{error.lineno}: not JSON ({error.msg}); correct the line") from error
+    if not isinstance(data, dict):
+        raise ScenarioError(f"{where}:1: a scenario is a JSON object; put it in braces")
+    base = data.pop("preset", None)
+    if base is not None:
+        data = _merged(load_preset(str(base)).model_dump(exclude_none=True), data)
+    return validated(data, where=where, text=text)
+
+
+def validated(data: dict[str, Any], *, where: str, text: str = "") -> Scenario:
+    """Check a scenario's data; `text` is where lines are looked up for messages."""
+    try:
+        return Scenario.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = [str(part) for part in first["loc"] if not _is_type_tag(str(part))]
+        line = _line_of(text, path)
+        at = f"{where}:{line}" if line else where
+        given = "" if first["type"] in ("missing", "value_error") else f" is {first['input']!r}"
+        raise ScenarioError(f"{at}: {'.'.join(path) or 'the scenario'}{given}: {first['msg']}") from error
+
+
+def _is_type_tag(part: str) -> bool:
+    """Pydantic puts the tried type of a union into an error's path; users know no such keys."""
+    return bool(re.search(r"[\[\(]", part)) or part in ("float", "int", "str", "constrained-float")
+
+
+def _line_of(text: str, path: list[str]) -> int:
+    """The line on which the last key of a path stands, searching for its keys in turn; 0 if there is none."""
+    at = 0
+    line = 0
+    for part in path:
+        found = re.compile(rf'"{re.escape(part)}"\s*:').search(text, at)
+        if found is None:
+            continue
+        at = found.end()
+        line = text.count("\n", 0, found.start()) + 1
+    return line
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` on top of `base`, key by key in nested objects."""
+    result = dict(base)
+    for key, value in over.items():
+        below = result.get(key)
+        result[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return result

@@ -1,0 +1,110 @@
+"""A job under DeepSpeed's real launcher, with what it prints."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+
+PRELUDE = """
+    import os, signal, sys, time
+    from tests.elastic.workers import FakeTraining
+    rank = int(os.environ["RANK"])
+"""
+
+
+class LaunchedJob:
+    """``python -m deepspeed.launcher.launch ... --module tests.elastic.fast_launch train.py``, as the command runs it.
+
+    With ``command`` it is ``deepspeed ...`` itself. It leads a process group, so that Ctrl-C can be sent to it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        script: str,
+        *,
+        slots: int = 2,
+        config: Mapping[str, object] | None = None,
+        options: tuple[str, ...] = (),
+        arguments: tuple[str, ...] = (),
+        command: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        folder.mkdir(exist_ok=True)
+        file = folder / "train.py"
+        file.write_text(textwrap.dedent(PRELUDE) + textwrap.dedent(script), encoding="utf-8")
+        settings = folder / "ds.json"
+        settings.write_text(json.dumps({"bamboo": {}} if config is None else config), encoding="utf-8")
+        tail = ["--module", "tests.elastic.fast_launch", *options, str(file), "--deepspeed_config", str(settings)]
+        if command:
+            head = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(slots)]
+            head += ["--master_port", "29511"]
+        else:
+            world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(slots))}).encode()).decode()
+            head = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world}"]
+        self.process = subprocess.Popen(
+            [*head, *tail, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})},
+        )
+        self._lines: list[str] = []
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> LaunchedJob:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def output(self) -> str:
+        with self._changed:
+            return "".join(self._lines)
+
+    def wait_for(self, text: str, *, times: int = 1, within_seconds: float = 120) -> None:
+        """Until ``text`` was printed so often. Fails the test otherwise."""
+        deadline = time.monotonic() + within_seconds
+        with self._changed:
+            while "".join(self._lines).count(text) < times:
+                remaining = deadline - time.monotonic()
+                assert remaining > 0, f"waited for {text!r} in vain:\n{''.join(self._lines)}"
+                self._changed.wait(remaining)
+
+    def wait(self, *, within_seconds: float) -> int:
+        """The launcher's exit code, once nobody holds its output open any more."""
+        start = time.monotonic()
+        try:
+            code = self.process.wait(timeout=within_seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the launcher still runs:\n{self.output}") from None
+        self._reader.join(max(0.0, within_seconds - (time.monotonic() - start)))
+        assert not self._reader.is_alive(), f"something still holds the output open:\n{self.output}"
+        return code
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._changed:
+                self._lines.append(line)
+                self._changed.notify_all()
+        self.process.stdout.close()

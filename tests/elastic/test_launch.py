@@ -1,0 +1,126 @@
+"""Slots under DeepSpeed's real launcher, on one machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.coordination.helpers import stretched
+from tests.elastic.launched import LaunchedJob
+
+TRAIN = """
+    training = FakeTraining()
+    training.begin()
+    print("in epoch 0", os.environ["MASTER_PORT"], os.environ["BAMBOO_ENDPOINTS"], flush=True)
+    training.wait()
+"""
+
+
+def test_a_script_gets_its_arguments_and_the_job_ends_well(tmp_path: Path) -> None:
+    script = """
+        print(f"rank {rank} of {os.environ['WORLD_SIZE']} has {sys.argv[1:]}", flush=True)
+        training = FakeTraining()
+        training.begin()
+        if rank == 0:
+            training.job.finish({})
+        training.wait()
+    """
+    with LaunchedJob(tmp_path, script, options=("--job", "my-job"), arguments=("--steps", "3", "-x")) as job:
+        assert job.wait(within_seconds=120) == 0, job.output
+    for rank in (0, 1):
+        wanted = [f"--local_rank={rank}", "--deepspeed_config", str(tmp_path / "ds.json"), "--steps", "3", "-x"]
+        assert f"rank {rank} of 2 has {wanted}" in job.output, job.output
+
+
+def test_two_jobs_at_once_do_not_disturb_each_other_and_survive_a_loss_each(tmp_path: Path) -> None:
+    script = TRAIN.replace(
+        "training.wait()",
+        """
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while training.job.epoch().number < 1:
+        time.sleep(0.01)
+    training.job.finish({})
+    training.wait()
+    """,
+    )
+    with LaunchedJob(tmp_path / "a", script) as one, LaunchedJob(tmp_path / "b", script) as two:
+        assert one.wait(within_seconds=180) == 0, one.output
+        assert two.wait(within_seconds=180) == 0, two.output
+    places = []
+    for job in (one, two):
+        found = re.findall(r"in epoch 0 (\d+) (\S+)", job.output)
+        assert len(set(found)) == 1 and found[0][0] != "29500", job.output
+        places.append(found[0])
+        assert "[bamboo rank 1] lost" in job.output
+    assert places[0][0] != places[1][0] and places[0][1] != places[1][1]
+
+
+def test_an_exception_ends_the_job_within_ten_seconds_with_its_traceback_once(tmp_path: Path) -> None:
+    script = TRAIN.replace(
+        "training.wait()",
+        """
+    if rank == 1:
+        print("raising", flush=True)
+        {}["the user's mistake"]
+    time.sleep(100)
+    """,
+    )
+    with LaunchedJob(tmp_path, script) as job:
+        job.wait_for("raising")
+        limit, start = stretched(10), time.monotonic()
+        assert job.wait(within_seconds=limit) == 1
+        assert time.monotonic() - start < limit
+    assert job.output.count("Traceback (most recent call last)") == 1, job.output
+    assert "(rank 1)" in job.output and 'KeyError: "the user\'s mistake"' in job.output
+    assert f'File "{tmp_path / "train.py"}", line' in job.output
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C", "SIGKILL", "SIGHUP"])
+def test_signals_to_the_launcher_end_the_job_within_ten_seconds(tmp_path: Path, how: str) -> None:
+    with LaunchedJob(tmp_path, TRAIN) as job:
+        job.wait_for("in epoch 0", times=2)
+        tree = psutil.Process(job.process.pid).children(recursive=True)
+        assert len(tree) >= 4
+        limit, start = stretched(10), time.monotonic()
+        if how == "Ctrl-C":
+            os.killpg(job.process.pid, signal.SIGINT)
+        else:
+            job.process.send_signal(getattr(signal, how))
+        assert job.wait(within_seconds=limit) != 0
+        _, left = psutil.wait_procs(tree, timeout=max(0.0, start + limit - time.monotonic()))
+        assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
+    assert "lost" not in job.output, job.output
+    assert "Traceback" not in job.output, job.output
+
+
+def test_sigterm_to_the_deepspeed_command_leaves_no_orphans(tmp_path: Path) -> None:
+    """Stock: it ends alone, its launcher and workers run on."""
+    with LaunchedJob(tmp_path, TRAIN, command=True) as job:
+        job.wait_for("in epoch 0", times=2)
+        tree = psutil.Process(job.process.pid).children(recursive=True)
+        assert len(tree) >= 5
+        limit = stretched(10)
+        job.process.terminate()
+        _, left = psutil.wait_procs(tree, timeout=limit)
+        assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
+        assert job.wait(within_seconds=limit) != 0
+
+
+@pytest.mark.parametrize("config", [{"train_batch_size": 4}, {"bamboo": {"enabled": False}}])
+def test_without_the_section_the_script_runs_as_ever(tmp_path: Path, config: dict[str, object]) -> None:
+    script = """
+        own = [name for name in os.environ if name.startswith("BAMBOO_") and name != "BAMBOO_TEST_SESSION"]
+        parent = open(f"/proc/{os.getppid()}/cmdline").read().split(chr(0))
+        print("plain", rank, sys.argv[1], own, __name__, sys.path[0], "deepspeed.launcher.launch" in parent)
+        sys.exit(5 if rank == 1 else 0)
+    """
+    with LaunchedJob(tmp_path, script, config=config) as job:
+        assert job.wait(within_seconds=120) == 5, job.output
+    assert f"plain 1 --local_rank=1 [] __main__ {tmp_path} True" in job.output, job.output

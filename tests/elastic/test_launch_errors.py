@@ -1,0 +1,112 @@
+"""What a user is told before anything starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deepspeed_bamboo.coordination.endpoints import Endpoint
+from deepspeed_bamboo.coordination.etcd import EtcdStore
+from deepspeed_bamboo.coordination.job import JobCoordinator
+from deepspeed_bamboo.coordination.records import AgentRecord
+from deepspeed_bamboo.coordination.server import PrivateEtcd, free_port
+from tests.elastic.launched import REPOSITORY
+
+
+def run(folder: Path, config: object, *options: str, script: str = "train.py") -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text("print('must not run')", encoding="utf-8")
+    text = config if isinstance(config, str) else json.dumps(config)
+    (folder / "ds.json").write_text(text, encoding="utf-8")
+    return subprocess.run(
+        [sys.executable, "-m", "deepspeed_bamboo.launch", *options, script, "--deepspeed_config", "ds.json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        check=False,
+    )
+
+
+def check(result: subprocess.CompletedProcess[str], *wanted: str) -> None:
+    assert result.returncode == 2 and "must not run" not in result.stdout, result
+    assert "Traceback" not in result.stderr, result.stderr
+    for text in wanted:
+        assert text in result.stderr, result.stderr
+
+
+def test_unreachable_endpoint(tmp_path: Path) -> None:
+    port = free_port("127.0.0.1")
+    settings = {"endpoints": [f"127.0.0.1:{port}"], "connect_timeout_seconds": 1.0}
+    start = time.monotonic()
+    result = run(tmp_path, {"bamboo": {"coordinator": settings}})
+    assert time.monotonic() - start < 15
+    check(result, f"127.0.0.1:{port} gave no answer within 1.", "coordinator.endpoints")
+
+
+@pytest.mark.parametrize(
+    ("bamboo", "wanted"),
+    [
+        ({"coordinator": {"endpoints": ["http://x:2379"]}}, "scheme"),
+        ({"coordinator": {"endpoints": ["x"]}}, "host:port"),
+        ({"coordinater": {}}, "coordinator"),
+        ({"redundancy": {"mode": "eagre"}}, "eager"),
+    ],
+)
+def test_malformed_section(tmp_path: Path, bamboo: object, wanted: str) -> None:
+    check(run(tmp_path, {"bamboo": bamboo}), wanted)
+
+
+def test_missing_script(tmp_path: Path) -> None:
+    check(run(tmp_path, {"bamboo": {}}, script="trian.py"), "'trian.py'", "check the path")
+
+
+def test_missing_configuration(tmp_path: Path) -> None:
+    check(run(tmp_path, {}, "--bamboo_config", "nowhere.json"), "nowhere.json", "does not exist")
+
+
+def test_broken_configuration(tmp_path: Path) -> None:
+    check(run(tmp_path, '{"bamboo": {'), "ds.json")
+
+
+def test_a_name_that_is_no_key(tmp_path: Path) -> None:
+    check(run(tmp_path, {"bamboo": {}}, "--job", "a/b"), "job name 'a/b'")
+
+
+def test_a_job_name_in_use(tmp_path: Path) -> None:
+    with PrivateEtcd() as server:
+        store = EtcdStore([server.endpoint])
+        agent = JobCoordinator(store, job="busy").register_agent(AgentRecord(0, "n1", 1), lease_seconds=60)
+        result = run(tmp_path, {"bamboo": {"coordinator": {"endpoints": [str(server.endpoint)]}}}, "--job", "busy")
+        check(result, "a job named 'busy' is running", "--job NAME")
+        agent.withdraw()
+        store.close()
+
+
+def test_of_several_endpoints_one_is_enough(tmp_path: Path) -> None:
+    with PrivateEtcd() as server:
+        store = EtcdStore([server.endpoint])
+        agent = JobCoordinator(store, job="busy").register_agent(AgentRecord(0, "n1", 1), lease_seconds=60)
+        endpoints = [str(Endpoint("127.0.0.1", free_port("127.0.0.1"))), str(server.endpoint)]
+        result = run(tmp_path, {"bamboo": {"coordinator": {"endpoints": endpoints}}}, "--job", "busy")
+        check(result, "a job named 'busy' is running")
+        agent.withdraw()
+        store.close()
+
+
+def test_usage_names_the_whole_command(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "deepspeed_bamboo.launch", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        check=True,
+    )
+    assert "deepspeed [launcher flags] --module deepspeed_bamboo.launch" in result.stdout

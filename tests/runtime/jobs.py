@@ -1,0 +1,138 @@
+"""Small jobs for tests: worker processes from a forkserver, without launcher and agents, over a private etcd.
+
+Without agents a lost worker is noticed by its peers, whose suspicion becomes a loss at once. Everything else
+is what a real worker runs, ``runtime.main.supervised`` included.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspeed_bamboo.coordination.server import PrivateEtcd
+
+Body = Callable[..., Any]
+_PRELOAD = ["torch", "deepspeed", "deepspeed_bamboo.runtime.main", "tests.runtime.scenarios"]
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How a job ended: exit codes and what the bodies returned, both by first rank; output for messages."""
+
+    codes: list[int | None]
+    values: dict[int, Any]
+    outputs: dict[int, str]
+
+    @property
+    def survivors(self) -> list[int]:
+        """The ranks whose body returned."""
+        return sorted(self.values)
+
+    def common(self, key: str) -> Any:
+        """The value of ``key``, which all survivors must have returned alike."""
+        values = [json.dumps(self.values[rank][key], sort_keys=True) for rank in self.survivors]
+        assert values, f"no worker finished: codes {self.codes}\n{self.transcript()}"
+        assert len(set(values)) == 1, f"workers returned different {key}: {values}"
+        return self.values[self.survivors[0]][key]
+
+    def transcript(self) -> str:
+        """The end of everybody's output."""
+        return "\n".join(f"--- rank {rank}\n{text[-3000:]}" for rank, text in self.outputs.items())
+
+
+class Jobs:
+    """Runs jobs one after another under ``directory``, over one etcd."""
+
+    def __init__(self, directory: Path, etcd: PrivateEtcd) -> None:
+        self._directory = directory
+        self._etcd = etcd
+        self._count = 0
+        self._context = multiprocessing.get_context("forkserver")
+
+    def run(self, body: Body, *, world: int, timeout_seconds: float = 120.0, **arguments: Any) -> JobResult:
+        """Call ``body(**arguments)`` in ``world`` workers. Fails when one is still running after the time-out."""
+        self._count += 1
+        directory = self._directory / f"job{self._count}"
+        directory.mkdir()
+        environment = {
+            "BAMBOO_JOB": f"job{self._count}",
+            "BAMBOO_ENDPOINTS": str(self._etcd.endpoint),
+            "BAMBOO_PREFIX": "/tests",
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+        }
+        processes = [
+            self._context.Process(target=_work, args=(rank, environment, directory, body, arguments))
+            for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout_seconds
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        stuck = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+        for process in processes:
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+        result = _collect(directory, [process.exitcode for process in processes])
+        assert not stuck, f"ranks {stuck} still ran after {timeout_seconds:.0f} s\n{result.transcript()}"
+        return result
+
+
+@contextmanager
+def jobs_in(directory: Path) -> Iterator[Jobs]:
+    """Runs jobs with a private etcd for as long as the block lasts."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    multiprocessing.set_forkserver_preload(_PRELOAD)
+    with PrivateEtcd() as etcd:
+        yield Jobs(directory, etcd)
+
+
+def _work(rank: int, environment: Mapping[str, str], directory: Path, body: Body, arguments: Mapping[str, Any]) -> None:
+    import faulthandler
+
+    from deepspeed_bamboo.runtime.main import supervised
+
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), BAMBOO_WORKER=f"w{rank}")
+    output = os.open(directory / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.dump_traceback_later(60.0, exit=False)
+
+    def run() -> None:
+        value = body(**arguments)
+        partial = directory / f"value{rank}.partial"
+        partial.write_text(json.dumps(value), encoding="utf-8")
+        partial.rename(directory / f"value{rank}")
+
+    code = supervised(run)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _collect(directory: Path, codes: list[int | None]) -> JobResult:
+    ranks = range(len(codes))
+    values = {rank: directory / f"value{rank}" for rank in ranks}
+    return JobResult(
+        codes,
+        {rank: json.loads(path.read_text(encoding="utf-8")) for rank, path in values.items() if path.exists()},
+        {rank: (directory / f"output{rank}").read_text(encoding="utf-8", errors="replace") for rank in ranks},
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,140 @@
+"""What the workers of test jobs run: one model trained for some steps, with DeepSpeed's engine or the plugin's."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.pipe import PipelineModule
+
+from tests.runtime import models
+
+ADAM = {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training run. ``layers`` names a function of :mod:`tests.runtime.models`, ``settings`` is DeepSpeed's JSON.
+
+    ``faults`` None: with DeepSpeed's own engine; a list: with the plugin's.
+    """
+
+    name: str
+    stages: int
+    layers: str = "plain"
+    count: int = 6
+    dropout: float = 0.0
+    steps: int = 3
+    micro_batches: int = 4
+    settings: dict[str, Any] = field(default_factory=dict)
+    bamboo: dict[str, Any] = field(default_factory=dict)
+    module: dict[str, Any] = field(default_factory=dict)
+    training_data: bool = False
+    evaluate_before: tuple[int, ...] = ()
+    faults: list[dict[str, Any]] | None = None
+
+
+class Samples(torch.utils.data.Dataset):
+    """A small data set: sample k depends on k alone."""
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = models.vectors(0, 0, k, size=1)
+        return x[0], y[0]
+
+
+def settings_of(training: Training) -> dict[str, Any]:
+    """The DeepSpeed configuration of a run."""
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": training.micro_batches,
+        "steps_per_print": 1000000,
+        "gradient_clipping": 0.0,
+        "optimizer": copy.deepcopy(ADAM),
+        **copy.deepcopy(training.settings),
+    }
+    if training.faults is not None:
+        coordinator = {"suspicion_seconds": 0.05}
+        settings["bamboo"] = {"coordinator": coordinator, "seed": 5, **training.bamboo, "faults": training.faults}
+    return settings
+
+
+def build(training: Training) -> Any:
+    """The engine of a run."""
+    if not deepspeed.comm.is_initialized():
+        torch.set_num_threads(1)
+        deepspeed.init_distributed(dist_backend="gloo")
+    torch.manual_seed(11)
+    make = getattr(models, training.layers)
+    layers = make(training.count, **({"dropout": training.dropout} if training.dropout else {}))
+    loss = models.token_error if training.layers == "tied" else models.squared_error
+    module = PipelineModule(
+        layers=layers, loss_fn=loss, num_stages=training.stages, partition_method="uniform", **training.module
+    )
+    os.environ["BAMBOO_JOB"] = f"{os.environ['BAMBOO_JOB'].split('--')[0]}--{training.name}"
+    data = {"training_data": Samples()} if training.training_data else {}
+    engine, *_ = deepspeed.initialize(
+        model=module, model_parameters=list(module.parameters()), config=settings_of(training), **data
+    )
+    return engine
+
+
+def train(training: Training) -> dict[str, Any]:
+    """Run it: losses by step, evaluations, hashes of this worker's parameters and buffers, digest."""
+    engine = build(training)
+    make = models.tokens if training.layers == "tied" else models.vectors
+    pipeline = engine.grid.get_data_parallel_id()
+
+    def source(pipeline: int, step: int) -> Any:
+        return models.micro_batches(make, pipeline=pipeline, first_step=step, count=training.micro_batches)
+
+    iterator = None if training.training_data else source(pipeline, 0)
+    if training.faults is not None and not training.training_data and hasattr(engine, "set_data_source"):
+        engine.set_data_source(source)
+    losses, evaluations = [], []
+    for step in range(training.steps):
+        if step in training.evaluate_before:
+            evaluations.append(float(engine.eval_batch(source(pipeline + 100, step))))
+        losses.append(float(engine.train_batch(iterator)))
+    result = {"losses": losses, "evaluations": evaluations, "hashes": hashes(engine), "steps": engine.global_steps}
+    if training.faults is not None:
+        result["digest"] = engine.state_digest()
+        result["norm"] = float(engine.get_global_grad_norm() or 0.0)
+        engine.close()
+    return result
+
+
+def train_all(trainings: list[Training]) -> dict[str, Any]:
+    """Several runs, one after the other; results by name."""
+    results = {}
+    for training in trainings:
+        print(f"training {training.name}", flush=True)
+        results[training.name] = train(training)
+    return results
+
+
+def hashes(engine: Any) -> dict[str, str]:
+    """sha256 of each parameter and buffer that this worker hosts, by pipeline and layer name."""
+    if hasattr(engine, "host"):
+        engine.host.save()
+        modules = {r.coordinate.pipeline: [] for r in engine.host.owners()}
+        for replica in engine.host.owners():
+            modules[replica.coordinate.pipeline].append(replica.module)
+    else:
+        modules = {engine.grid.get_data_parallel_id(): [engine.module]}
+    result = {}
+    for pipeline, hosted in modules.items():
+        for module in hosted:
+            first = module._local_start
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                result[f"{pipeline}/from{first}/{name}"] = hashlib.sha256(data).hexdigest()
+    return result
