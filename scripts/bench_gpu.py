@@ -10,9 +10,11 @@ overhead of the protocol.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import statistics
 import sys
@@ -53,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             process.join(max(0.1, deadline - time.monotonic()))
         late = [process for process in processes if process.exitcode is None]
         for process in late:
+            # faulthandler prints where every thread is.
+            os.kill(process.pid or 0, signal.SIGUSR1)
+            time.sleep(0.5)
             process.kill()
             process.join()
     if late:
@@ -80,6 +85,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def worker(rank: int, workers: int, port: int, endpoint: str, arguments: argparse.Namespace) -> None:
     """One process: builds all variants and times them in turn."""
+    started = time.perf_counter()
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -90,18 +96,22 @@ def worker(rank: int, workers: int, port: int, endpoint: str, arguments: argpars
         NCCL_NVLS_ENABLE="0",
         TORCH_NCCL_ASYNC_ERROR_HANDLING="0",
     )
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     import deepspeed
     import torch
 
     from deepspeed_bamboo.runtime.main import leave_out_shared_memory_op
 
     leave_out_shared_memory_op()
-    torch.set_num_threads(1)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers // 2))
     deepspeed.init_distributed()
-    engines = {name: build(name, arguments, rank) for name in arguments.variants.split(",")}
-    data = endless_batches(arguments, engines)
-    for entry in engines.values():
-        run_steps(entry["engine"], data, arguments.warm_up)
+    engines = {}
+    for name in arguments.variants.split(","):
+        engines[name] = build(name, arguments, rank)
+        data = endless_batches(arguments, engines)
+        run_steps(engines[name]["engine"], data, arguments.warm_up)
+        if rank == 0:
+            print(f"{name} is ready after {time.perf_counter() - started:.1f} s", flush=True)
     times: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(arguments.rounds):
         for name, entry in engines.items():
@@ -133,6 +143,7 @@ def build(name: str, arguments: argparse.Namespace, rank: int) -> dict[str, Any]
         layers=transformer_layers(model_size(arguments.model), seed=1234),
         loss_fn=token_loss,
         num_stages=arguments.stages,
+        partition_method="uniform",
     )
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": arguments.micro_batch_size,
@@ -236,8 +247,8 @@ def report(
         print(
             f"{name:12} {rows[name]['median_milliseconds']:9.2f} ms  (from {min(seconds) * 1000:.2f} to "
             f"{max(seconds) * 1000:.2f})  {rows[name]['samples_per_second']:9.1f} samples/s  against stock "
-            f"{rows[name]['throughput_against_stock']}  peak {rows[name]['peak_device_bytes'] / 2**30:.2f} GiB  offloaded "
-            f"{rows[name]['offloaded_bytes'] / 2**30:.2f} GiB",
+            f"{rows[name]['throughput_against_stock']}  peak {rows[name]['peak_device_bytes'] / 2**30:.2f} GiB  "
+            f"offloaded {rows[name]['offloaded_bytes'] / 2**30:.2f} GiB",
             flush=True,
         )
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
