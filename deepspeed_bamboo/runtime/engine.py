@@ -387,6 +387,8 @@ class BambooPipelineEngine(PipelineEngine):
         use_logical_groups(self, twins)
         if self.optimizer is not None and getattr(self.optimizer, "mpu", None) is not None:
             self.optimizer.mpu = logical
+        if hasattr(self.optimizer, "overflow_checker"):
+            self.optimizer.overflow_checker.mpu = logical
         self.module._grid = logical
         self.module.tied_comms = tied_groups(
             self.module, coordinate=coordinate, grid=grid, exchange=self._exchange

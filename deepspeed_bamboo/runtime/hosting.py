@@ -12,6 +12,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.utils import groups as deepspeed_groups
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
+from deepspeed_bamboo.runtime import zero_one  # noqa: F401 (registers the optimizer)
 from deepspeed_bamboo.runtime.gradients import clear_gradients, parameters, require_supported
 from deepspeed_bamboo.runtime.logical import Exchange, LogicalGrid, LogicalGroup
 from deepspeed_bamboo.runtime.randomness import generators_untouched

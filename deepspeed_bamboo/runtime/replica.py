@@ -78,7 +78,7 @@ class StageReplica:
     losses: dict[int, Any] = field(default_factory=dict)
     mirrored: bool = False
     pending_buffers: list[torch.Tensor] | None = None
-    before_reduction: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    before_reduction: Callable[[], None] | None = None
 
     @property
     def module(self) -> PipelineModule:

@@ -71,6 +71,7 @@ class Jobs:
             "LOCAL_WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),
+            "TEST_DIRECTORY": str(directory),
         }
         processes = [
             self._context.Process(target=_work, args=(rank, environment, directory, body, arguments))

@@ -69,9 +69,7 @@ def settings_of(training: Training) -> dict[str, Any]:
 
 def build(training: Training) -> Any:
     """The engine of a run."""
-    if not deepspeed.comm.is_initialized():
-        torch.set_num_threads(1)
-        deepspeed.init_distributed(dist_backend="gloo")
+    _fresh_process_group(training.name)
     torch.manual_seed(11)
     make = getattr(models, training.layers)
     layers = make(training.count, **({"dropout": training.dropout} if training.dropout else {}))
@@ -87,6 +85,18 @@ def build(training: Training) -> Any:
     return engine
 
 
+def _fresh_process_group(name: str) -> None:
+    """Process groups as at the start of a process: the plugin's engine has replaced them if one ran before."""
+    torch.set_num_threads(1)
+    if deepspeed.comm.is_initialized():
+        torch.distributed.destroy_process_group()
+        deepspeed.utils.groups._WORLD_GROUP = None
+    store = torch.distributed.FileStore(os.path.join(os.environ["TEST_DIRECTORY"], f"store-{name}"))
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    deepspeed.init_distributed(dist_backend="gloo")
+
+
 def train(training: Training) -> dict[str, Any]:
     """Run it: losses by step, evaluations, hashes of this worker's parameters and buffers, digest."""
     engine = build(training)
@@ -98,7 +108,7 @@ def train(training: Training) -> dict[str, Any]:
 
     iterator = None if training.training_data else source(pipeline, 0)
     if training.faults is not None and not training.training_data and hasattr(engine, "set_data_source"):
-        engine.set_data_source(source)
+        engine.set_data_source(source, evaluation=lambda pipeline, step: source(pipeline + 100, step))
     losses, evaluations = [], []
     for step in range(training.steps):
         if step in training.evaluate_before:
