@@ -357,6 +357,7 @@ class BambooPipelineEngine(PipelineEngine):
                 elif instruction.op is not Op.STEP:
                     self.iteration_end.execute(instruction, context)
         self.iteration_end.step(self.context(training=True, micro_batches=self.micro_batches))
+        self.failover.copy_lost()
 
     def context(self, *, training: bool, micro_batches: int) -> IterationContext:
         """The constants of one pass over a program."""

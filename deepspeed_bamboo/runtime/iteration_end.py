@@ -104,7 +104,7 @@ class IterationEnd:
         for replica in host.owners():
             host.activate(replica)
             touched: Sequence[torch.Tensor | None] = []
-            if self._engine.is_data_parallel and not self._engine.zero_optimization():
+            if self._engine.is_data_parallel:
                 touched = gradient_tensors(self._engine.optimizer, self._engine.module)
             elif self._engine.module.tied_comms:
                 touched = [

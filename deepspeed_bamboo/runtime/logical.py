@@ -90,7 +90,7 @@ class LogicalGroup(ProcessGroup):
         return FinishedWork()
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> FinishedWork:
-        if getattr(opts.reduceOp, "op", opts.reduceOp) != torch_distributed.ReduceOp.SUM:
+        if getattr(opts.reduceOp, "op", opts.reduceOp) != c10d.ReduceOp.SUM:
             raise NotImplementedError(f"logical groups reduce to one member by sum, not {opts.reduceOp}")
         for tensor in tensors:
             self._replace(tensor if self.rank() == opts.rootRank else tensor.clone(), "sum")

@@ -18,7 +18,8 @@ from deepspeed_bamboo.runtime import gradients
 @gradients.gradient_tensors.register
 def _(optimizer: DeepSpeedZeroOptimizer, module: torch.nn.Module) -> list[torch.Tensor]:
     """After the reduction: the gradients of this partition, padding included."""
-    return [tensor for group in sorted(optimizer.averaged_gradients) for tensor in optimizer.averaged_gradients[group]]
+    reduced = optimizer.averaged_gradients
+    return [tensor for group in sorted(reduced) for tensor in reduced[group] or ()]
 
 
 @gradients.gradient_flags.register

@@ -62,7 +62,7 @@ def settings_of(training: Training) -> dict[str, Any]:
         **copy.deepcopy(training.settings),
     }
     if training.faults is not None:
-        coordinator = {"suspicion_seconds": 0.05}
+        coordinator = {"suspicion_seconds": 1.0}
         settings["bamboo"] = {"coordinator": coordinator, "seed": 5, **training.bamboo, "faults": training.faults}
     return settings
 
@@ -78,6 +78,8 @@ def build(training: Training) -> Any:
         layers=layers, loss_fn=loss, num_stages=training.stages, partition_method="uniform", **training.module
     )
     os.environ["BAMBOO_JOB"] = f"{os.environ['BAMBOO_JOB'].split('--')[0]}--{training.name}"
+    with open(f"{os.environ['TEST_DIRECTORY']}/job", "w", encoding="utf-8") as file:  # noqa: PTH123
+        file.write(os.environ["BAMBOO_JOB"])
     data = {"training_data": Samples()} if training.training_data else {}
     engine, *_ = deepspeed.initialize(
         model=module, model_parameters=list(module.parameters()), config=settings_of(training), **data
@@ -91,7 +93,7 @@ def _fresh_process_group(name: str) -> None:
     if deepspeed.comm.is_initialized():
         torch.distributed.destroy_process_group()
         deepspeed.utils.groups._WORLD_GROUP = None
-    store = torch.distributed.FileStore(os.path.join(os.environ["TEST_DIRECTORY"], f"store-{name}"))
+    store = torch.distributed.FileStore(f"{os.environ['TEST_DIRECTORY']}/store-{name}")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
     deepspeed.init_distributed(dist_backend="gloo")
@@ -117,7 +119,9 @@ def train(training: Training) -> dict[str, Any]:
     result = {"losses": losses, "evaluations": evaluations, "hashes": hashes(engine), "steps": engine.global_steps}
     if training.faults is not None:
         result["digest"] = engine.state_digest()
-        result["norm"] = float(engine.get_global_grad_norm() or 0.0)
+        result["norm"] = str(engine.get_global_grad_norm())
+        result["scale"] = float(getattr(engine.optimizer, "cur_scale", 1.0) or 1.0)
+        result["skipped"] = engine.skipped_steps
         engine.close()
     return result
 
