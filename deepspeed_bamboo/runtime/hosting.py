@@ -19,6 +19,7 @@ from deepspeed_bamboo.runtime.randomness import generators_untouched
 from deepspeed_bamboo.runtime.replica import (
     STAGE_ATTRIBUTES,
     StageReplica,
+    count_in_global_norm,
     logical_groups,
     stage_module,
     tied_groups,
@@ -130,6 +131,8 @@ class StageHost:
             new_module.tied_comms = tied_groups(
                 new_module, coordinate=coordinate, grid=self._grid, exchange=self._exchange
             )
+            if engine.session.config.gradient_norm == "global":
+                count_in_global_norm(new_module)
             for group in logical_groups(new_module, logical):
                 group.name_ranks(process_rank)
             replica = StageReplica(

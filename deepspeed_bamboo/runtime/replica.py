@@ -164,6 +164,16 @@ def tied_groups(
     return result
 
 
+def count_in_global_norm(module: PipelineModule) -> None:
+    """Make stock's clipping count a stage's parameters whatever the stage, copies of tied ones excepted.
+
+    Stock counts those of stage 0, and those marked as belonging to one model-parallel rank only, as these do.
+    """
+    for parameter in module.parameters():
+        if not getattr(parameter, "ds_pipe_replicated", False):
+            parameter.model_parallel = True
+
+
 def logical_groups(module: PipelineModule, grid: LogicalGrid) -> list[LogicalGroup]:
     """Every logical group that a stage uses."""
     tied = [comm["group"] for comm in module.tied_comms.values()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,7 @@ class Training:
     bamboo: dict[str, Any] = field(default_factory=dict)
     module: dict[str, Any] = field(default_factory=dict)
     training_data: bool = False
+    batches: int | None = None
     evaluate_before: tuple[int, ...] = ()
     faults: list[dict[str, Any]] | None = None
 
@@ -109,6 +111,8 @@ def train(training: Training) -> dict[str, Any]:
         return models.micro_batches(make, pipeline=pipeline, first_step=step, count=training.micro_batches)
 
     iterator = None if training.training_data else source(pipeline, 0)
+    if training.batches is not None:
+        iterator = itertools.islice(iterator, training.batches)
     if training.faults is not None and not training.training_data and hasattr(engine, "set_data_source"):
         engine.set_data_source(source, evaluation=lambda pipeline, step: source(pipeline + 100, step))
     losses, evaluations = [], []
