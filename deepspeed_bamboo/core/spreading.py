@@ -37,35 +37,31 @@ def _shares(rings: Rings, sites: Sites, *, most: int, kept: Sequence[int]) -> li
         zone_room[zone] += most
     hosted, zone_hosted = [0] * len(room), [0] * len(zone_room)
     wanted = kept or [0] * len(room)
+    in_zone: list[list[tuple[int, bool, float, int]]] = [[] for _ in zone_room]
 
-    def price(node: int) -> tuple[int, int, bool, float, float, int]:
-        zone, mine = sites.zone_of_node[node], hosted[node]
+    def node_price(node: int) -> tuple[int, bool, float, int]:
+        mine = hosted[node]
+        return rings.inside(mine + 1) - rings.inside(mine), mine >= wanted[node], mine / room[node], node
+
+    def zone_price(zone: int) -> tuple[int, int, bool, float, float, int]:
+        pairs, unwanted, filled, _ = in_zone[zone][0]
         theirs = zone_hosted[zone]
-        return (
-            rings.inside(mine + 1) - rings.inside(mine),
-            rings.inside(theirs + 1) - rings.inside(theirs),
-            mine >= wanted[node],
-            theirs / zone_room[zone],
-            mine / room[node],
-            node,
-        )
+        zone_pairs = rings.inside(theirs + 1) - rings.inside(theirs)
+        return pairs, zone_pairs, unwanted, theirs / zone_room[zone], filled, zone
 
-    # Prices only rise, so an outdated one in the heap is too low and is found out when it comes up.
-    heap = [price(node) for node in range(len(room))]
-    heapq.heapify(heap)
+    for node, zone in enumerate(sites.zone_of_node):
+        heapq.heappush(in_zone[zone], node_price(node))
+    zones = [zone_price(zone) for zone in range(len(zone_room))]
+    heapq.heapify(zones)
     for _ in range(rings.count * rings.length):
-        while True:
-            node = heap[0][-1]
-            now = price(node)
-            if now == heap[0]:
-                break
-            heapq.heapreplace(heap, now)
+        zone = heapq.heappop(zones)[-1]
+        node = heapq.heappop(in_zone[zone])[-1]
         hosted[node] += 1
-        zone_hosted[sites.zone_of_node[node]] += 1
+        zone_hosted[zone] += 1
         if hosted[node] < room[node]:
-            heapq.heapreplace(heap, price(node))
-        else:
-            heapq.heappop(heap)
+            heapq.heappush(in_zone[zone], node_price(node))
+        if in_zone[zone]:
+            heapq.heappush(zones, zone_price(zone))
     return hosted
 
 
