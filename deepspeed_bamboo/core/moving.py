@@ -197,9 +197,9 @@ class Assignment:
                 steps = ((coordinate, self.owners[other]), (other, self.owners[coordinate]))
         return steps, best
 
-    def _best_chain(self, coordinate: int, others: Iterable[int], steps: _Steps, best: int) -> _Steps:
+    def _best_chain(self, coordinate: int, others: Sequence[int], steps: _Steps, best: int) -> _Steps:
         """The best of: ``coordinate`` in the place of another, and that one on a worker with room."""
-        room = self._room_by_zone()
+        room = self._room_by_zone() if others else []
         for other in others if room else ():
             place = self.owners[other]
             if place == self.owners[coordinate] or other in self.task.neighbours[coordinate]:

@@ -112,7 +112,7 @@ def decide(
     task = _task(grid, sites, current, bytes_of, most)
     bound = fewest_pairs(grid, sites, most=most)
     if current is None:
-        numbers, least, proven = spread(grid, sites, most=most), 0, True
+        numbers, least, proven = _improved(task, spread(grid, sites, most=most), bound), 0, True
     else:
         numbers, least, proven = _from_current(task, bound)
     owners = {c: sites.workers[number] for c, number in zip(grid, numbers, strict=True)}
@@ -173,7 +173,7 @@ def _improved(task: Task, owners: Sequence[int], bound: Bound) -> list[int]:
 
 # A proof is tried for small grids only, and given up after so many choices (a fraction of a second).
 _PROOF_COORDINATES = 32
-_PROOF_CHOICES = 30_000
+_PROOF_CHOICES = 10_000
 
 
 def _task(grid: Grid, sites: Sites, current: Placement | None, bytes_of: BytesOf | None, most: int) -> Task:

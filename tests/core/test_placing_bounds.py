@@ -76,3 +76,13 @@ def test_known_minima(zones: str, grid: Grid, node: int, zone: int) -> None:
     bound = fewest_pairs(grid, sites, most=-(-len(grid) // len(zones)))
     assert (bound.pairs.node, bound.pairs.zone) == (node, zone)
     assert f"one node: {node} " in bound.reason or len(grid) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 12), st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), min_size=1))
+def test_larger_grids_reach_the_bound(pipelines: int, stages: int, nodes: list[tuple[int, int]]) -> None:
+    workers = [
+        WorkerSite(f"w{n}.{i}", f"n{n}", f"z{zone}") for n, (zone, members) in enumerate(nodes) for i in range(members)
+    ]
+    decision = decide(Grid(pipelines, stages), workers)
+    assert decision.pairs == decision.bound.pairs
