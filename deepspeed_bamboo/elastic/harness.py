@@ -26,6 +26,7 @@ from typing import Any
 from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobCoordinator, parse_endpoints
 from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.server import PrivateEtcd, free_ports
+from deepspeed_bamboo.elastic.agent_settings import AgentSettings
 from deepspeed_bamboo.elastic.boot import Boot
 from deepspeed_bamboo.elastic.errors import LaunchError
 from deepspeed_bamboo.elastic.fork_server import ForkedProcess, ForkRequest, ForkServer, reference
@@ -236,7 +237,7 @@ class Machine:
 
 def agent_main(plan: dict[str, Any]) -> int:
     """In an agent's process: be the agent that ``plan`` describes. Returns its exit code."""
-    from deepspeed_bamboo.elastic.agent import AgentSettings, BambooElasticAgent
+    from deepspeed_bamboo.elastic.agent import BambooElasticAgent
     from deepspeed_bamboo.elastic.forked_worker import ForkStarter
 
     boot = Boot.from_json(plan["boot"])

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from deepspeed_bamboo.elastic.fork_server import ForkServer
 from deepspeed_bamboo.elastic.harness import Machine, Outcome
 from deepspeed_bamboo.elastic.processes import ProcessIdentity
 from tests.coordination.helpers import alive, stretched, wait_until
+from tests.coordination.manual_etcd import ManualEtcd
 from tests.elastic import workers
 
 
@@ -333,6 +335,26 @@ def test_a_killed_etcd_comes_back_and_nobody_is_lost(fork_server: ForkServer) ->
         assert time.monotonic() - killed < stretched(5)
         outcome = finish(machine)
     assert outcome.exit_codes == ALL_WELL, outcome.output
+
+
+def test_an_etcd_that_lost_all_its_data_costs_nobody_anything(fork_server: ForkServer, tmp_path: Path) -> None:
+    server = ManualEtcd(tmp_path / "etcd")
+    server.start()
+    try:
+        with Machine(fork_server, workers.train, endpoints=[str(server.endpoint)], **leased(short_lease())) as machine:
+            epoch_of(machine, 0)
+            server.kill()
+            server.wipe()
+            server.start()
+            wait_until(lambda: len(machine.coordinator.members()) == 4, within_seconds=30, what="all members' return")
+            time.sleep(2.5)  # longer than the time that agents give members to return
+            assert epoch_of(machine, 0).number == 0
+            machine.kill_worker(2)
+            assert ranks(epoch_of(machine, 1)) == [0, 1, 3]
+            outcome = finish(machine)
+        assert outcome.exit_codes == ALL_WELL, outcome.output
+    finally:
+        server.kill()
 
 
 def test_without_a_coordinator_a_signal_still_ends_everything_in_time(fork_server: ForkServer) -> None:
