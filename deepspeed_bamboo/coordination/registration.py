@@ -112,8 +112,8 @@ class Registration:
             return self._may_stay()
         if not self._may_return():
             return False
+        self._touch(interrupted=True)  # first: whoever sees the key there again must see the interruption, too
         self._enter()
-        self._touch(interrupted=True)
         logger.info("%s registered again after its lease was gone", self._key)
         return True
 

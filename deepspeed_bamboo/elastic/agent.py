@@ -8,8 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -18,6 +17,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from deepspeed_bamboo.coordination import AgentRecord, Change, JobCoordinator, Registration
 from deepspeed_bamboo.elastic import decisions
+from deepspeed_bamboo.elastic.agent_settings import AgentHooks, AgentSettings
 from deepspeed_bamboo.elastic.boot import Boot
 from deepspeed_bamboo.elastic.error_report import ErrorReport
 from deepspeed_bamboo.elastic.leftovers import remove_shared_memory, signal_session
@@ -34,18 +34,6 @@ _STOP_SECONDS = 3
 _EXIT_NEWS_SECONDS = 2.0
 _GOODBYE_SECONDS = 1.5
 _OTHERS_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class AgentSettings:
-    """``lease_seconds``: coordinator.lease_seconds. ``hosts_coordinator``: others need this agent's etcd.
-
-    ``launchers``: the processes without which there is no reason to go on (see ``launcher_chain``).
-    """
-
-    lease_seconds: float = 3.0
-    hosts_coordinator: bool = False
-    launchers: tuple[int, ...] = ()
 
 
 class BambooElasticAgent(LocalElasticAgent):
@@ -65,9 +53,9 @@ class BambooElasticAgent(LocalElasticAgent):
         coordinator: JobCoordinator,
         starter: WorkerStarter,
         settings: AgentSettings,
-        on_all_present: Callable[[], None] = lambda: None,
+        hooks: AgentHooks | None = None,
     ) -> None:
-        """``on_all_present`` is called when every slot of the job has its agent."""
+        """``boot`` says where the job is, ``starter`` how a worker is started; nothing happens before :meth:`run`."""
         spec = WorkerSpec(
             role="bamboo",
             local_world_size=1,
@@ -83,7 +71,7 @@ class BambooElasticAgent(LocalElasticAgent):
         self._settings = settings
         self._coordinator = coordinator
         self._starter = starter
-        self._on_all_present = on_all_present
+        self._hooks = hooks or AgentHooks()
         self._supervisor = Supervisor(slot, lease_seconds=settings.lease_seconds)
         self._mailbox = Mailbox()
         self._agents: set[str] = set()
@@ -109,6 +97,7 @@ class BambooElasticAgent(LocalElasticAgent):
             lease_seconds=self._settings.lease_seconds,
         )
         self._registration = registration
+        self._hooks.on_registered()
         self._messenger = Messenger(
             self._coordinator, self._slot, registration, self._mailbox, lease_seconds=self._settings.lease_seconds
         )
@@ -213,7 +202,7 @@ class BambooElasticAgent(LocalElasticAgent):
         if change.kind == "agent":
             (self._agents.discard if change.value is None else self._agents.add)(change.worker)
             if len(self._agents) >= self._slot.world_size:
-                self._on_all_present()
+                self._hooks.on_all_present()
         self._mailbox.put(decisions.Changed(change))
 
     def _on_launcher_death(self, pid: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from deepspeed_bamboo.elastic.errors import ExchangeError
+from deepspeed_bamboo.elastic.errors import RefusedError
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def pack(boot: Boot | None) -> bytes:
 
 
 def unpack(line: bytes) -> Boot:
-    """Inverse of :func:`pack`. Raises ExchangeError for a refusal."""
+    """Inverse of :func:`pack`. Raises RefusedError for a refusal."""
     value = json.loads(line)
     if value is None:
-        raise ExchangeError("rank 0 could not start the job; its message says why")
+        raise RefusedError("rank 0 could not start the job; its message says why")
     return Boot.from_json(value)
