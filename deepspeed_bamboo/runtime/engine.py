@@ -36,8 +36,9 @@ from deepspeed_bamboo.runtime.losses import aggregate_losses, agreed_losses
 from deepspeed_bamboo.runtime.micro_batches import DataFactory, PipelineData, check_complete, missing_data
 from deepspeed_bamboo.runtime.offload import HostOffload
 from deepspeed_bamboo.runtime.protection import build_initial_shadows
-from deepspeed_bamboo.runtime.replica import StageReplica, tied_groups
+from deepspeed_bamboo.runtime.replica import StageReplica, count_in_global_norm, tied_groups
 from deepspeed_bamboo.runtime.session import WorkerSession
+from deepspeed_bamboo.runtime.shadow_check import check_shadows
 from deepspeed_bamboo.runtime.training_data import data_set_factory
 from deepspeed_bamboo.runtime.transfer import stage_digest
 
@@ -346,6 +347,9 @@ class BambooPipelineEngine(PipelineEngine):
         self.data.forget()
         self._activate_first()
         self.failover.protect_again()
+        every = self.session.config.debug_check_shadows
+        if every and self.global_steps % every == 0:
+            check_shadows(self)
 
     def _train_body(self) -> None:
         if not self.activity.rounds:
@@ -357,6 +361,7 @@ class BambooPipelineEngine(PipelineEngine):
                 elif instruction.op is not Op.STEP:
                     self.iteration_end.execute(instruction, context)
         self.iteration_end.step(self.context(training=True, micro_batches=self.micro_batches))
+        self.failover.copy_lost()
 
     def context(self, *, training: bool, micro_batches: int) -> IterationContext:
         """The constants of one pass over a program."""
@@ -387,10 +392,14 @@ class BambooPipelineEngine(PipelineEngine):
         use_logical_groups(self, twins)
         if self.optimizer is not None and getattr(self.optimizer, "mpu", None) is not None:
             self.optimizer.mpu = logical
+        if hasattr(self.optimizer, "overflow_checker"):
+            self.optimizer.overflow_checker.mpu = logical
         self.module._grid = logical
         self.module.tied_comms = tied_groups(
             self.module, coordinate=coordinate, grid=grid, exchange=self._exchange
         )
+        if self.session.config.gradient_norm == "global":
+            count_in_global_norm(self.module)
         self.grid = logical
         self.mpu = logical
         replica = self.host.adopt_primary(coordinate, logical)

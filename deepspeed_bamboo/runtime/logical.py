@@ -89,6 +89,13 @@ class LogicalGroup(ProcessGroup):
             self._replace(tensor, operation)
         return FinishedWork()
 
+    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> FinishedWork:
+        if getattr(opts.reduceOp, "op", opts.reduceOp) != c10d.ReduceOp.SUM:
+            raise NotImplementedError(f"logical groups reduce to one member by sum, not {opts.reduceOp}")
+        for tensor in tensors:
+            self._replace(tensor if self.rank() == opts.rootRank else tensor.clone(), "sum")
+        return FinishedWork()
+
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> FinishedWork:
         for tensor in tensors:
             self._replace(tensor, f"broadcast:{opts.rootRank}")

@@ -61,7 +61,7 @@ def test_the_subcommand_registers_itself() -> None:
     [
         (["--preset", "bert", "--removal-probability", "1.5"], "market.removal_probability is 1.5"),
         (["--preset", "bert", "--capacity", "0"], "--capacity: market.capacity is 0"),
-        (["--preset", "bart"], "preset 'bart' is unknown; there are alexnet, bert, bert-published"),
+        (["--preset", "bart"], "preset 'bart' is unknown; there are alexnet, bert, bert-p3-published"),
         (["--preset", "bert", "--policy", "hope"], "policy 'hope' is unknown"),
         (["--preset", "bert", "--seeds", "0"], "--seeds 0: at least 1"),
         (["--preset", "bert", "--segment", "1-2"], "give --trace as well"),
