@@ -299,10 +299,9 @@ class BambooPipelineEngine(PipelineEngine):
         """As stock's, and surviving losses: an evaluation that a loss interrupts is done again from its start."""
         micro_batches = self.micro_batches if num_micro_batches is None else num_micro_batches
         request = EvaluationRequest(micro_batches, return_logits, compute_loss, reduce_output, bcast_loss)
-        data = PipelineData(self.home)
-        data.set_iterator(data_iter)
-        data.set_factory(self._evaluation_factory)
-        self.evaluation_data = data
+        self.evaluation_data = PipelineData(self.home)
+        self.evaluation_data.set_iterator(data_iter)
+        self.evaluation_data.set_factory(self._evaluation_factory)
         try:
             return evaluate(self, request)
         finally:
