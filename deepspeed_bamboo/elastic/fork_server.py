@@ -18,6 +18,7 @@ import importlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -179,13 +180,11 @@ class _Server:
 
     def _accept(self) -> None:
         client, _ = self._listener.accept()
+        request = _receive(client)
+        if request is None:
+            client.close()
+            return
         with contextlib.suppress(OSError):
-            client.settimeout(_FORK_SECONDS)
-            line = client.makefile("rb").readline()
-            if not line:
-                client.close()
-                return
-            request = ForkRequest(**json.loads(line))
             pid = os.fork()
             if pid == 0:
                 self._become(request, client)
@@ -217,6 +216,7 @@ class _Server:
             os.kill(pid, signal.SIGKILL)
         for pid in self._children:
             os.waitpid(pid, 0)
+        shutil.rmtree(Path(self._listener.getsockname()).parent, ignore_errors=True)
         os._exit(0)
 
     def _become(self, request: ForkRequest, client: socket.socket) -> None:
@@ -235,6 +235,15 @@ class _Server:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
+
+
+def _receive(client: socket.socket) -> ForkRequest | None:
+    """What ``client`` asks for; None when it is gone or its request makes no sense."""
+    client.settimeout(_FORK_SECONDS)
+    try:
+        return ForkRequest(**json.loads(client.makefile("rb").readline()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def _run_request(request: ForkRequest) -> int:

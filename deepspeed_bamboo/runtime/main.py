@@ -56,7 +56,7 @@ def supervised(function: Callable[[], Any]) -> int:
     Returns the worker's exit code: 0, the script's own, or one of the constants of this module. An exception
     of the script is printed, written to the file named by BAMBOO_ERROR_FILE, and ends the job.
     """
-    _leave_out_shared_memory_op()
+    leave_out_shared_memory_op()
     _prepare_nccl()
     engines: list[BambooPipelineEngine] = []
     stock = deepspeed.initialize
@@ -104,7 +104,7 @@ def _exit_code(function: Callable[[], Any]) -> int:
     return 0
 
 
-def _leave_out_shared_memory_op() -> None:
+def leave_out_shared_memory_op() -> None:
     """Keep DeepSpeed on CPU from building and using its shared-memory collective.
 
     Only inference uses it, it takes half a minute to compile, and a killed worker would leave its

@@ -90,7 +90,7 @@ def build_job(scenario: Scenario, *, trace: Trace | None = None, folder: Path | 
         steps: StepTimes = ProfiledSteps(profile, model.samples_per_step, model.most_pipelines)
         return Job(scenario, steps, redundant_forward_overhead(profile), prices, trace)
     rows = {Grid(row.pipelines, row.stages): row.milliseconds / MILLISECONDS_PER_SECOND for row in model.table}
-    return Job(scenario, StepTable(model.name, rows, int(model.layers)), model.redundancy_overhead, prices, trace)
+    return Job(scenario, StepTable(model.name, rows, model.layers), model.redundancy_overhead, prices, trace)
 
 
 def _read_profile(path: Path) -> JobProfile:

@@ -41,7 +41,7 @@ def test_a_registration_outlives_its_lease_several_times(open_job: OpenJob) -> N
     gone: Collector[Change] = Collector()
     registration = job.register(member("w0"), lease_seconds=1)
     job.watch(gone)
-    time.sleep(3.5)  # there is no event to wait for: nothing must happen
+    time.sleep(2.2)  # there is no event to wait for: nothing must happen
     assert [c for c in gone.items if c.kind == "member" and c.value is None] == []
     assert not registration.lost.is_set()
     registration.withdraw()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_bamboo.coordination import etcd_watch
 from deepspeed_bamboo.coordination.endpoints import Endpoint
 from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable
 from deepspeed_bamboo.coordination.etcd import EtcdStore
@@ -130,12 +131,16 @@ def test_a_watch_goes_on_after_a_restart_and_finds_what_it_missed(etcd: ManualEt
     other.close()
 
 
-def test_a_watch_notices_a_frozen_server_and_its_return(etcd: ManualEtcd, store: EtcdStore) -> None:
+def test_a_watch_notices_a_frozen_server_and_its_return(
+    etcd: ManualEtcd, store: EtcdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_watch, "_ASK_SECONDS", 0.2)
+    monkeypatch.setattr(etcd_watch, "_SILENCE_SECONDS", 1.0)
     told: Collector[StoreEvent] = Collector()
     store.watch("/x/", told)
     told.wait_for(lambda event: event.kind == "resync")
     etcd.freeze()
-    time.sleep(6)  # longer than the silence that a watch puts up with
+    time.sleep(1.7)  # longer than the silence that a watch puts up with
     etcd.thaw()
     wait_until(lambda: [e.kind for e in told.items].count("resync") >= 2, what="the watch to begin anew")
     store.put("/x/a", "1")
@@ -147,7 +152,7 @@ def test_a_member_registers_again_after_an_outage_longer_than_its_lease(etcd: Ma
     registration = job.register(member("w0"), lease_seconds=1)
     job.propose(first_epoch(WORKERS), expected=None)
     etcd.freeze()
-    time.sleep(3)  # the lease runs out on the server's clock
+    time.sleep(2.2)  # the lease runs out on the server's clock
     etcd.thaw()
     told: Collector[Change] = Collector()
     job.watch(told)

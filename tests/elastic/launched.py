@@ -27,6 +27,7 @@ PRELUDE = """
 class LaunchedJob:
     """``python -m deepspeed.launcher.launch ... --module tests.elastic.fast_launch train.py``, as the command runs it.
 
+    One launcher of several ``nodes`` is made by giving its ``node_rank``.
     With ``command`` it is ``deepspeed ...`` itself. It leads a process group, so that Ctrl-C can be sent to it.
     """
 
@@ -40,6 +41,9 @@ class LaunchedJob:
         options: tuple[str, ...] = (),
         arguments: tuple[str, ...] = (),
         command: bool = False,
+        nodes: int = 1,
+        node_rank: int = 0,
+        master_port: int = 29511,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         folder.mkdir(exist_ok=True)
@@ -50,10 +54,12 @@ class LaunchedJob:
         tail = ["--module", "tests.elastic.fast_launch", *options, str(file), "--deepspeed_config", str(settings)]
         if command:
             head = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(slots)]
-            head += ["--master_port", "29511"]
+            head += ["--master_port", str(master_port)]
         else:
-            world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(slots))}).encode()).decode()
-            head = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world}"]
+            world = {f"node{number}": list(range(slots)) for number in range(nodes)}
+            encoded = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
+            head = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={encoded}"]
+            head += [f"--node_rank={node_rank}", "--master_addr=127.0.0.1", f"--master_port={master_port}"]
         self.process = subprocess.Popen(
             [*head, *tail, *arguments],
             stdout=subprocess.PIPE,

@@ -62,7 +62,7 @@ def test_four_agents_and_workers_start_and_end_within_two_seconds(fork_server: F
     assert time.monotonic() - start < stretched(2)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 3])
+@pytest.mark.parametrize("rank", [0, 3])
 def test_a_killed_worker_is_lost_at_once_and_its_agent_stays(fork_server: ForkServer, rank: int) -> None:
     with Machine(fork_server, workers.train) as machine:
         epoch_of(machine, 0)
@@ -160,7 +160,7 @@ def test_a_script_that_ends_while_others_need_it_is_named(fork_server: ForkServe
     assert "same number of steps" in outcome.output and "Traceback" not in outcome.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_one_agent_ends_all(fork_server: ForkServer, number: signal.Signals) -> None:
     with Machine(fork_server, workers.train) as machine:
         epoch_of(machine, 0)
@@ -284,10 +284,10 @@ def test_an_outage_longer_than_all_leases_loses_nobody(fork_server: ForkServer) 
     with Machine(fork_server, workers.train, lease_seconds=1) as machine:
         epoch_of(machine, 0)
         os.kill(machine.etcd.pid, signal.SIGSTOP)
-        time.sleep(3)  # every lease runs out
+        time.sleep(2.2)  # every lease runs out
         os.kill(machine.etcd.pid, signal.SIGCONT)
         wait_until(lambda: len(machine.coordinator.members()) == 4, what="all members' return")
-        time.sleep(3)  # longer than the time that agents give members to return
+        time.sleep(2.5)  # longer than the time that agents give members to return
         assert epoch_of(machine, 0).number == 0
         assert len(machine.coordinator.members()) == 4
         killed = machine.kill_worker(3)
@@ -305,7 +305,7 @@ def test_a_death_during_an_outage_is_settled_after_it(fork_server: ForkServer) -
         time.sleep(2.5)
         os.kill(machine.etcd.pid, signal.SIGCONT)
         epoch_of(machine, 1)
-        time.sleep(3)
+        time.sleep(2.5)  # longer than the time that agents give members to return
         epoch = epoch_of(machine, 1)
         assert epoch.number == 1 and ranks(epoch) == [0, 2, 3]
         outcome = finish(machine)

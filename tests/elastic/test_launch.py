@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from deepspeed_bamboo.coordination.server import free_port
 from tests.coordination.helpers import stretched
 from tests.elastic.launched import LaunchedJob
 
@@ -82,7 +83,7 @@ def test_an_exception_ends_the_job_within_ten_seconds_with_its_traceback_once(tm
     assert f'File "{tmp_path / "train.py"}", line' in job.output
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C", "SIGKILL", "SIGHUP"])
+@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C", "SIGKILL"])
 def test_signals_to_the_launcher_end_the_job_within_ten_seconds(tmp_path: Path, how: str) -> None:
     with LaunchedJob(tmp_path, TRAIN) as job:
         job.wait_for("in epoch 0", times=2)
@@ -124,3 +125,56 @@ def test_without_the_section_the_script_runs_as_ever(tmp_path: Path, config: dic
     with LaunchedJob(tmp_path, script, config=config) as job:
         assert job.wait(within_seconds=120) == 5, job.output
     assert f"plain 1 --local_rank=1 [] __main__ {tmp_path} True" in job.output, job.output
+
+
+def two_machines(folder: Path, script: str) -> tuple[LaunchedJob, LaunchedJob]:
+    """Two launchers of one job, as on two machines with one slot each."""
+    port = free_port("")
+    one, two = (
+        LaunchedJob(
+            folder / str(number),
+            script,
+            slots=1,
+            nodes=2,
+            node_rank=number,
+            master_port=port,
+            environment={"BAMBOO_NODE": f"node{number}"},
+        )
+        for number in (0, 1)
+    )
+    return one, two
+
+
+def test_a_launcher_killed_on_one_of_two_machines_is_the_loss_of_that_machine(tmp_path: Path) -> None:
+    script = TRAIN.replace(
+        "training.wait()",
+        """
+    while training.job.epoch().number < 1:
+        time.sleep(0.01)
+    print("goes on because", training.job.epoch().reason, flush=True)
+    training.job.finish({})
+    training.wait()
+    """,
+    )
+    one, two = two_machines(tmp_path, script)
+    with one, two:
+        one.wait_for("in epoch 0")
+        two.wait_for("in epoch 0")
+        limit = stretched(10)
+        tree = psutil.Process(two.process.pid).children(recursive=True)
+        two.process.kill()
+        assert one.wait(within_seconds=limit) == 0, one.output
+        _, left = psutil.wait_procs(tree, timeout=limit)
+        assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
+    assert "goes on because node1-1-0: its process was killed by SIGKILL" in one.output, one.output
+
+
+def test_a_signal_to_one_of_two_launchers_ends_the_job_on_both_machines(tmp_path: Path) -> None:
+    one, two = two_machines(tmp_path, TRAIN)
+    with one, two:
+        one.wait_for("in epoch 0")
+        two.wait_for("in epoch 0")
+        limit = stretched(10)
+        two.process.terminate()
+        assert one.wait(within_seconds=limit) != 0 and two.wait(within_seconds=limit) != 0
+    assert "SIGTERM was sent to the agent of rank 1 on node1" in one.output, one.output

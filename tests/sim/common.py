@@ -20,7 +20,7 @@ def published_trace(name: str) -> Path:
     """A published trace file, which isn't part of the repository; skips where it is absent."""
     folder = Path(os.environ.get("BAMBOO_TRACES", REPOSITORY.parent / "shared" / "traces"))
     if not (folder / name).is_file():
-        pytest.skip(f"needs the published trace {name}: put it into ../shared/traces or name its folder in BAMBOO_TRACES")
+        pytest.skip(f"needs the published trace {name} in ../shared/traces or in the folder that BAMBOO_TRACES names")
     return folder / name
 
 

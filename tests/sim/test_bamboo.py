@@ -58,16 +58,13 @@ def test_the_published_table(probability: float, throughput: float, cost: float,
 
 @pytest.mark.parametrize(
     ("preset", "performance", "cost", "value", "steps"),
-    [("bert", 73.74, 21.90, 3.344, 11_375), ("gpt2", 23.68, 21.90, 1.144, 30_143)],
+    [("bert-p3-published", 73.74, 21.90, 3.344, 11_375), ("gpt2-p3-published", 23.68, 21.90, 1.144, 30_143)],
 )
 def test_the_published_figures_on_the_p3_trace(
     preset: str, performance: float, cost: float, value: float, steps: int
 ) -> None:
     trace = read_trace(published_trace("aws-p3-us-east.csv"), generator=random.Random(0))
-    job = preset_job(
-        preset, trace=trace, run__duration_hours=12.0, run__window="training", run__value="mean_of_ratios"
-    )
-    result = run_one(job, policy="bamboo-published", seed=1)
+    result = run_one(preset_job(preset, trace=trace), policy="bamboo-published", seed=1)
     assert result.throughput_samples_per_second == pytest.approx(performance, rel=0.03)
     assert result.cost_dollars_per_hour == pytest.approx(cost, rel=0.03)
     assert result.value == pytest.approx(value, rel=0.03)
