@@ -16,6 +16,7 @@ from deepspeed_bamboo.elastic.decisions import (
     Changed,
     CheckSuspect,
     CheckVanished,
+    CoordinatorGone,
     EndWorker,
     Event,
     Fail,
@@ -108,6 +109,8 @@ class Supervisor:
             actions = self._on_signal(event.number)
         elif isinstance(event, LauncherGone):
             actions = self._on_launcher_gone(event)
+        elif isinstance(event, CoordinatorGone):
+            actions = self._on_coordinator_gone(event)
         elif isinstance(event, LossSettled):
             actions = self._on_loss_settled(event)
         elif isinstance(event, FailureRecorded):
@@ -283,6 +286,15 @@ class Supervisor:
         if self._own is Own.RUNNING:
             return [KillWorker("its launcher is gone, which is taken for the loss of this node")]
         return []
+
+    def _on_coordinator_gone(self, event: CoordinatorGone) -> list[Action]:
+        """Nothing can be recorded any more, so each agent ends on its own."""
+        self._offer_pending = False
+        if self._failure is not None or (self._finished and self._own is not Own.RUNNING):
+            return []
+        self._failure = JobFailure(worker=self.worker, kind="interrupted", message=event.reason, traceback="")
+        say = [Say(f"the job ends: {event.reason}")] if self._slot.local_rank == 0 or self._slot.one_machine else []
+        return [*say, *self._end_worker()]
 
     def _offer(self, failure: JobFailure) -> list[Action]:
         self._offered, self._offer_pending = failure, True

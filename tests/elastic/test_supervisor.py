@@ -14,6 +14,7 @@ from deepspeed_bamboo.elastic.decisions import (
     Changed,
     CheckSuspect,
     CheckVanished,
+    CoordinatorGone,
     EndWorker,
     Event,
     Fail,
@@ -285,3 +286,18 @@ def test_without_its_launcher_one_of_several_machines_counts_as_lost() -> None:
 def test_without_the_deepspeed_command_every_machine_ends() -> None:
     agent = training(slot=replace(SLOT, world_size=6))
     assert kinds(agent.handle(LauncherGone(command=True))) == ["Fail", "EndWorker"]
+
+
+def test_without_its_coordinator_every_agent_ends_on_its_own() -> None:
+    agent = training()
+    assert kinds(agent.handle(CoordinatorGone("rank 0 is gone"))) == ["Say", "EndWorker"]
+    assert agent.handle(WorkerExited(OWN, -15, "")) == [Withdraw(OWN), Leave(1)]
+
+    waiting = training()
+    waiting.handle(Signalled(signal.SIGTERM))
+    waiting.handle(WorkerExited(OWN, -15, ""))
+    assert waiting.handle(CoordinatorGone("rank 0 is gone"))[-1] == Leave(143)
+
+    done = training()
+    done.handle(WorkerExited(OWN, 0, ""))
+    assert done.handle(changed("finished", {})) == [Leave(0)]
