@@ -134,6 +134,10 @@ class BambooConfig(Section):
     seed: int | None = None
     """Seed of the random numbers that forwards draw; null: the seed that torch had at initialize."""
 
+    gradient_norm: Literal["stock", "global"] = "stock"
+    """What gradients are clipped by. stock: DeepSpeed's rule, by logical stage, whoever hosts it (in fp32 only
+    stage 0 contributes to the norm, which clips later stages less); global: the norm over all stages."""
+
     faults: list[Any] | Location | None = None
     """Scripted faults for tests: a list, or the path of a JSON file with one (BAMBOO_FAULTS wins)."""
 

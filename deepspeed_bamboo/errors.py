@@ -5,6 +5,7 @@
     ├── EventLogError       event files that contradict each other or can't be read
     ├── ModelError          a model whose stages can't be connected (a user's bug, never a lost node)
     ├── MemoryLimitError    redundancy needs more memory than the configuration allows
+    ├── ShadowError         a shadow that differs from its owner (debug_check_shadows)
     ├── JobFailedError      another worker ended the job; names it and its cause
     └── ExpelledError       this worker is no longer part of the job; its process has to end
 
@@ -40,6 +41,10 @@ class ModelError(BambooError):
 
 class MemoryLimitError(BambooError):
     """What redundant forwards keep exceeds ``bamboo.redundancy.memory_limit_gigabytes``."""
+
+
+class ShadowError(BambooError):
+    """A shadow is not bitwise equal to its owner. Names coordinate, parameter and both workers."""
 
 
 class JobFailedError(BambooError):

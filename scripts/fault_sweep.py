@@ -12,11 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
+from deepspeed_bamboo.faults import ENVIRONMENT_VARIABLE
 from deepspeed_bamboo.sweep.cases import PROFILES, select
+from deepspeed_bamboo.sweep.forked import ForkedJobs
+from deepspeed_bamboo.sweep.job import job_environment, run_job
 from deepspeed_bamboo.sweep.rows import Row, table_line, total_lines, totals
 from deepspeed_bamboo.sweep.sweep import Sweep, SweepError
 
@@ -30,12 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.list or not cases:
         print("\n".join(case.name for case in cases) or f"no case of profile {arguments.profile} matches --only")
         return 0 if cases else 1
+    os.environ.update(job_environment())
+    os.environ.pop(ENVIRONMENT_VARIABLE, None)
     rows: list[Row] = []
     try:
-        for row in Sweep(root=ROOT, folder=arguments.folder).rows(cases, jobs=arguments.jobs):
-            rows.append(row)
-            print(table_line(row), flush=True)
-            write_results(arguments.results, rows)
+        with nullcontext(run_job) if arguments.launcher else ForkedJobs() as job:
+            sweep = Sweep(root=ROOT, folder=arguments.folder.resolve(), job=job)
+            for row in sweep.rows(cases, jobs=arguments.jobs):
+                rows.append(row)
+                print(table_line(row), flush=True)
+                write_results(arguments.results, rows)
     except SweepError as error:
         print(error, file=sys.stderr)
         return 1
@@ -52,6 +61,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--only", action="append", default=[], metavar="PATTERN", help="cases whose name matches; may be repeated"
     )
     parser.add_argument("--jobs", type=int, default=1, help="jobs at a time (default: 1; each has 4 or so workers)")
+    parser.add_argument("--launcher", action="store_true", help="start each job with deepspeed's launcher; slower")
     parser.add_argument("--folder", type=Path, default=Path("runs/fault_sweep"), help="for what jobs leave")
     parser.add_argument("--results", type=Path, default=Path("runs/fault_sweep.json"), help="JSON file for the rows")
     parser.add_argument("--list", action="store_true", help="name the cases and stop")

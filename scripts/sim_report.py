@@ -4,7 +4,10 @@
 
 Needs the extra `plot`. Writes report.json and comparison.png to the folder and prints the table: the value of every
 policy on the p3 trace, its four one-hour segments and the GCP trace, and whether this project's policy beats Bamboo,
-checkpointing and Varuna there, and how near it is to the oracle.
+checkpointing and Varuna there, and how near it is to the oracle. Two more tables, of docs/simulator.md:
+
+    python scripts/sim_report.py --sensitivity    what the rivals' restarts and our overheads would have to be
+    python scripts/sim_report.py --oddities       what each oddity of the authors' simulator is worth
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from deepspeed_bamboo.sim.errors import SimulationError
 from deepspeed_bamboo.sim.jobs import build_job
 from deepspeed_bamboo.sim.plot import plot_comparison
 from deepspeed_bamboo.sim.results import Summary
-from deepspeed_bamboo.sim.runner import run_seeds
-from deepspeed_bamboo.sim.scenario import load_preset
+from deepspeed_bamboo.sim.runner import run_one, run_seeds
+from deepspeed_bamboo.sim.scenario import OdditySpec, load_preset, validated
 from deepspeed_bamboo.sim.traces import Trace, read_trace, segment
 
 OURS = "deepspeed-bamboo"
@@ -72,16 +75,80 @@ def table_of(preset: str, results: dict[str, list[Summary]]) -> Table:
     return table
 
 
+def varied(preset: str, trace: Trace, policy: str, changes: dict[str, dict[str, object]]) -> float:
+    """A policy's value on a trace with some parameters changed: {"varuna": {"restart_seconds": 30}}."""
+    data = load_preset(preset).model_dump(exclude_none=True)
+    for section, values in changes.items():
+        data["policies"][section].update(values)
+    job = build_job(validated(data, where="report"), trace=trace)
+    return run_one(job, policy=policy, seed=1).value
+
+
+def sensitivity_table(traces: dict[str, Trace]) -> Table:
+    """Values when the rivals restart and checkpoint otherwise, and when our overheads are other than assumed."""
+    table = Table(title="bert: value under other assumptions", title_justify="left")
+    table.add_column("policy and assumption", no_wrap=True)
+    for name in traces:
+        table.add_column(name, justify="right")
+    rows: list[tuple[str, str, dict[str, dict[str, object]]]] = []
+    for restart, every in ((30, 60), (60, 60), (120, 60), (60, 600), (120, 600)):
+        change: dict[str, object] = {"restart_seconds": restart, "checkpoint_seconds": every}
+        rows.append((f"varuna, restart {restart}+14 s, checkpoints {every} s", "varuna", {"varuna": change}))
+    for lazy in (0.0, 0.04, 0.08, 0.12):
+        rows.append((f"{OURS}, replicas cost {lazy:.0%}", OURS, {"live": {"lazy_overhead": lazy}}))
+    for hosting in (0.0, 0.05, 0.10):
+        rows.append((f"{OURS}, hosting costs {hosting:.0%}", OURS, {"live": {"hosting_overhead": hosting}}))
+    for pause in (1.0, 10.0, 30.0):
+        rows.append((f"{OURS}, regroup {pause:.0f} s", OURS, {"live": {"regroup_seconds": pause}}))
+    for label, policy, changes in rows:
+        table.add_row(label, *(f"{varied('bert', trace, policy, changes):.3f}" for trace in traces.values()))
+    return table
+
+
+def oddities_table(trace: Trace, *, seeds: int) -> Table:
+    """Bamboo on the p3 trace and on the market, with all oddities, without one of them, without any."""
+    table = Table(title=f"Bamboo's oddities: p3 trace (12 h), market (p = 0.5, {seeds} seeds)", title_justify="left")
+    table.add_column("switched off")
+    for heading in ("p3 samples/s", "p3 value", "p3 steps", "p3 fatal", "market samples/s", "market value"):
+        table.add_column(heading, justify="right")
+    names = list(OdditySpec.model_fields)
+    for label, off in (("none", []), *((name, [name]) for name in names), ("all", names)):
+        cells = []
+        for preset, recorded, hours in (("bert", trace, 12.0), ("bert-published", None, None)):
+            data = load_preset(preset).model_dump(exclude_none=True)
+            data["policies"]["bamboo"]["oddities"] = dict.fromkeys(off, False)
+            data["run"] |= {"window": "training", "value": "mean_of_ratios"}
+            data["run"] |= {"duration_hours": hours} if hours else {}
+            data["market"]["removal_probability"] = 0.5
+            job = build_job(validated(data, where="report"), trace=recorded)
+            numbers = range(1, 2 if recorded else seeds + 1)
+            (found,) = run_seeds(job, policies=["bamboo-published"], seeds=numbers)
+            cells += [f"{found.mean('throughput_samples_per_second'):.2f}", f"{found.mean('value'):.3f}"]
+            if recorded:
+                cells += [f"{found.mean('steps'):.0f}", f"{found.mean('fatal_losses'):.0f}"]
+        table.add_row(label, *cells)
+    return table
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print the tables and write the files; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, default=Path("../shared/traces"), help="folder of the two trace files")
     parser.add_argument("--out", type=Path, default=Path("runs/sim-report"), help="folder for the results")
     parser.add_argument("--presets", default="bert,gpt2", help="comma-separated (default bert,gpt2)")
+    parser.add_argument("--sensitivity", action="store_true", help="print that table instead")
+    parser.add_argument("--oddities", action="store_true", help="print that table instead")
+    parser.add_argument("--seeds", type=int, default=100, help="of the oddities' market (default 100)")
     options = parser.parse_args(arguments)
     console = Console()
     try:
         traces = traces_in(options.traces)
+        if options.sensitivity:
+            console.print(sensitivity_table(traces))
+            return 0
+        if options.oddities:
+            console.print(oddities_table(traces["p3, 11.4 h"], seeds=options.seeds))
+            return 0
         options.out.mkdir(parents=True, exist_ok=True)
         written = {}
         for preset in options.presets.split(","):

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from deepspeed_bamboo.core.grid import Coordinate
-from deepspeed_bamboo.core.instructions import TAIL, Instruction, Op
+from deepspeed_bamboo.core.instructions import RECEIVES, SENDS, TAIL, Instruction, Op
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.core.schedule import Mode
@@ -99,6 +99,23 @@ def _route(
         available=sent.forwards if forward else sent.backwards,
         to_shadow=to_shadow,
     )
+
+
+def peer(instruction: Instruction, *, placement: Placement) -> WorkerId:
+    """The worker at the other end of a SEND or RECV; the one that executes it when both ends are there.
+
+    Raises ValueError for other ops and where there is no neighbour or shadow.
+    """
+    op, c = instruction.op, instruction.coordinate
+    if c is None or op not in SENDS | RECEIVES:
+        raise ValueError(f"{instruction} has no peer; only {', '.join(sorted(o.value for o in SENDS | RECEIVES))} have")
+    towards_end = op in (Op.SEND_ACTIVATION, Op.RECV_GRAD)
+    other = Coordinate(c.pipeline, c.stage + (1 if towards_end else -1))
+    if other in placement.grid:
+        holder = placement.shadow(other) if instruction.to_shadow and op in SENDS else placement.owner(other)
+        if holder is not None:
+            return holder
+    raise ValueError(f"{instruction} has no peer: the placement has no {'shadow of ' * instruction.to_shadow}{other}")
 
 
 def lower(

@@ -247,24 +247,28 @@ class _Machine:
         state = self.own[c] if self.owners[c] == worker else self._shadow(worker, c)
         if c.stage not in (0, self.last_stage):
             raise _BrokenError("only the first and the last stage load")
-        self._in_order(m, state.loaded, "loads")
+        if m != (expected := state.loaded):
+            raise _out_of_order("loads", expected)
         state.loaded += 1
         return True
 
     def _forward(self, worker: WorkerId, instruction: Instruction) -> bool:
         c, m = self._target(worker, instruction)
         state = self._owned(worker, c)
-        self._in_order(m, state.forwards, "forwards")
+        if m != (expected := state.forwards):
+            raise _out_of_order("forwards", expected)
         if c.stage > 0 and m >= state.activations_received:
             raise _BrokenError(f"the activation of micro-batch {m} is not received")
-        self._check_loaded(c, m, state)
+        if m >= state.loaded and c.stage in (0, self.last_stage):
+            raise _BrokenError(f"micro-batch {m} is not loaded")
         state.forwards += 1
         return True
 
     def _backward(self, worker: WorkerId, instruction: Instruction) -> bool:
         c, m = self._target(worker, instruction)
         state = self._owned(worker, c)
-        self._in_order(m, state.backwards, "backwards")
+        if m != (expected := state.backwards):
+            raise _out_of_order("backwards", expected)
         if m >= state.forwards:
             raise _BrokenError(f"the forward of micro-batch {m} is not done")
         if c.stage < self.last_stage and m >= state.gradients_received:
@@ -275,20 +279,23 @@ class _Machine:
     def _redundant_forward(self, worker: WorkerId, instruction: Instruction) -> bool:
         c, m = self._target(worker, instruction)
         state = self._shadow(worker, c)
-        self._in_order(m, state.forwards, "redundant forwards")
+        if m != (expected := state.forwards):
+            raise _out_of_order("redundant forwards", expected)
         if c.stage > 0:
             before = self.before[c]
             have = self.own[before].forwards if self.owners[before] == worker else state.activations_received
             if m >= have:
                 raise _BrokenError(f"the activation of micro-batch {m} from {before} is not on worker {worker}")
-        self._check_loaded(c, m, state)
+        if m >= state.loaded and c.stage in (0, self.last_stage):
+            raise _BrokenError(f"micro-batch {m} is not loaded")
         state.forwards += 1
         return True
 
     def _redundant_backward(self, worker: WorkerId, instruction: Instruction) -> bool:
         c, m = self._target(worker, instruction)
         state = self._shadow(worker, c)
-        self._in_order(m, state.backwards, "redundant backwards")
+        if m != (expected := state.backwards):
+            raise _out_of_order("redundant backwards", expected)
         if m >= state.forwards:
             raise _BrokenError(f"the redundant forward of micro-batch {m} is not done")
         if c.stage < self.last_stage:
@@ -307,7 +314,8 @@ class _Machine:
         state = route.sender_state
         if m >= (state.forwards if route.receive is Op.RECV_ACTIVATION else state.backwards):
             raise _BrokenError(f"micro-batch {m} is not computed yet")
-        self._in_order(m, route.unsent, "sends")
+        if m != (expected := route.unsent):
+            raise _out_of_order("sends", expected)
         route.unsent += 1
         channel = route.channel
         channel.messages.append((route, m, self.clock[worker]))
@@ -322,7 +330,8 @@ class _Machine:
         if route.target != worker:
             raise _BrokenError(f"{c} belongs to worker {route.target}")
         state, forward = route.receiver_state, route.receive is Op.RECV_ACTIVATION
-        self._in_order(m, state.activations_received if forward else state.gradients_received, "receives")
+        if m != (expected := state.activations_received if forward else state.gradients_received):
+            raise _out_of_order("receives", expected)
         channel = route.channel
         if not channel.messages:
             channel.waiter = worker
@@ -390,13 +399,9 @@ class _Machine:
             raise _BrokenError(f"the plan runs no shadow of {coordinate} on worker {worker}")
         return self.red[coordinate]
 
-    def _check_loaded(self, coordinate: Coordinate, micro_batch: int, state: _State) -> None:
-        if coordinate.stage in (0, self.last_stage) and micro_batch >= state.loaded:
-            raise _BrokenError(f"micro-batch {micro_batch} is not loaded")
 
-    def _in_order(self, micro_batch: int, expected: int, what: str) -> None:
-        if micro_batch != expected:
-            raise _BrokenError(f"{what} go in micro-batch order, each once: next is {expected}")
+def _out_of_order(what: str, expected: int) -> _BrokenError:
+    return _BrokenError(f"{what} go in micro-batch order, each once: next is {expected}")
 
 
 def unfinished(

@@ -11,8 +11,7 @@ interruption already did only removes passes, so among the unfinished passes the
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.instructions import Instruction, Op
@@ -21,14 +20,9 @@ from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.core.schedule import Mode, backward_slot, forward_slot, inference_order, stage_order
 from deepspeed_bamboo.core.timeline import Costs, Order, Timed
 
-
-class _Pass(NamedTuple):
-    """A forward or backward that is left to do. Compares by priority: slot, backward first, coordinate."""
-
-    slot: int
-    is_forward: bool
-    place: int  # index of the coordinate in the list of all that are planned
-    micro_batch: int
+# A forward or backward that is left to do: its 1F1B slot, whether it is a forward, and its micro-batch.
+# Compares by priority: lowest slot first, a backward before a forward. Plain tuples, as there are very many.
+_Pass = tuple[int, bool, int]
 
 
 def order_passes(
@@ -52,15 +46,15 @@ def order_passes(
     job = _Job(
         coordinates,
         owners=[owners[c] for c in coordinates],
-        left=[_left(i, progress[c], template=templates[c.stage]) for i, c in enumerate(coordinates)],
+        left=[_left(progress[c], template=templates[c.stage]) for c in coordinates],
         progress=[progress[c] for c in coordinates],
         last_stage=stages - 1,
     )
     return job.run(forward=costs.forward, backward=costs.backward)
 
 
-def _template(*, stages: int, micro_batches: int, stage: int, mode: Mode) -> tuple[tuple[int, bool, int], ...]:
-    """(slot, is forward, micro-batch) of one stage, in order."""
+def _template(*, stages: int, micro_batches: int, stage: int, mode: Mode) -> tuple[_Pass, ...]:
+    """All passes of one stage, in order."""
     order = stage_order if mode.trains else inference_order
     return tuple(
         (forward_slot(stage=stage, micro_batch=m), True, m)
@@ -70,12 +64,11 @@ def _template(*, stages: int, micro_batches: int, stage: int, mode: Mode) -> tup
     )
 
 
-def _left(place: int, counts: CoordinateProgress, *, template: Iterable[tuple[int, bool, int]]) -> tuple[_Pass, ...]:
-    return tuple(
-        _Pass(slot, is_forward, place, m)
-        for slot, is_forward, m in template
-        if m >= (counts.forwards if is_forward else counts.backwards)
-    )
+def _left(counts: CoordinateProgress, *, template: tuple[_Pass, ...]) -> tuple[_Pass, ...]:
+    if counts.forwards == 0 and counts.backwards == 0:
+        return template
+    done = (counts.backwards, counts.forwards)  # indexed by "is forward"
+    return tuple(item for item in template if item[2] >= done[item[1]])
 
 
 class _Job:
@@ -112,54 +105,54 @@ class _Job:
     def run(self, *, forward: int, backward: int) -> Order:
         """Advance the clock from one completion to the next until nothing is left."""
         order: list[list[Timed]] = [[] for _ in self.workers]
-        running: list[tuple[int, int, _Pass]] = []
+        running: list[tuple[int, int, int, bool]] = []  # end, worker, place, is forward
         busy = [False] * len(self.workers)
         now, awake = 0, set(range(len(self.workers)))
         while awake or running:
             # Everything that ends now is seen before anything starts, so that the result is the same every time.
             for worker in sorted(awake):
-                chosen = None if busy[worker] else self._choose(worker)
-                if chosen is not None:
+                place = None if busy[worker] else self._choose(worker)
+                if place is not None:
                     busy[worker] = True
-                    end = now + (forward if chosen.is_forward else backward)
-                    heapq.heappush(running, (end, worker, chosen))
-                    op = Op.FNC if chosen.is_forward else Op.BNC
-                    instruction = Instruction(op, self.coordinates[chosen.place], chosen.micro_batch)
+                    _, is_forward, m = self.left[place][self.next[place]]
+                    self.next[place] += 1
+                    end = now + (forward if is_forward else backward)
+                    heapq.heappush(running, (end, worker, place, is_forward))
+                    instruction = Instruction(Op.FNC if is_forward else Op.BNC, self.coordinates[place], m)
                     order[worker].append(Timed(self.workers[worker], instruction, now, end))
             awake.clear()
             if running:
                 now = running[0][0]
             while running and running[0][0] == now:
-                _, worker, done = heapq.heappop(running)
+                _, worker, place, is_forward = heapq.heappop(running)
                 busy[worker] = False
                 awake.add(worker)
-                affected = self._finish(done)
+                affected = self._finish(place, is_forward)
                 if affected is not None:
                     awake.add(affected)
         return dict(zip(self.workers, map(tuple, order), strict=True))
 
-    def _choose(self, worker: int) -> _Pass | None:
-        """Take the ready pass with the lowest slot, or None."""
-        best: _Pass | None = None
-        for place in self.hosted[worker]:
-            left, index = self.left[place], self.next[place]
-            if index < len(left) and (best is None or left[index] < best) and self._ready(left[index]):
-                best = left[index]
-        if best is not None:
-            self.next[best.place] += 1
+    def _choose(self, worker: int) -> int | None:
+        """The place whose next pass is the ready one with the lowest slot, or None."""
+        best: int | None = None
+        lowest: _Pass | None = None
+        for i in self.hosted[worker]:
+            left, index = self.left[i], self.next[i]
+            if index == len(left) or (lowest is not None and lowest <= left[index]):
+                continue
+            _, is_forward, m = left[index]
+            if is_forward:
+                ready = self.first[i] or m < self.activations[i] or m < self.forwards[i - 1]
+            else:
+                ready = self.last[i] or m < self.gradients[i] or m < self.backwards[i + 1]
+            if ready:
+                best, lowest = i, left[index]
         return best
 
-    def _ready(self, item: _Pass) -> bool:
-        _, is_forward, i, m = item
-        if is_forward:
-            return self.first[i] or m < self.activations[i] or m < self.forwards[i - 1]
-        return self.last[i] or m < self.gradients[i] or m < self.backwards[i + 1]
-
-    def _finish(self, done: _Pass) -> int | None:
+    def _finish(self, place: int, is_forward: bool) -> int | None:
         """Count a pass as done; returns the neighbour's worker, for which something may have become ready."""
-        i = done.place
-        if done.is_forward:
-            self.forwards[i] += 1
-            return None if self.last[i] else self.owners[i + 1]
-        self.backwards[i] += 1
-        return None if self.first[i] else self.owners[i - 1]
+        if is_forward:
+            self.forwards[place] += 1
+            return None if self.last[place] else self.owners[place + 1]
+        self.backwards[place] += 1
+        return None if self.first[place] else self.owners[place - 1]

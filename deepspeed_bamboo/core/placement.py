@@ -18,15 +18,23 @@ class Placement:
     ``owners`` names a worker for every coordinate of the grid. ``shadows`` names, for a coordinate,
     the worker that holds a valid replica of it; a coordinate without one is unprotected.
     Both are tuples of pairs in grid order, so that equal placements compare and hash equal.
+    ``alike`` says that all pipelines hold the same state of a stage (several pipelines, no ZeRO), so that a
+    stage lost with its shadow can be copied from another pipeline (DESIGN 5).
     """
 
     grid: Grid
     owners: tuple[tuple[Coordinate, WorkerId], ...]
     shadows: tuple[tuple[Coordinate, WorkerId], ...]
+    alike: bool = False
 
     @classmethod
     def of(
-        cls, grid: Grid, *, owners: Mapping[Coordinate, WorkerId], shadows: Mapping[Coordinate, WorkerId]
+        cls,
+        grid: Grid,
+        *,
+        owners: Mapping[Coordinate, WorkerId],
+        shadows: Mapping[Coordinate, WorkerId],
+        alike: bool = False,
     ) -> Placement:
         """Build from mappings. Raises ValueError when a coordinate has no owner or is its own shadow."""
         missing = [str(c) for c in grid if c not in owners]
@@ -39,10 +47,13 @@ class Placement:
             grid,
             tuple((c, owners[c]) for c in grid),
             tuple((c, shadows[c]) for c in grid if c in shadows),
+            alike,
         )
 
     @classmethod
-    def initial(cls, grid: Grid, workers: Iterable[WorkerId], *, protected: bool = True) -> Placement:
+    def initial(
+        cls, grid: Grid, workers: Iterable[WorkerId], *, protected: bool = True, alike: bool = False
+    ) -> Placement:
         """One coordinate a worker, in rank order; every shadow with its predecessor.
 
         ``workers`` holds at least ``len(grid)`` ids; more are left over as standbys.
@@ -53,7 +64,7 @@ class Placement:
             raise ValueError(f"{len(ids)} workers for {len(grid)} coordinates; the first placement needs one each")
         owners = {c: ids[grid.rank(c)] for c in grid}
         shadows = {c: owners[grid.predecessor(c)] for c in grid} if protected and len(grid) > 1 else {}
-        return cls.of(grid, owners=owners, shadows=shadows)
+        return cls.of(grid, owners=owners, shadows=shadows, alike=alike and grid.pipelines > 1)
 
     def owner(self, coordinate: Coordinate) -> WorkerId:
         """The worker that hosts ``coordinate``."""
@@ -81,19 +92,45 @@ class Placement:
         """The placement after the workers in ``lost`` are gone, and the coordinates nobody alive holds.
 
         A lost coordinate goes to its shadow's worker (DESIGN 5); it and everything shadowed by a
-        lost worker is unprotected until shadows are rebuilt. When some coordinate has neither, the
-        loss is fatal: returns (None, those coordinates).
+        lost worker is unprotected until shadows are rebuilt. One that lost its shadow too goes, if pipelines
+        are ``alike``, to a worker that has the same stage of another pipeline (see :meth:`copied_from`).
+        When some coordinate has none of these, the loss is fatal: returns (None, those coordinates).
         """
         gone = frozenset(lost)
         shadows = {c: w for c, w in self.shadows if w not in gone}
         owners = {c: w for c, w in self.owners if w not in gone}
-        fatal = tuple(c for c in self.grid if c not in owners and c not in shadows)
+        copied = {
+            coordinate: holder
+            for coordinate in self.grid
+            if coordinate not in owners and coordinate not in shadows
+            if (holder := self._same_stage(coordinate, owners, shadows)) is not None
+        }
+        fatal = tuple(c for c in self.grid if c not in owners and c not in shadows and c not in copied)
         if fatal:
             return None, fatal
         for coordinate in self.grid:
             if coordinate not in owners:
-                owners[coordinate] = shadows.pop(coordinate)
-        return Placement.of(self.grid, owners=owners, shadows=shadows), ()
+                owners[coordinate] = copied[coordinate] if coordinate in copied else shadows.pop(coordinate)
+        return Placement.of(self.grid, owners=owners, shadows=shadows, alike=self.alike), ()
+
+    def _same_stage(
+        self, coordinate: Coordinate, owners: Mapping[Coordinate, WorkerId], shadows: Mapping[Coordinate, WorkerId]
+    ) -> WorkerId | None:
+        """Who will own the same stage of the next pipeline that is not lost altogether, in cyclic order."""
+        if not self.alike:
+            return None
+        for distance in range(1, self.grid.pipelines):
+            other = Coordinate((coordinate.pipeline + distance) % self.grid.pipelines, coordinate.stage)
+            holder = owners.get(other, shadows.get(other))
+            if holder is not None:
+                return holder
+        return None
+
+    def copied_from(self, coordinate: Coordinate, *, held: Iterable[Coordinate]) -> Coordinate | None:
+        """Of the coordinates ``held`` by the owner of a lost ``coordinate``, the one whose state it copies."""
+        same = {c for c in held if c.stage == coordinate.stage and c != coordinate}
+        cycle = [(coordinate.pipeline + distance) % self.grid.pipelines for distance in range(1, self.grid.pipelines)]
+        return next((Coordinate(d, coordinate.stage) for d in cycle if Coordinate(d, coordinate.stage) in same), None)
 
     def protected(self, workers: Iterable[WorkerId]) -> Placement:
         """The same owners, with a shadow for every coordinate that has none, on another of ``workers``.
@@ -103,7 +140,7 @@ class Placement:
         """
         candidates = tuple(dict.fromkeys(workers))
         owners, shadows = dict(self.owners), dict(self.shadows)
-        held = {worker: 0 for worker in candidates}
+        held = dict.fromkeys(candidates, 0)
         for holder in (*owners.values(), *shadows.values()):
             if holder in held:
                 held[holder] += 1
@@ -117,7 +154,7 @@ class Placement:
             chosen = preferred if preferred in others else min(others, key=lambda worker: held[worker])
             shadows[coordinate] = chosen
             held[chosen] += 1
-        return Placement.of(self.grid, owners=owners, shadows=shadows)
+        return Placement.of(self.grid, owners=owners, shadows=shadows, alike=self.alike)
 
     def to_json(self) -> dict[str, Any]:
         """A value that ``json`` can write and :meth:`from_json` reads back equal."""
@@ -126,6 +163,7 @@ class Placement:
             "stages": self.grid.stages,
             "owners": {str(c): w for c, w in self.owners},
             "shadows": {str(c): w for c, w in self.shadows},
+            **({"alike": True} if self.alike else {}),
         }
 
     @classmethod
@@ -135,4 +173,5 @@ class Placement:
             Grid(value["pipelines"], value["stages"]),
             owners={Coordinate.parse(c): w for c, w in value["owners"].items()},
             shadows={Coordinate.parse(c): w for c, w in value["shadows"].items()},
+            alike=bool(value.get("alike", False)),
         )

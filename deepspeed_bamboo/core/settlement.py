@@ -87,7 +87,7 @@ def settle(reports: Mapping[WorkerId, Report]) -> Settlement:
     behind = {worker: report for worker, report in reports.items() if report.activity < newest}
     too_far = sorted(worker for worker, report in behind.items() if report.activity < newest - 1)
     if too_far:
-        raise ValueError(f"workers {too_far} are more than one activity behind {newest}; the reports contradict the protocol")
+        raise ValueError(f"workers {too_far} are over one activity behind {newest}; the protocol forbids it")
     agreed: dict[int, tuple[str, ...]] = {}
     for report in reports.values():
         for activity, rounds in ((report.activity, report.rounds), (report.activity - 1, report.previous)):
@@ -97,7 +97,7 @@ def settle(reports: Mapping[WorkerId, Report]) -> Settlement:
         raise ValueError(f"nobody kept the agreement of activity {newest - 1}, which {sorted(behind)} still need")
     kinds = {report.kind for report in reports.values() if report.activity == newest and report.kind is not None}
     if len(kinds) > 1:
-        raise ValueError(f"workers disagree about activity {newest}: {sorted(kinds)}; every rank must make the same calls")
+        raise ValueError(f"activity {newest} differs by worker: {sorted(kinds)}; every rank must make the same calls")
     progress: dict[Coordinate, CoordinateProgress] = {}
     redundant: dict[Coordinate, CoordinateProgress] = {}
     for report in reports.values():

@@ -65,7 +65,8 @@ class BambooElasticAgent(LocalElasticAgent):
             entrypoint=sys.executable,
             max_restarts=0,
         )
-        super().__init__(spec, QuietLogs(), shutdown_timeout=_STOP_SECONDS)
+        # Its other arguments differ between the releases of torch that are supported.
+        super().__init__(spec, QuietLogs())
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
         self._slot = slot
         self._boot = boot

@@ -15,8 +15,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import distributed as torch_distributed
 
+from deepspeed_bamboo.runtime.c10d import c10d
 from deepspeed_bamboo.runtime.interruption import Interruption, PeerLostError
 from deepspeed_bamboo.runtime.lanes import Description, DeviceLanes
 
@@ -44,7 +44,8 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 class Channel:
     """Both directions between this worker and ``peer``; messages of each direction stay in order.
 
-    Keys, plain data and host tensors travel over gloo; device tensors over ``lanes`` where there are any.
+    Keys, plain data and host tensors travel over gloo; device tensors over ``lanes`` where there are any,
+    and by way of the host where there are none.
 
     Args:
         store: a store that both sides see, under a prefix that only this pair and epoch use.
@@ -52,24 +53,22 @@ class Channel:
         peer: the other worker's id, for errors.
         interruption: ends waits; also notified when a message arrives.
         timeout_seconds: bound of every single operation.
-        lanes: for device tensors; None sends those by way of the host.
     """
 
     def __init__(
         self,
-        store: torch_distributed.Store,
+        store: Any,
         *,
         first: bool,
         peer: str,
         interruption: Interruption,
         timeout_seconds: float,
-        lanes: DeviceLanes | None = None,
     ) -> None:
         self.peer = peer
-        self._lanes = lanes
+        self.lanes: DeviceLanes | None = None
         self._interruption = interruption
         self._other = 1 if first else 0
-        self._group = torch_distributed.ProcessGroupGloo(
+        self._group = c10d.ProcessGroupGloo(
             store, 0 if first else 1, 2, timedelta(seconds=timeout_seconds)
         )
         self._sending: list[tuple[Any, torch.Tensor]] = []
@@ -84,7 +83,7 @@ class Channel:
     def send(self, message: Message) -> None:
         """Queue ``message``; never blocks on the peer. Its tensors must stay unchanged until :meth:`drain`."""
         description = [(tensor.dtype, tuple(tensor.shape)) for tensor in message.tensors]
-        lanes = self._lanes if any(tensor.is_cuda for tensor in message.tensors) else None
+        lanes = self.lanes if any(tensor.is_cuda for tensor in message.tensors) else None
         parts = [] if lanes is not None else [_as_bytes(tensor.to("cpu")) for tensor in message.tensors]
         size = sum(part.numel() for part in parts)
         header = pickle.dumps((message.key, message.data, description, lanes is not None))
@@ -112,9 +111,9 @@ class Channel:
             self._outstanding -= 1
             message = self._arrived.pop(0)
             if message.on_lane is not None:
-                if self._lanes is None:
+                if self.lanes is None:
                     raise PeerLostError(self.peer, "it sends device tensors, but there is no lane to receive them")
-                message.tensors = self._lanes.receive(message.on_lane)
+                message.tensors = self.lanes.receive(message.on_lane)
                 message.on_lane = None
             return message
         raise PeerLostError(self.peer, self._error or "closed", farewell=self._error == _FAREWELL)
@@ -134,8 +133,8 @@ class Channel:
             return
         self._closed = True
         self._wanted.put(False)
-        if self._lanes is not None:
-            self._lanes.abort()
+        if self.lanes is not None:
+            self.lanes.abort()
         farewell = torch.zeros(1, dtype=torch.uint8)
         for tag in (_BLOCK_TAG, _HEADER_TAG, _PAYLOAD_TAG):
             try:

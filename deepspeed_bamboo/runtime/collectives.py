@@ -104,7 +104,7 @@ def answers_from(
             continue
         values = []
         for member in request.group.members:
-            contribution = contributions.get(member)
+            contribution = contributions.get(member) or _of_same_stage(member, request.group, contributions)
             if contribution is None or contribution.tensor is None or contribution.group != request.group:
                 raise RuntimeError(
                     f"{coordinate} waits for {request.operation} over {request.group.kind}, but {member} contributed "
@@ -113,6 +113,20 @@ def answers_from(
             values.append(contribution.tensor)
         answers[coordinate] = combine(request.operation, values).to(device)
     return answers
+
+
+def _of_same_stage(
+    member: Coordinate, group: GroupKey, contributions: Mapping[Coordinate, Contribution]
+) -> Contribution | None:
+    """What the same stage of another pipeline contributed, for a member lost with its shadow after the commit.
+
+    Between the commit and the step, reduced gradients and what is computed from them are equal in all pipelines.
+    """
+    for coordinate, contribution in contributions.items():
+        other = contribution.group
+        if coordinate.stage == member.stage and other is not None and other.kind == group.kind:
+            return Contribution(group, contribution.operation, contribution.tensor)
+    return None
 
 
 def exchange_requests(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,8 +37,10 @@ from deepspeed_bamboo.runtime.losses import aggregate_losses, agreed_losses
 from deepspeed_bamboo.runtime.micro_batches import DataFactory, PipelineData, check_complete, missing_data
 from deepspeed_bamboo.runtime.offload import HostOffload
 from deepspeed_bamboo.runtime.protection import build_initial_shadows
-from deepspeed_bamboo.runtime.replica import StageReplica, tied_groups
+from deepspeed_bamboo.runtime.replica import StageReplica, count_in_global_norm, tied_groups
 from deepspeed_bamboo.runtime.session import WorkerSession
+from deepspeed_bamboo.runtime.shadow_check import check_shadows
+from deepspeed_bamboo.runtime.standalone import is_standalone
 from deepspeed_bamboo.runtime.training_data import data_set_factory
 from deepspeed_bamboo.runtime.transfer import stage_digest
 
@@ -51,13 +54,17 @@ class BambooPipelineEngine(PipelineEngine):
     Made by :func:`deepspeed_bamboo.initialize`, which passes ``session``; all other arguments are stock's.
     """
 
+    # Stock's constructor sets these; it has no types.
+    grid: Any
+    fwd_outputs: list[Any]
+
     def __init__(self, *args: Any, session: WorkerSession, **kwargs: Any) -> None:
         # Until the grid is known, every iterator is that of the pipeline in which this worker starts.
         self.data = PipelineData(home=0)
         self.evaluation_data: PipelineData | None = None
         self.next_micro_batch = 0
         self.session = session
-        self.host: StageHost | None = None
+        self._stage_host: StageHost | None = None
         self._training_set: Any = None
         self.trains_only_trainable = kwargs.get("model_parameters") is not None
         super().__init__(*args, **kwargs)
@@ -72,7 +79,7 @@ class BambooPipelineEngine(PipelineEngine):
             timeout_seconds=_OPERATION_TIMEOUT_SECONDS,
             device=self.device,
         )
-        self.host = StageHost(self, grid=grid, exchange=self._exchange, gate=self._gate)
+        self._stage_host = StageHost(self, grid=grid, exchange=self._exchange, gate=self._gate)
         self.evaluated_micro_batches = self.micro_batches
         self._evaluation_factory: DataFactory | None = None
         self.last_losses: list[Any] = []
@@ -94,6 +101,13 @@ class BambooPipelineEngine(PipelineEngine):
         self.failover = Failover(self)
         self._place_data()
         self.placement = self._enter_first_epoch(grid)
+
+    @property
+    def host(self) -> StageHost:
+        """The stages that this worker holds. Raises RuntimeError while stock is still building the engine."""
+        if self._stage_host is None:
+            raise RuntimeError("the engine is not ready")
+        return self._stage_host
 
     # ---- what users see -------------------------------------------------------------------------------
 
@@ -148,7 +162,7 @@ class BambooPipelineEngine(PipelineEngine):
         return _combined_digest([parts[str(coordinate)] for coordinate in self.job_grid])
 
     def close(self) -> None:
-        """Leave the job after a last agreement that everybody is done. Called at the end of the script; once is enough."""
+        """Leave the job after a last agreement that everybody is done. Called when the script ends; once is enough."""
         if self.session.closed:
             return
         self.barrier()
@@ -176,21 +190,22 @@ class BambooPipelineEngine(PipelineEngine):
     def set_data_source(self, training: DataFactory, *, evaluation: DataFactory | None = None) -> None:
         """Say where the data of any pipeline come from, for when this worker hosts stages of another pipeline.
 
-        ``training(pipeline, step)`` returns an iterator over that pipeline's micro-batches from global step
-        ``step`` on. ``evaluation`` the same for what ``eval_batch`` reads in ``step``. Called on every rank,
-        before training. An iterator passed to ``train_batch`` or ``eval_batch`` is still used for the pipeline in
-        which this worker started. Needed with several pipelines of one stage, and after a loss that leaves a
-        worker with another pipeline's first or last stage; with ``training_data`` the engine does it by itself.
+        ``training(pipeline, step)`` returns an iterator over that pipeline's micro-batches from ``step`` on,
+        ``evaluation`` the same for ``eval_batch``. Call it on every rank, before training; iterators passed to
+        ``train_batch`` are still used for this worker's first pipeline. ``training_data`` needs none of this.
         """
         self.data.set_factory(training)
         self._evaluation_factory = evaluation
 
     def _next_batch(self) -> Any:
-        pipeline = self.host.active.coordinate.pipeline
+        active = self.host.active
+        if active is None:
+            raise RuntimeError("no stage is active")
+        pipeline = active.coordinate.pipeline
         data = self.data if self.evaluation_data is None else self.evaluation_data
         if not data.has(pipeline) and (self.is_first_stage() or pipeline != self.home):
             raise missing_data(
-                worker=self.session.worker, pipeline=pipeline, home=self.home, why=f"hosts {self.host.active.coordinate}"
+                worker=self.session.worker, pipeline=pipeline, home=self.home, why=f"hosts {active.coordinate}"
             )
         batch = data.get(pipeline, self.next_micro_batch, step=self.global_steps, transform=self.batch_fn)
         if self.evaluation_data is None and self.needs_data():
@@ -203,7 +218,7 @@ class BambooPipelineEngine(PipelineEngine):
 
     def _ends(self) -> list[Coordinate]:
         """The first and last stages that this worker hosts or shadows."""
-        held = [] if self.host is None else [replica.coordinate for replica in self.host.replicas()]
+        held = [] if self._stage_host is None else [replica.coordinate for replica in self.host.replicas()]
         return [coordinate for coordinate in held if coordinate.stage in (0, self.num_stages - 1)]
 
     def _require_data(self) -> None:
@@ -228,7 +243,7 @@ class BambooPipelineEngine(PipelineEngine):
         return running or bool(super().is_gradient_accumulation_boundary())
 
     def _report_progress(self, step: int) -> None:
-        if self.host is None or self.is_shown(self.host.active):
+        if self._stage_host is None or self.is_shown(self.host.active):
             super()._report_progress(step)
 
     def is_shown(self, replica: StageReplica | None) -> bool:
@@ -245,8 +260,6 @@ class BambooPipelineEngine(PipelineEngine):
         super()._exec_backward_pass(buffer_id)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
-        if self.host is None:
-            raise RuntimeError("the engine is not ready")
         if torch.is_grad_enabled():
             self._train_iteration()
         else:
@@ -286,10 +299,9 @@ class BambooPipelineEngine(PipelineEngine):
         """As stock's, and surviving losses: an evaluation that a loss interrupts is done again from its start."""
         micro_batches = self.micro_batches if num_micro_batches is None else num_micro_batches
         request = EvaluationRequest(micro_batches, return_logits, compute_loss, reduce_output, bcast_loss)
-        data = PipelineData(self.home)
-        data.set_iterator(data_iter)
-        data.set_factory(self._evaluation_factory)
-        self.evaluation_data = data
+        self.evaluation_data = PipelineData(self.home)
+        self.evaluation_data.set_iterator(data_iter)
+        self.evaluation_data.set_factory(self._evaluation_factory)
         try:
             return evaluate(self, request)
         finally:
@@ -334,17 +346,22 @@ class BambooPipelineEngine(PipelineEngine):
         self.data.forget()
         self._activate_first()
         self.failover.protect_again()
+        every = self.session.config.debug_check_shadows
+        if every and self.global_steps % every == 0:
+            check_shadows(self)
 
     def _train_body(self) -> None:
         if not self.activity.rounds:
             context = self.context(training=True, micro_batches=self.micro_batches)
-            self._strike_if_scripted("idle", context)
+            for replica in self.host.owners():
+                self.strike_if_scripted(replica.coordinate, "idle", None)
             for instruction in self.program(training=True).program(self.session.worker):
                 if instruction.coordinate is not None:
                     self.executor.execute(instruction, context)
                 elif instruction.op is not Op.STEP:
                     self.iteration_end.execute(instruction, context)
         self.iteration_end.step(self.context(training=True, micro_batches=self.micro_batches))
+        self.failover.copy_lost()
 
     def context(self, *, training: bool, micro_batches: int) -> IterationContext:
         """The constants of one pass over a program."""
@@ -375,10 +392,14 @@ class BambooPipelineEngine(PipelineEngine):
         use_logical_groups(self, twins)
         if self.optimizer is not None and getattr(self.optimizer, "mpu", None) is not None:
             self.optimizer.mpu = logical
+        if hasattr(self.optimizer, "overflow_checker"):
+            self.optimizer.overflow_checker.mpu = logical
         self.module._grid = logical
         self.module.tied_comms = tied_groups(
             self.module, coordinate=coordinate, grid=grid, exchange=self._exchange
         )
+        if self.session.config.gradient_norm == "global":
+            count_in_global_norm(self.module)
         self.grid = logical
         self.mpu = logical
         replica = self.host.adopt_primary(coordinate, logical)
@@ -412,7 +433,8 @@ class BambooPipelineEngine(PipelineEngine):
         record = build_initial_shadows(self, members=members, order=order, grid=grid)
         session.interruption.enter(record)
         # Stock's groups have done their work; none of them may be left to hang on a lost peer.
-        self.failover.enter_world(record)
+        if not is_standalone(os.environ):
+            self.failover.enter_world(record)
         return record.placement
 
     def _activate_first(self) -> None:
@@ -450,10 +472,6 @@ class BambooPipelineEngine(PipelineEngine):
 
     def _after_instruction(self, instruction: Instruction, replica: StageReplica) -> None:
         self.failover.after(replica)
-
-    def _strike_if_scripted(self, at: str, context: IterationContext) -> None:
-        for replica in self.host.owners():
-            self.strike_if_scripted(replica.coordinate, at, None)
 
     def strike_if_scripted(self, coordinate: Coordinate, at: str, micro_batch: int | None) -> None:
         """Carry out the scripted fault of this instruction, if there is one."""

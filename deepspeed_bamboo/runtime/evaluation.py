@@ -81,7 +81,9 @@ def _last_stages(engine: BambooPipelineEngine) -> list[StageReplica]:
     return [replica for replica in engine.host.owners() if replica.coordinate.stage == engine.num_stages - 1]
 
 
-def _result(engine: BambooPipelineEngine, request: EvaluationRequest, *, kept: dict[Coordinate, Any], shared: bool) -> Any:
+def _result(
+    engine: BambooPipelineEngine, request: EvaluationRequest, *, kept: dict[Coordinate, Any], shared: bool
+) -> Any:
     own = next(iter(kept.values()), None)
     if shared:
         agreed: dict[Coordinate, Any] = {}

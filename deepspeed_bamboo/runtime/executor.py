@@ -76,7 +76,7 @@ class Executor:
             Op.FNC: self._forward,
             Op.BNC: self._backward,
             Op.FRC: self._redundant_forward,
-            Op.BRC: self._backward,
+            Op.BRC: self._redundant_backward,
             Op.SEND_ACTIVATION: self._send_activation,
             Op.RECV_ACTIVATION: self._receive_activation,
             Op.SEND_GRAD: self._send_gradient,
@@ -85,7 +85,7 @@ class Executor:
 
     def execute(self, instruction: Instruction, context: IterationContext) -> None:
         """Carry out one instruction of a coordinate. Raises what interrupts a wait, and user errors."""
-        if instruction.coordinate is None or instruction.micro_batch is None:
+        if instruction.micro_batch is None:
             raise ValueError(f"{instruction} is not an instruction of a coordinate")
         replica = self._replica(instruction)
         self._before(instruction, replica)
@@ -98,6 +98,8 @@ class Executor:
     def _replica(self, instruction: Instruction) -> StageReplica:
         """The replica whose state the instruction uses: the shadow for redundant work and what feeds it."""
         coordinate = instruction.coordinate
+        if coordinate is None:
+            raise ValueError(f"{instruction} is not an instruction of a coordinate")
         owned, shadow = self._host.owned.get(coordinate), self._host.shadows.get(coordinate)
         redundant = instruction.op in _REDUNDANT or (instruction.to_shadow and instruction.op in RECEIVES)
         replica = shadow if redundant or owned is None else owned
@@ -144,6 +146,15 @@ class Executor:
             self._engine.pipe_buffers["inputs"][micro_batch] = _as_inputs(outputs)
         with self._offload(self._engine.module):
             self._forward(replica, micro_batch, context)
+
+    def _redundant_backward(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
+        """The shadow's backward; its gradient is a message, or the input gradient of a successor hosted here."""
+        after = self._host.owned.get(Coordinate(replica.coordinate.pipeline, replica.coordinate.stage + 1))
+        if after is not None and micro_batch not in replica.received_gradients:
+            gradients = after.retained_gradients[micro_batch]
+            single = isinstance(replica.retained_outputs[micro_batch], torch.Tensor)
+            replica.received_gradients[micro_batch] = gradients[0] if single else gradients
+        self._backward(replica, micro_batch, context)
 
     def _backward(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
         engine = self._engine

@@ -24,7 +24,8 @@ from deepspeed_bamboo.core.recovery import (
 from deepspeed_bamboo.core.schedule import Mode, Plan
 from deepspeed_bamboo.core.settlement import Report, Settlement
 from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
-from deepspeed_bamboo.runtime.protection import copy_shadows
+from deepspeed_bamboo.runtime.links import Links
+from deepspeed_bamboo.runtime.protection import copy_from_other_pipeline, copy_shadows
 from deepspeed_bamboo.runtime.recovery import PauseClock, Recovery
 from deepspeed_bamboo.runtime.replica import StageReplica
 from deepspeed_bamboo.runtime.world import replace_default_group
@@ -38,9 +39,10 @@ class Failover:
 
     def __init__(self, engine: BambooPipelineEngine) -> None:
         self._engine = engine
+        links: Links = engine.links
         self._recovery = Recovery(
             engine.session,
-            links=engine.links,
+            links=links,
             report=self._report,
             suspicion_seconds=engine.session.config.coordinator.suspicion_limit_seconds,
         )
@@ -51,6 +53,8 @@ class Failover:
         self._fresh: tuple[Placement, int, Plan] | None = None
         # The first activity after whose end shadows are rebuilt, the same on every worker.
         self._protect_from = 0
+        # Coordinates that this worker owns by copying another pipeline's state, which it has yet to do.
+        self._to_copy: list[Coordinate] = []
 
     def attempt(self, coordinate: Coordinate) -> int:
         """How often ``coordinate`` has changed hands in the current step."""
@@ -80,8 +84,10 @@ class Failover:
         record, settlement, clock = self._recovery.recover(cause, placement=before)
         after = record.placement
         taken = [c for c in after.hosted_by(engine.session.worker) if c not in engine.host.owned]
+        self._to_copy = [coordinate for coordinate in taken if coordinate not in engine.host.shadows]
         for coordinate in taken:
-            engine.host.promote(coordinate)
+            if coordinate in engine.host.shadows:
+                engine.host.promote(coordinate)
         engine.placement = after
         self._lost_coordinates = tuple(c for c in after.grid if after.owner(c) != before.owner(c))
         for coordinate in self._lost_coordinates:
@@ -103,6 +109,10 @@ class Failover:
         progress = self._progress(settlement, before=before, after=after)
         if undecided_here and settlement.kind == "train":
             engine.iteration_end.abandon()
+        if not (activity.rounds and activity.kind == "train"):
+            # Otherwise the step that was agreed upon comes first.
+            self.copy_lost()
+        if undecided_here and settlement.kind == "train":
             for coordinate in taken:
                 self._take_over(engine.host.owned[coordinate], progress[coordinate])
         activity.plan = None
@@ -133,6 +143,12 @@ class Failover:
             redundant_forwards={c: counts.forwards for c, counts in redundant.items()},
             redundant_backwards={c: counts.backwards for c, counts in redundant.items()},
         )
+
+    def copy_lost(self) -> None:
+        """Copy from another pipeline what was lost with its shadow. Called between two steps only."""
+        while self._to_copy:
+            copy_from_other_pipeline(self._engine, self._to_copy[0])
+            del self._to_copy[0]
 
     def _take_over(self, replica: StageReplica, progress: CoordinateProgress) -> None:
         """Start a promoted shadow where its stored redundant work ends."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import singledispatch
 from typing import Any
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from deepspeed_bamboo.errors import ConfigError
 
@@ -76,6 +79,21 @@ def _(optimizer: BF16_Optimizer, module: torch.nn.Module, values: list[torch.Ten
 
 
 @singledispatch
+def remember_gradients(optimizer: Any, module: torch.nn.Module, *, touched: list[torch.Tensor]) -> Callable[[], None]:
+    """Before a reduction: what to call to put back the gradients as they are now.
+
+    ``touched`` are the tensors that the reduction will change.
+    """
+    kept = [(tensor, tensor.clone()) for tensor in touched]
+
+    def put_back() -> None:
+        for tensor, value in kept:
+            tensor.copy_(value)
+
+    return put_back
+
+
+@singledispatch
 def master_weights(optimizer: Any) -> list[torch.Tensor]:
     """Higher-precision copies of the parameters that the optimizer keeps, if it does."""
     return []
@@ -86,12 +104,62 @@ def _(optimizer: BF16_Optimizer) -> list[torch.Tensor]:
     return [partition.data for partition in optimizer.fp32_groups_flat_partition]
 
 
+@master_weights.register
+def _(optimizer: FP16_Optimizer) -> list[torch.Tensor]:
+    return [flat.data for flat in optimizer.fp32_groups_flat]
+
+
+@master_weights.register
+def _(optimizer: FP16_UnfusedOptimizer) -> list[torch.Tensor]:
+    return [parameter.data for group in optimizer.fp32_groups for parameter in group]
+
+
+@singledispatch
+def loss_scaling(optimizer: Any) -> Any:
+    """The object whose plain attributes are the optimizer's loss scale and its history; None without one."""
+    return None
+
+
+@loss_scaling.register(FP16_Optimizer)
+@loss_scaling.register(FP16_UnfusedOptimizer)
+def _(optimizer: Any) -> Any:
+    return optimizer.loss_scale_config
+
+
+_SCALE_NAMES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def scale_state(optimizer: Any) -> dict[str, Any]:
+    """The loss scale and its history, as plain data; empty without loss scaling."""
+    holder = loss_scaling(optimizer)
+    return {name: vars(holder)[name] for name in _SCALE_NAMES if holder is not None and name in vars(holder)}
+
+
+def accept_scale_state(optimizer: Any, state: dict[str, Any]) -> None:
+    """Inverse of :func:`scale_state`."""
+    holder = loss_scaling(optimizer)
+    for name, value in state.items():
+        setattr(holder, name, value)
+
+
+@singledispatch
+def is_supported(optimizer: Any) -> bool:
+    """True for optimizers whose whole state the plugin can keep a replica of."""
+    return isinstance(optimizer, torch.optim.Optimizer)
+
+
+@is_supported.register(BF16_Optimizer)
+@is_supported.register(FP16_Optimizer)
+@is_supported.register(FP16_UnfusedOptimizer)
+def _(optimizer: Any) -> bool:
+    return True
+
+
 def require_supported(optimizer: Any) -> None:
     """Raise ConfigError for an optimizer class whose state the plugin cannot keep a replica of."""
-    if not isinstance(optimizer, (torch.optim.Optimizer, BF16_Optimizer)):
+    if not is_supported(optimizer):
         raise ConfigError(
-            f"optimizer {type(optimizer).__name__} is not supported with redundancy yet; supported are plain torch "
-            "optimizers (fp32) and DeepSpeed's BF16 optimizer. Set bamboo.redundancy.mode to \"off\", or train in "
-            "fp32 or bf16 without ZeRO."
+            f"optimizer {type(optimizer).__name__} is not supported with redundancy; supported are plain torch "
+            "optimizers and DeepSpeed's BF16, FP16 and ZeRO stage 1 optimizers without offload. Set "
+            'bamboo.redundancy.mode to "off", or choose one of those.'
         )
-

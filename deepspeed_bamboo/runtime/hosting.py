@@ -12,12 +12,14 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.utils import groups as deepspeed_groups
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
+from deepspeed_bamboo.runtime import zero_one  # noqa: F401 (registers the optimizer)
 from deepspeed_bamboo.runtime.gradients import clear_gradients, parameters, require_supported
 from deepspeed_bamboo.runtime.logical import Exchange, LogicalGrid, LogicalGroup
 from deepspeed_bamboo.runtime.randomness import generators_untouched
 from deepspeed_bamboo.runtime.replica import (
     STAGE_ATTRIBUTES,
     StageReplica,
+    count_in_global_norm,
     logical_groups,
     stage_module,
     tied_groups,
@@ -129,6 +131,8 @@ class StageHost:
             new_module.tied_comms = tied_groups(
                 new_module, coordinate=coordinate, grid=self._grid, exchange=self._exchange
             )
+            if engine.session.config.gradient_norm == "global":
+                count_in_global_norm(new_module)
             for group in logical_groups(new_module, logical):
                 group.name_ranks(process_rank)
             replica = StageReplica(

@@ -20,6 +20,7 @@ from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.requirements import ModelKind, OptimizerSource, validate_deepspeed_settings
 from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 from deepspeed_bamboo.runtime.session import WorkerIdentity, WorkerSession
+from deepspeed_bamboo.runtime.standalone import is_standalone, standalone_job
 
 Initialize = Callable[..., Any]
 
@@ -43,8 +44,11 @@ def initialize_with(stock: Initialize, *args: Any, **kwargs: Any) -> Any:
     if settings is None or config is None or not config.enabled:
         return stock(*args, **kwargs)
     _validate(settings, call.arguments, config)
-    identity = WorkerIdentity.from_environment(os.environ)
-    session = WorkerSession(identity, coordinator=connect(os.environ), config=config)
+    environment, etcd = dict(os.environ), None
+    if is_standalone(os.environ):
+        environment, etcd = standalone_job(os.environ)
+    identity = WorkerIdentity.from_environment(environment)
+    session = WorkerSession(identity, coordinator=connect(environment), config=config, etcd=etcd)
     with _engine_class(partial(BambooPipelineEngine, session=session)):
         return stock(*args, **kwargs)
 
@@ -79,7 +83,7 @@ def _validate(settings: Mapping[str, Any], arguments: Mapping[str, Any], config:
         settings,
         model=kind,
         model_name=type(model).__name__,
-        stages=model.num_pipeline_stages() if kind is ModelKind.PIPELINE else None,
+        stages=model.num_pipeline_stages() if isinstance(model, PipelineModule) else None,
         world_size=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
         optimizer=source,
         parameter_groups_given=grouped,

@@ -15,7 +15,7 @@ from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.runtime.channel import Message
 from deepspeed_bamboo.runtime.collectives import CallSet, Contribution, answers_from, exchange_requests
 from deepspeed_bamboo.runtime.executor import IterationContext
-from deepspeed_bamboo.runtime.gradients import accept_gradients, gradient_flags, gradient_tensors
+from deepspeed_bamboo.runtime.gradients import accept_gradients, gradient_flags, gradient_tensors, remember_gradients
 from deepspeed_bamboo.runtime.losses import stage_losses
 from deepspeed_bamboo.runtime.replica import StageReplica
 from deepspeed_bamboo.runtime.suspended import SuspendedCall
@@ -88,8 +88,7 @@ class IterationEnd:
                 self._step_calls = None
         for replica in self._engine.host.owners():
             if replica.before_reduction is not None:
-                for tensor, value in replica.before_reduction:
-                    tensor.copy_(value)
+                replica.before_reduction()
                 replica.before_reduction = None
 
     def forget(self) -> None:
@@ -104,15 +103,19 @@ class IterationEnd:
         host = self._engine.host
         for replica in host.owners():
             host.activate(replica)
-            kept: Sequence[torch.Tensor] = []
+            touched: Sequence[torch.Tensor | None] = []
             if self._engine.is_data_parallel:
-                kept = gradient_tensors(self._engine.optimizer, self._engine.module)
+                touched = gradient_tensors(self._engine.optimizer, self._engine.module)
             elif self._engine.module.tied_comms:
-                kept = [
+                touched = [
                     weight._hp_grad if self._engine.using_bf16_optimizer else weight.grad
                     for weight, _ in self._engine.module.get_tied_weights_and_groups()
                 ]
-            replica.before_reduction = [(tensor, tensor.clone()) for tensor in kept if tensor is not None]
+            replica.before_reduction = remember_gradients(
+                self._engine.optimizer,
+                self._engine.module,
+                touched=[tensor for tensor in touched if tensor is not None],
+            )
 
     def _reduce(self, function: Callable[[], None], *, label: str, context: IterationContext) -> None:
         engine = self._engine

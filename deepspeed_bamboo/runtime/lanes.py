@@ -14,8 +14,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import distributed as torch_distributed
 
+from deepspeed_bamboo.runtime.c10d import c10d
 from deepspeed_bamboo.runtime.interruption import Interruption
 
 Description = Sequence[tuple[torch.dtype, tuple[int, ...]]]
@@ -38,7 +38,7 @@ class DeviceLanes:
 
     def __init__(
         self,
-        store: torch_distributed.Store,
+        store: Any,
         *,
         first: bool,
         device: torch.device,
@@ -85,10 +85,10 @@ class DeviceLanes:
         threading.Thread(target=run, name="bamboo-abort-lane", daemon=True).start()
 
     def _connect(self, store: Any, name: str, *, first: bool, timeout_seconds: float) -> Any:
-        options = torch_distributed.ProcessGroupNCCL.Options()
+        options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_seconds)
-        group = torch_distributed.ProcessGroupNCCL(
-            torch_distributed.PrefixStore(name, store), 0 if first else 1, 2, options
+        group = c10d.ProcessGroupNCCL(
+            c10d.PrefixStore(name, store), 0 if first else 1, 2, options
         )
         group.eager_connect_single_device(self._device)
         return group

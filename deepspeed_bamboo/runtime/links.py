@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
-from torch import distributed as torch_distributed
 
 from deepspeed_bamboo.coordination import Member
 from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.runtime.c10d import c10d
 from deepspeed_bamboo.runtime.channel import Channel, Message
 from deepspeed_bamboo.runtime.interruption import Interruption, PeerLostError
 from deepspeed_bamboo.runtime.lanes import DeviceLanes
@@ -54,56 +55,72 @@ class Links:
         the wait; what was half built is dropped.
         """
         wanted = [peer for peer in dict.fromkeys(peers) if peer != self._me and peer not in self._channels]
-        fast = frozenset(with_lanes) if self._device.type == "cuda" else frozenset()
+        fast = [peer for peer in wanted if peer in set(with_lanes)] if self._device.type == "cuda" else []
         made: dict[WorkerId, Channel] = {}
+        lanes: dict[WorkerId, DeviceLanes] = {}
         errors: dict[WorkerId, str] = {}
 
-        def build(peer: WorkerId) -> None:
+        def attempt(peer: WorkerId, build: Callable[[], None]) -> None:
             try:
-                channel = self._build(peer, lanes=peer in fast)
+                build()
             except (RuntimeError, ValueError) as error:
                 errors[peer] = str(error).splitlines()[0]
-            else:
-                made[peer] = channel
             self._interruption.notify()
 
+        def build_channel(peer: WorkerId) -> None:
+            attempt(peer, lambda: made.update({peer: self._channel_to(peer)}))
+
+        def build_lanes() -> None:
+            # One after the other, in an order common to all workers: a communicator is made by both sides at
+            # once, and inside one process NCCL makes only one at a time.
+            for peer in sorted(fast, key=lambda peer: sorted(map(self._order.index, (self._me, peer)))):
+                if not errors:
+                    attempt(peer, lambda peer=peer: lanes.update({peer: self._lanes_to(peer)}))  # type: ignore[misc]
+
         for peer in wanted:
-            threading.Thread(target=build, args=(peer,), name=f"bamboo-link-{peer}", daemon=True).start()
+            threading.Thread(target=build_channel, args=(peer,), name=f"bamboo-link-{peer}", daemon=True).start()
+        threading.Thread(target=build_lanes, name="bamboo-lanes", daemon=True).start()
         try:
-            self._interruption.wait_until(lambda: bool(errors) or len(made) == len(wanted))
+            self._interruption.wait_until(lambda: bool(errors) or len(made) + len(lanes) == len(wanted) + len(fast))
         finally:
+            for peer, channel in made.items():
+                channel.lanes = lanes.get(peer)
             self._channels.update(made)
         for peer, error in errors.items():
             raise PeerLostError(peer, error)
 
-    def _build(self, peer: WorkerId, *, lanes: bool) -> Channel:
+    def _store_for(self, peer: WorkerId) -> tuple[Any, bool]:
+        """A store that only this pair uses in this epoch, and whether this worker is the first of the pair."""
         host = self._members[self._order[0]]
         pair = sorted((self._me, peer), key=self._order.index)
-        # One client per thread: a thread that waits in a client blocks every other use of it.
-        store = torch_distributed.TCPStore(
+        # One client per use: a thread that waits in a client blocks every other use of it.
+        store = c10d.TCPStore(
             host.address,
             host.store_port,
             is_master=False,
             wait_for_workers=False,
             timeout=timedelta(seconds=self._timeout_seconds),
         )
-        first = pair[0] == self._me
-        name = f"{self._name}/{pair[0]}/{pair[1]}"
+        return c10d.PrefixStore(f"{self._name}/{pair[0]}/{pair[1]}", store), pair[0] == self._me
+
+    def _channel_to(self, peer: WorkerId) -> Channel:
+        store, first = self._store_for(peer)
         return Channel(
-            torch_distributed.PrefixStore(name, store),
+            store,
             first=first,
             peer=peer,
             interruption=self._interruption,
             timeout_seconds=self._timeout_seconds,
-            lanes=DeviceLanes(
-                torch_distributed.PrefixStore(f"{name}/lanes", store),
-                first=first,
-                device=self._device,
-                interruption=self._interruption,
-                timeout_seconds=self._timeout_seconds,
-            )
-            if lanes
-            else None,
+        )
+
+    def _lanes_to(self, peer: WorkerId) -> DeviceLanes:
+        store, first = self._store_for(peer)
+        return DeviceLanes(
+            c10d.PrefixStore("lanes", store),
+            first=first,
+            device=self._device,
+            interruption=self._interruption,
+            timeout_seconds=self._timeout_seconds,
         )
 
     def send(self, worker: WorkerId, message: Message) -> None:

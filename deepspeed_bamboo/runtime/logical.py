@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
-from torch import distributed as torch_distributed
 from torch.distributed import distributed_c10d
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
+from deepspeed_bamboo.runtime.c10d import ProcessGroup, c10d
 
 
 class GroupKey(NamedTuple):
@@ -43,14 +43,14 @@ class FinishedWork:
 
 
 REDUCTIONS = {
-    torch_distributed.ReduceOp.SUM: "sum",
-    torch_distributed.ReduceOp.MAX: "max",
-    torch_distributed.ReduceOp.MIN: "min",
-    torch_distributed.ReduceOp.AVG: "mean",
+    c10d.ReduceOp.SUM: "sum",
+    c10d.ReduceOp.MAX: "max",
+    c10d.ReduceOp.MIN: "min",
+    c10d.ReduceOp.AVG: "mean",
 }
 
 
-class LogicalGroup(torch_distributed.ProcessGroup):
+class LogicalGroup(ProcessGroup):
     """A process group whose members are coordinates.
 
     Args:
@@ -89,6 +89,13 @@ class LogicalGroup(torch_distributed.ProcessGroup):
             self._replace(tensor, operation)
         return FinishedWork()
 
+    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> FinishedWork:
+        if getattr(opts.reduceOp, "op", opts.reduceOp) != c10d.ReduceOp.SUM:
+            raise NotImplementedError(f"logical groups reduce to one member by sum, not {opts.reduceOp}")
+        for tensor in tensors:
+            self._replace(tensor if self.rank() == opts.rootRank else tensor.clone(), "sum")
+        return FinishedWork()
+
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> FinishedWork:
         for tensor in tensors:
             self._replace(tensor, f"broadcast:{opts.rootRank}")
@@ -99,10 +106,8 @@ class LogicalGroup(torch_distributed.ProcessGroup):
         return FinishedWork()
 
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> FinishedWork:
-        if self.size() == 1:
-            gathered = tensor.reshape(-1)
-        else:
-            gathered = self._exchange()(self.key, "gather", tensor.reshape(-1))
+        own = tensor.reshape(-1)
+        gathered = own if self.size() == 1 else self._exchange()(self.key, "gather", own)
         output.reshape(-1).copy_(gathered)
         return FinishedWork()
 

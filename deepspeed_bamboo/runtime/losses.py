@@ -55,9 +55,11 @@ def aggregate_losses(engine: BambooPipelineEngine) -> torch.Tensor:
     engine.agg_additional_losses = None
     if additional[0] is not None:
         engine.agg_additional_losses = OrderedDict(
-            (name, mean_over_pipelines([extra[name] for extra in additional]).to(engine.device)) for name in additional[0]
+            (name, mean_over_pipelines([extra[name] for extra in additional]).to(engine.device))
+            for name in additional[0]
         )
-    return mean.to(engine.device)
+    aggregated: torch.Tensor = mean.to(engine.device)
+    return aggregated
 
 
 def mean_over_pipelines(values: list[Any]) -> Any:

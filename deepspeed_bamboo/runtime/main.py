@@ -6,6 +6,7 @@ this plugin's. When it ends, its engines leave the job; when it raises, the trac
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 import deepspeed
 
 import deepspeed_bamboo
+from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobFailure
 from deepspeed_bamboo.errors import ExpelledError, JobFailedError
 from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 from deepspeed_bamboo.runtime.initialize import initialize_with
@@ -54,7 +56,7 @@ def supervised(function: Callable[[], Any]) -> int:
     Returns the worker's exit code: 0, the script's own, or one of the constants of this module. An exception
     of the script is printed, written to the file named by BAMBOO_ERROR_FILE, and ends the job.
     """
-    _leave_out_shared_memory_op()
+    leave_out_shared_memory_op()
     _prepare_nccl()
     engines: list[BambooPipelineEngine] = []
     stock = deepspeed.initialize
@@ -84,6 +86,8 @@ def supervised(function: Callable[[], Any]) -> int:
         text = traceback.format_exc()
         print(text, file=sys.stderr, flush=True)
         _write_error(text)
+        for engine in engines:
+            _report_failure(engine, text)
         return EXIT_USER_ERROR
     finally:
         deepspeed.initialize = stock
@@ -100,7 +104,7 @@ def _exit_code(function: Callable[[], Any]) -> int:
     return 0
 
 
-def _leave_out_shared_memory_op() -> None:
+def leave_out_shared_memory_op() -> None:
     """Keep DeepSpeed on CPU from building and using its shared-memory collective.
 
     Only inference uses it, it takes half a minute to compile, and a killed worker would leave its
@@ -109,6 +113,16 @@ def _leave_out_shared_memory_op() -> None:
     compatible = deepspeed.ops.__compatible_ops__
     if "deepspeed_shm_comm" in compatible:
         compatible["deepspeed_shm_comm"] = False
+
+
+def _report_failure(engine: BambooPipelineEngine, text: str) -> None:
+    """Tell the job before this process ends, so that no peer takes its end for the loss of a node."""
+    session = engine.session
+    if session.closed:
+        return
+    failure = JobFailure(session.worker, "user_error", text.strip().splitlines()[-1], text)
+    with contextlib.suppress(CoordinatorUnavailable):
+        session.coordinator.fail(failure)
 
 
 def _write_error(text: str) -> None:

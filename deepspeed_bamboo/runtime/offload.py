@@ -29,7 +29,8 @@ class HostOffload:
     def __init__(self, *, device: torch.device, limit_bytes: int | None) -> None:
         self._device = device
         self._limit_bytes = limit_bytes
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        cuda: Any = torch.cuda
+        self._stream = cuda.Stream(device) if device.type == "cuda" else None
         self.kept_bytes = 0
         self.peak_bytes = 0
 
@@ -63,8 +64,8 @@ class HostOffload:
         if self._limit_bytes is not None and self.kept_bytes > self._limit_bytes:
             raise MemoryLimitError(
                 f"redundant forwards keep {self.kept_bytes / 2**30:.2f} GiB on the host, over "
-                f"bamboo.redundancy.memory_limit_gigabytes = {self._limit_bytes / 2**30:.2f}; raise the limit, use fewer "
-                'or smaller micro-batches, or set bamboo.redundancy.mode to "lazy"'
+                f"bamboo.redundancy.memory_limit_gigabytes = {self._limit_bytes / 2**30:.2f}; raise the limit, use "
+                'fewer or smaller micro-batches, or set bamboo.redundancy.mode to "lazy"'
             )
         stream = self._stream
         if stream is None:

@@ -14,6 +14,7 @@ from deepspeed_bamboo.runtime.agreement import agree
 from deepspeed_bamboo.runtime.channel import Message
 from deepspeed_bamboo.runtime.interruption import PeerLostError
 from deepspeed_bamboo.runtime.recovery import peers_of, tensor_peers
+from deepspeed_bamboo.runtime.replica import StageReplica
 from deepspeed_bamboo.runtime.transfer import pack_state, unpack_state
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ def build_initial_shadows(
     Raises BambooError when a worker dies meanwhile: nothing has been trained, so nothing is lost.
     """
     session = engine.session
-    placement = Placement.initial(grid, order, protected=engine.protects)
+    alike = engine.protects and not engine.zero_optimization()
+    placement = Placement.initial(grid, order, protected=engine.protects, alike=alike)
     record = EpochRecord(
         number=0,
         members=order,
@@ -72,11 +74,27 @@ def copy_shadows(
         if holder == me:
             message = links.receive(placement.owner(coordinate), f"{label}/state/{coordinate}")
             unpack_state(host.shadows[coordinate], message.tensors[0])
-            _refresh(engine, coordinate)
+            _refresh(engine, host.shadows[coordinate])
 
 
-def _refresh(engine: BambooPipelineEngine, coordinate: Coordinate) -> None:
+def copy_from_other_pipeline(engine: BambooPipelineEngine, coordinate: Coordinate) -> None:
+    """Become the owner of ``coordinate``, lost with its shadow, from the same stage of another pipeline here.
+
+    Parameters, optimizer state, scheduler and counters are equal in all pipelines between two steps. Buffers
+    that a forward changes (batch statistics) are not: they go on from the other pipeline's.
+    """
+    host = engine.host
+    source = engine.placement.copied_from(coordinate, held=host.owned)
+    if source is None:
+        raise RuntimeError(f"nothing here to copy {coordinate} from: the placement is wrong")
+    replica = host.build(coordinate, process_rank=engine.global_rank)
+    host.save()
+    unpack_state(replica, pack_state(host.owned[source]))
+    host.owned[coordinate] = replica
+    _refresh(engine, replica)
+
+
+def _refresh(engine: BambooPipelineEngine, replica: StageReplica) -> None:
     """The engine shows a replica's attributes while it is active; make it read what was just written."""
-    replica = engine.host.shadows[coordinate]
     if engine.host.active is replica:
         engine.__dict__.update(replica.attributes)

@@ -71,14 +71,14 @@ class StageReplica:
     attributes: dict[str, Any]
     groups: list[LogicalGroup]
     micro_offset: int = 0
-    progress: CoordinateProgress = CoordinateProgress()
+    progress: CoordinateProgress = field(default_factory=CoordinateProgress)
     retained_outputs: dict[int, Tensors] = field(default_factory=dict)
     retained_gradients: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     received_gradients: dict[int, Tensors | list[torch.Tensor]] = field(default_factory=dict)
     losses: dict[int, Any] = field(default_factory=dict)
     mirrored: bool = False
     pending_buffers: list[torch.Tensor] | None = None
-    before_reduction: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    before_reduction: Callable[[], None] | None = None
 
     @property
     def module(self) -> PipelineModule:
@@ -162,6 +162,16 @@ def tied_groups(
             for parameter in module.tied_modules[key].parameters():
                 parameter.ds_pipe_replicated = True
     return result
+
+
+def count_in_global_norm(module: PipelineModule) -> None:
+    """Make stock's clipping count a stage's parameters whatever the stage, copies of tied ones excepted.
+
+    Stock counts those of stage 0, and those marked as belonging to one model-parallel rank only, as these do.
+    """
+    for parameter in module.parameters():
+        if not getattr(parameter, "ds_pipe_replicated", False):
+            parameter.model_parallel = True
 
 
 def logical_groups(module: PipelineModule, grid: LogicalGrid) -> list[LogicalGroup]:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch import distributed as torch_distributed
-
 from deepspeed_bamboo.config import BambooConfig
 from deepspeed_bamboo.coordination import Change, EpochRecord, JobCoordinator, Member, Registration
+from deepspeed_bamboo.coordination.server import PrivateEtcd
 from deepspeed_bamboo.errors import BambooError, ConfigError
 from deepspeed_bamboo.events import EventLog
 from deepspeed_bamboo.faults import Fault, FaultScript
+from deepspeed_bamboo.runtime.c10d import c10d
 from deepspeed_bamboo.runtime.interruption import Interruption
 
 
@@ -67,15 +67,24 @@ def _own_address(master: str) -> str:
 class WorkerSession:
     """One worker's connection to its job, from registration to withdrawal."""
 
-    def __init__(self, identity: WorkerIdentity, *, coordinator: JobCoordinator, config: BambooConfig) -> None:
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        *,
+        coordinator: JobCoordinator,
+        config: BambooConfig,
+        etcd: PrivateEtcd | None = None,
+    ) -> None:
         self.identity = identity
+        # In a standalone job on rank 0: the job's server, which goes with this object.
+        self._etcd = etcd
         self.coordinator = coordinator
         self.config = config
         self.interruption = Interruption()
         self.faults = FaultScript.of_job(config.faults)
         self.events = EventLog(config.event_log, identity.worker)
         # Rendezvous server of every epoch in which this worker is the first one.
-        self.store = torch_distributed.TCPStore(
+        self.store = c10d.TCPStore(
             identity.address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
         self._registration: Registration | None = None

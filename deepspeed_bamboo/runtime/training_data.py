@@ -36,7 +36,7 @@ def data_set_factory(engine: BambooPipelineEngine, dataset: Any) -> DataFactory:
 
     def make(pipeline: int, step: int) -> Iterator[Any]:
         def loader(skipped: int) -> Any:
-            sampler = torch.utils.data.distributed.DistributedSampler(
+            sampler: Any = torch.utils.data.distributed.DistributedSampler(
                 dataset, num_replicas=engine.job_grid.pipelines, rank=pipeline, shuffle=False
             )
             return engine.deepspeed_io(dataset, data_sampler=PositionedSampler(sampler, skipped=skipped))

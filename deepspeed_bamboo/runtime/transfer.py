@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_bamboo.runtime.gradients import master_weights
+from deepspeed_bamboo.runtime.gradients import accept_scale_state, master_weights, scale_state
 from deepspeed_bamboo.runtime.replica import StageReplica
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -28,6 +28,8 @@ def pack_state(replica: StageReplica) -> torch.Tensor:
             "optimizer": attributes["basic_optimizer"].state_dict(),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "counters": {name: attributes[name] for name in _COUNTERS},
+            "scale": scale_state(optimizer),
+            "norm": attributes.get("_global_grad_norm"),
             "micro_offset": replica.micro_offset,
         },
         buffer,
@@ -48,6 +50,11 @@ def unpack_state(replica: StageReplica, packed: torch.Tensor) -> None:
         for target, value in zip(master_weights(optimizer), state["masters"], strict=True):
             target.copy_(value)
     attributes["basic_optimizer"].load_state_dict(state["optimizer"])
+    if hasattr(optimizer, "_hp_optimizer_states_linked"):
+        # Stock's links from parameters to optimizer state point to what was there before; it makes them anew.
+        optimizer._hp_optimizer_states_linked = False
+    accept_scale_state(optimizer, state["scale"])
+    attributes["_global_grad_norm"] = state["norm"]
     if state["scheduler"] is not None:
         attributes["lr_scheduler"].load_state_dict(state["scheduler"])
     attributes.update(state["counters"])

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import distributed as torch_distributed
 from torch.distributed import distributed_c10d
 
+from deepspeed_bamboo.runtime.c10d import ProcessGroup, c10d
 from deepspeed_bamboo.runtime.collectives import combine
 from deepspeed_bamboo.runtime.logical import REDUCTIONS, FinishedWork
 
@@ -22,7 +22,7 @@ BACKEND = "bamboo"
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
-class WorldGroup(torch_distributed.ProcessGroup):
+class WorldGroup(ProcessGroup):
     """Live workers as a process group. ``gather`` returns every worker's value of a tensor, in rank order."""
 
     def __init__(self, rank: int, size: int, *, gather: Gather) -> None:
@@ -35,7 +35,7 @@ class WorldGroup(torch_distributed.ProcessGroup):
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> FinishedWork:
         operation = "sum" if opts is None else REDUCTIONS.get(getattr(opts.reduceOp, "op", opts.reduceOp), "")
         if not operation:
-            raise NotImplementedError(f"after a loss the world group reduces by sum, max, min, mean; not {opts.reduceOp}")
+            raise NotImplementedError(f"the world group reduces by sum, max, min and mean, not {opts.reduceOp}")
         for tensor in tensors:
             tensor.copy_(combine(operation, self._gather(tensor)))
         return FinishedWork()
@@ -74,14 +74,14 @@ class WorldGroup(torch_distributed.ProcessGroup):
 
 def replace_default_group(*, rank: int, size: int, gather: Gather) -> None:
     """Drop every stock process group and make the live workers the default one."""
-    if torch_distributed.is_initialized():
+    if c10d.is_initialized():
         distributed_c10d._abort_process_group()
-    if BACKEND not in torch_distributed.Backend.backend_list:
+    if BACKEND not in c10d.Backend.backend_list:
         # torch keeps one creator per backend name, so the group itself travels through the options of each call.
-        torch_distributed.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
-    torch_distributed.init_process_group(
+        c10d.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+    c10d.init_process_group(
         BACKEND,
-        store=torch_distributed.HashStore(),
+        store=c10d.HashStore(),
         rank=rank,
         world_size=size,
         pg_options=WorldGroup(rank, size, gather=gather),

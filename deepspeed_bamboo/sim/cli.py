@@ -57,10 +57,12 @@ def add_parser(subparsers: Any) -> None:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to simulate")
     what.add_argument("--preset", metavar="NAME", help=f"a preset: {', '.join(preset_names())}")
-    what.add_argument("--scenario", metavar="FILE", type=Path, help="a scenario of your own (JSON), or a profile's")
+    what.add_argument("--scenario", metavar="FILE", type=Path, help="a scenario of your own (JSON); see configs/sim")
     what.add_argument("--policy", metavar="NAME", action="append", help="repeatable; default: the preset's, or all")
     what.add_argument("--seeds", metavar="N", type=int, default=1, help="runs with the seeds 1 to N (default 1)")
     what.add_argument("--duration-hours", metavar="H", type=float, help="default: to completion, or to the trace's end")
+    what.add_argument("--window", choices=("wall", "training"), help="all of the run, or first to last step (see docs)")
+    what.add_argument("--value", choices=("ratio_of_means", "mean_of_ratios"), help="which of them `value` is")
     machines = parser.add_argument_group("machines")
     machines.add_argument("--removal-probability", metavar="P", type=float, help="of each machine, per hour, 0 to 1")
     machines.add_argument("--capacity", metavar="N", type=int, help="machines wanted")
@@ -177,6 +179,8 @@ def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, Path | None]:
         ("--removal-probability", arguments.removal_probability, ("market", "removal_probability")),
         ("--capacity", arguments.capacity, ("market", "capacity")),
         ("--duration-hours", arguments.duration_hours, ("run", "duration_hours")),
+        ("--window", arguments.window, ("run", "window")),
+        ("--value", arguments.value, ("run", "value")),
     )
     for option, value, (section, key) in options:
         if value is not None:

@@ -90,7 +90,7 @@ def build_job(scenario: Scenario, *, trace: Trace | None = None, folder: Path | 
         steps: StepTimes = ProfiledSteps(profile, model.samples_per_step, model.most_pipelines)
         return Job(scenario, steps, redundant_forward_overhead(profile), prices, trace)
     rows = {Grid(row.pipelines, row.stages): row.milliseconds / MILLISECONDS_PER_SECOND for row in model.table}
-    return Job(scenario, StepTable(model.name, rows, int(model.layers)), model.redundancy_overhead, prices, trace)
+    return Job(scenario, StepTable(model.name, rows, model.layers), model.redundancy_overhead, prices, trace)
 
 
 def _read_profile(path: Path) -> JobProfile:
@@ -137,7 +137,7 @@ def machine_events(job: Job, *, policy: str, seed: int) -> Iterator[MachineEvent
         notice_seconds=spec.notice_seconds,
         zones=spec.zones,
     )
-    return hourly_events(market, generator=random.Random(seed))
+    return hourly_events(market, generator=random.Random(seed), end_milliseconds=job.end_milliseconds)
 
 
 def _by_hour(probability: float | tuple[float, ...]) -> tuple[float, ...]:

@@ -58,11 +58,14 @@ def _check_probabilities(name: str, values: Sequence[float]) -> None:
             raise ScenarioError(f"{name} at hour {hour} is {value}: a probability lies in [0, 1]")
 
 
-def hourly_events(market: HourlyMarket, *, generator: random.Random) -> Iterator[MachineEvent]:
-    """Endless machine events in order of time.
+def hourly_events(
+    market: HourlyMarket, *, generator: random.Random, end_milliseconds: int
+) -> Iterator[MachineEvent]:
+    """Machine events in order of time.
 
     Args:
         market: the odds.
+        end_milliseconds: no hour that begins after it is drawn.
         generator: the only source of randomness; equal generators give equal events.
     """
     additions = market.addition_probabilities
@@ -72,13 +75,11 @@ def hourly_events(market: HourlyMarket, *, generator: random.Random) -> Iterator
     initial = [names.add(0) for _ in range(market.capacity) if additions[market.start_hour] > generator.random()]
     yield from initial
     live = {event.node: event.zone for event in initial}
-    hour = 0
-    while True:
+    for hour in range(end_milliseconds // MILLISECONDS_PER_HOUR + 1):
         of_day = (market.start_hour + hour) % _HOURS_A_DAY
         odds = _Odds(market.removal_probabilities[of_day], additions[of_day], generator)
         changes = _plan_hour(live, start=hour * MILLISECONDS_PER_HOUR, odds=odds, market=market, names=names)
         yield from ordered(changes)
-        hour += 1
 
 
 class _Names:

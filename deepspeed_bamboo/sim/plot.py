@@ -42,7 +42,7 @@ def plot_policies(job: Job, *, policies: Sequence[str], seed: int, path: Path) -
         values.append(result.value)
         until = round(result.duration_hours * MILLISECONDS_PER_HOUR)
         for axis, points in zip(axes, _curves(series, until), strict=False):
-            axis.plot([at for at, _ in points], [value for _, value in points], label=policy, linewidth=1.0, color=colour)
+            axis.plot(*zip(*points, strict=True), label=policy, linewidth=1.0, color=colour)
     for axis, label in zip(axes, labels, strict=False):
         axis.set_ylabel(label)
         axis.set_xlabel("hours")
@@ -82,7 +82,8 @@ def plot_comparison(results: Mapping[str, Sequence[Summary]], *, path: Path) -> 
             next(summary.mean("value") for summary in summaries if summary.policy == policy)
             for summaries in results.values()
         ]
-        axes[0].bar([place + index * width for place in range(len(results))], heights, width, label=policy, color=colours[index])
+        places = [place + index * width for place in range(len(results))]
+        axes[0].bar(places, heights, width, label=policy, color=colours[index])
     axes[0].set_xticks([place + 0.4 - width / 2 for place in range(len(results))], list(results), rotation=12)
     axes[0].set_ylabel("value: samples/s per $/h")
     axes[0].legend(fontsize="x-small", ncols=4)
@@ -105,8 +106,8 @@ def _colours(count: int) -> list[Any]:
     """As many colours that are told apart."""
     from matplotlib import colormaps
 
-    palette = colormaps["tab20"].colors
-    return [palette[index % len(palette)] for index in range(count)]
+    palette = colormaps["tab20"]
+    return [palette(index % palette.N) for index in range(count)]
 
 
 def _save(figure: Any, path: Path) -> None:

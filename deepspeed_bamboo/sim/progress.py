@@ -69,6 +69,7 @@ class Progress:
         """Begin a step, to be followed by others alike. `samples` is what each trains, by default the batch."""
         if self.first_start is None:
             self.first_start = now
+            self._ledger.accrue(now)
             self._mark_step(now)
         self._step_milliseconds = step_milliseconds
         self._step_samples = self.batch if samples is None else samples
@@ -139,7 +140,7 @@ class Progress:
         )
 
     def _mark_step(self, now: int) -> None:
-        self._ledger.accrue(now)
+        """Remember what was billed when a step ended, or the first began; billed up to now by the caller."""
         self.last_step_at = now
         self.last_step_machine_milliseconds = self._ledger.machine_milliseconds
         self.last_step_dollars = self._ledger.dollars

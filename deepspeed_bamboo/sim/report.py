@@ -16,15 +16,19 @@ _COLUMNS = (
     ("samples/s", "throughput_samples_per_second", ".2f"),
     ("$/h", "cost_dollars_per_hour", ".2f"),
     ("value", "value", ".3f"),
-    ("machines", "instances", ".1f"),
-    ("lifetime h", "instance_lifetime_hours", ".2f"),
-    ("preempted", "preemptions", ".1f"),
     ("fatal", "fatal_losses", ".1f"),
     ("paused h", "paused_hours", ".2f"),
+)
+# Shown where the terminal has room for them; the JSON has all.
+_MORE_COLUMNS = (
     ("wasted h", "wasted_hours", ".2f"),
     ("redundant h", "redundant_hours", ".2f"),
     ("idle h", "idle_hours", ".2f"),
+    ("preempted", "preemptions", ".1f"),
+    ("machines", "instances", ".1f"),
+    ("lifetime h", "instance_lifetime_hours", ".2f"),
 )
+_WIDE = 130
 
 
 def as_json(summaries: Sequence[Summary], *, about: Mapping[str, object]) -> str:
@@ -45,10 +49,11 @@ def print_table(summaries: Sequence[Summary], *, title: str, console: Console) -
     """One line a policy: means, with half of the 95 % confidence interval where there are several seeds."""
     table = Table(title=title, title_justify="left")
     table.add_column("policy", no_wrap=True)
-    for heading, _, _ in _COLUMNS:
-        table.add_column(heading, justify="right")
+    columns = (*_COLUMNS, *_MORE_COLUMNS) if console.width >= _WIDE else _COLUMNS
+    for heading, _, _ in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
     for summary in summaries:
-        table.add_row(summary.policy, *(_cell(summary, name, form) for _, name, form in _COLUMNS))
+        table.add_row(summary.policy, *(_cell(summary, name, form) for _, name, form in columns))
     console.print(table)
 
 

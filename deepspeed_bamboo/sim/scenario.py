@@ -66,7 +66,7 @@ class ModelSpec(_Spec):
     """Path of a profile (see core/cost.py), relative to the scenario's file."""
     most_pipelines: Count = 4
     """With a profile: no more pipelines than this."""
-    layers: NonNegative = 0
+    layers: Annotated[int, Field(ge=0)] = 0
     """Layers that stages are made of; 0: stages can be cut anywhere."""
     parameters: Count = 340_000_000
     """For what moving a coordinate's state takes."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed_bamboo.faults import ENVIRONMENT_VARIABLE, FaultScript
+from deepspeed_bamboo.faults import ENVIRONMENT_VARIABLE
 
 PAST_LIMIT = -1
 
@@ -33,15 +32,13 @@ def run_job(
     *,
     workers: int,
     folder: Path,
-    faults: FaultScript | None = None,
     limit_seconds: float = 180.0,
 ) -> JobResult:
     """Run a training script with its arguments on ``workers`` workers of this machine.
 
-    ``folder`` gets the output and the fault script; nothing of the job is left running afterwards.
+    ``folder`` gets the output; nothing of the job is left running afterwards.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    environment = _environment(faults, folder)
     launcher = ["deepspeed", "--num_accelerators", str(workers), "--master_port", str(free_port())]
     command = [*launcher, "--module", "deepspeed_bamboo.launch", *script]
     output = folder / "output.txt"
@@ -52,7 +49,7 @@ def run_job(
             stdout=file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=environment,
+            env=job_environment(),
             start_new_session=True,
         )
         try:
@@ -71,14 +68,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _environment(faults: FaultScript | None, folder: Path) -> Mapping[str, str]:
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    environment.pop(ENVIRONMENT_VARIABLE, None)
-    if faults is not None and faults.faults:
-        path = folder / "faults.json"
-        path.write_text(json.dumps(faults.to_json()), encoding="utf-8")
-        environment[ENVIRONMENT_VARIABLE] = str(path)
-    return environment
+def job_environment() -> dict[str, str]:
+    """What a job finds in its environment: this process's, without its faults, on one CPU thread a worker."""
+    inherited = {name: value for name, value in os.environ.items() if name != ENVIRONMENT_VARIABLE}
+    return {**inherited, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

@@ -83,7 +83,9 @@ class Sweep:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         configuration = folder / "deepspeed.json"
-        configuration.write_text(json.dumps(setup.settings(self._base)), encoding="utf-8")
+        settings = setup.settings(self._base)
+        settings["bamboo"]["faults"] = faults.to_json()
+        configuration.write_text(json.dumps(settings), encoding="utf-8")
         arguments = setup.arguments(configuration=str(configuration), event_log=str(folder / "events"))
         script = [str(self._script), *arguments]
-        return self._run_job(script, workers=setup.workers, folder=folder, faults=faults)
+        return self._run_job(script, workers=setup.workers, folder=folder)

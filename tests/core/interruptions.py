@@ -7,7 +7,7 @@ hit again in the middle of that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -22,12 +22,12 @@ from deepspeed_bamboo.core.recovery import plan_iteration, progress_after_loss, 
 from deepspeed_bamboo.core.schedule import Plan
 from deepspeed_bamboo.core.verify import verify
 
-_INDEX = st.integers(0, 23)
+_END = (1 << 16) - 1  # stops are shares of a program in 1/65536: this one is its end
 
 
 @dataclass(frozen=True)
 class Hit:
-    """One interruption: after how many instructions (modulo the program's length) each worker stops, who is lost."""
+    """One interruption: after which share of its program each worker stops, and who is lost (indices, modulo)."""
 
     stops: tuple[int, ...]
     lost: tuple[int, ...]
@@ -55,26 +55,42 @@ def fresh_plan(placement: Placement, micro_batches: int, mode: str) -> Plan:
 
 
 def hits(workers: int) -> st.SearchStrategy[Hit]:
-    # Two bytes for each stop: one draw, where a list of integers would cost more than the case itself.
-    return st.builds(
-        lambda points, lost: Hit(tuple(points[i] | points[i + 1] << 8 for i in range(0, 2 * workers, 2)), lost),
-        st.binary(min_size=2 * workers, max_size=2 * workers),
-        st.one_of(st.tuples(_INDEX), st.tuples(_INDEX, _INDEX)),
-    )
+    return st.binary(min_size=4 + 2 * workers, max_size=4 + 2 * workers).map(_hit)
 
 
-@st.composite
+def _hit(data: bytes) -> Hit:
+    """A kind of cut, one or two workers to lose, and a point for everyone."""
+    kind, count, first, second = data[:4]
+    points = [data[i] | data[i + 1] << 8 for i in range(4, len(data), 2)]
+    lost = (first,) if count % 2 == 0 else (first, second)
+    if kind % 3 == 0:  # everyone anywhere: mostly early, since who stops first holds up the others
+        return Hit(tuple(points), lost)
+    if kind % 3 == 1:  # everyone about equally far
+        return Hit(tuple(min(max(points[0] + (point - _END // 2) // 16, 0), _END) for point in points), lost)
+    stopped = {index % len(points) for index in lost}  # the lost ones only: the others as far as that lets them
+    return Hit(tuple(point if i in stopped else _END for i, point in enumerate(points)), lost)
+
+
 def cases(
-    draw: st.DrawFn, *, pipelines: int, stages: tuple[int, int], micro_batches: int, modes: tuple[str, ...], losses: int
-) -> Case:
+    *, pipelines: int, stages: tuple[int, int], micro_batches: int, modes: tuple[str, ...], losses: int
+) -> st.SearchStrategy[Case]:
     """A job on its first placement that is hit once, or up to ``losses`` times."""
-    placement = initial(draw(st.integers(1, pipelines)), draw(st.integers(*stages)))
-    return Case(
-        placement,
-        draw(st.integers(1, micro_batches)),
-        draw(st.sampled_from(modes)),
-        tuple(draw(hits(len(placement.grid))) for _ in range(draw(st.integers(1, losses)))),
-    )
+    # One draw of bytes a case: with one draw a number, drawing would take longer than running the case.
+    hit_size = 4 + 2 * pipelines * stages[1]
+    size = 5 + losses * hit_size
+
+    def case(data: bytes) -> Case:
+        placement = initial(1 + data[0] % pipelines, stages[0] + data[1] % (stages[1] - stages[0] + 1))
+        drawn = 1 + data[4] % losses
+        used = 4 + 2 * len(placement.grid)
+        return Case(
+            placement,
+            1 + data[2] % micro_batches,
+            modes[data[3] % len(modes)],
+            tuple(_hit(data[start : start + used]) for start in range(5, 5 + drawn * hit_size, hit_size)),
+        )
+
+    return st.binary(min_size=size, max_size=size).map(case)
 
 
 @st.composite
@@ -103,7 +119,7 @@ def run_to_the_end(case: Case) -> Execution:
     for hit in case.hits:
         cut = interpret(plan, progress=progress, redundant=redundant, stops=_stops(plan, hit))
         _record(cut, history)
-        after = _without_some(placement, hit)
+        after = _without_some(placement, [worker for worker, _ in plan.programs], hit)
         stored = {c: (p.forwards, p.backwards) for c, p in cut.redundant.items()}
         progress = progress_after_loss(
             placement,
@@ -131,17 +147,16 @@ def run_to_the_end(case: Case) -> Execution:
 
 
 def _stops(plan: Plan, hit: Hit) -> dict[WorkerId, int]:
-    return {
-        worker: stop % (len(program) + 1) for (worker, program), stop in zip(plan.programs, hit.stops, strict=False)
-    }
+    points = zip(plan.programs, hit.stops, strict=False)  # after a loss there are fewer programs than points
+    return {worker: stop * (len(program) + 1) >> 16 for (worker, program), stop in points}
 
 
-def _without_some(placement: Placement, hit: Hit) -> Placement:
+def _without_some(placement: Placement, workers: Sequence[WorkerId], hit: Hit) -> Placement:
     """Lose the workers that ``hit`` names, leaving out those whose loss nobody alive could make good."""
     gone: list[WorkerId] = []
     after = placement
     for index in hit.lost:
-        worker = placement.workers[index % len(placement.workers)]
+        worker = workers[index % len(workers)]
         remaining, _ = placement.without([*gone, worker])
         if remaining is not None:
             gone.append(worker)

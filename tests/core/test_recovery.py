@@ -2,8 +2,9 @@
 
 import pytest
 
+from deepspeed_bamboo.core.communication import peer
 from deepspeed_bamboo.core.grid import Coordinate, Grid
-from deepspeed_bamboo.core.instructions import TAIL, Instruction, Op
+from deepspeed_bamboo.core.instructions import RECEIVES, SENDS, TAIL, Instruction, Op
 from deepspeed_bamboo.core.interpret import interpret
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.progress import CoordinateProgress
@@ -211,3 +212,28 @@ def test_broken_plan_text_is_refused(old: str, new: str, rule: str) -> None:
 def test_missing_program_names_the_ones_there_are() -> None:
     with pytest.raises(KeyError, match="w0, w1"):
         plan_iteration(initial(1, 2), micro_batches=1).program("w9")
+
+
+def test_peers_of_all_messages_pair_up() -> None:
+    grid = Grid(1, 4)
+    a, b, c, d = grid
+    owners = {a: "u", b: "v", c: "u", d: "u"}
+    placement = Placement.of(grid, owners=owners, shadows={a: "v", b: "u", c: "w", d: "w"})
+    plan = plan_iteration(placement, micro_batches=2, mode="full")
+    sent, received = [], []
+    for worker, program in plan.programs:
+        for i in program:
+            if i.op in SENDS:
+                sent.append((worker, peer(i, placement=placement)))
+            elif i.op in RECEIVES:
+                received.append((peer(i, placement=placement), worker))
+    assert sorted(sent) == sorted(received)
+    assert {("u", "w"), ("u", "u"), ("u", "v"), ("v", "w")} <= set(sent)
+
+
+@pytest.mark.parametrize("line", ["FNC 0.0 0", "STEP", "SEND_GRAD 0.0 0", "RECV_GRAD 0.1 0", "SEND_GRAD 0.1 0 shadow"])
+def test_without_neighbour_there_is_no_peer(line: str) -> None:
+    grid = Grid(1, 2)
+    placement = Placement.of(grid, owners=dict.fromkeys(grid, "a"), shadows={})
+    with pytest.raises(ValueError, match="has no peer"):
+        peer(Instruction.parse(line), placement=placement)

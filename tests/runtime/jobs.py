@@ -1,7 +1,7 @@
-"""Small jobs for tests: worker processes from a forkserver, without launcher and agents, over a private etcd.
+"""Small jobs for tests: worker processes from a forkserver, without launcher, over a private etcd.
 
-Without agents a lost worker is noticed by its peers, whose suspicion becomes a loss at once. Everything else
-is what a real worker runs, ``runtime.main.supervised`` included.
+The test process stands in for the agents: it tells the job which worker died. Everything else is what a real
+worker runs, ``runtime.main.supervised`` included.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepspeed_bamboo.coordination import JobCoordinator, JobFailure
+from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.server import PrivateEtcd
 
 Body = Callable[..., Any]
@@ -71,6 +73,7 @@ class Jobs:
             "LOCAL_WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),
+            "TEST_DIRECTORY": str(directory),
         }
         processes = [
             self._context.Process(target=_work, args=(rank, environment, directory, body, arguments))
@@ -78,9 +81,7 @@ class Jobs:
         ]
         for process in processes:
             process.start()
-        deadline = time.monotonic() + timeout_seconds
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+        self._watch(processes, directory, timeout_seconds=timeout_seconds)
         stuck = [rank for rank, process in enumerate(processes) if process.exitcode is None]
         for process in processes:
             if process.exitcode is None:
@@ -89,6 +90,31 @@ class Jobs:
         result = _collect(directory, [process.exitcode for process in processes])
         assert not stuck, f"ranks {stuck} still ran after {timeout_seconds:.0f} s\n{result.transcript()}"
         return result
+
+    def _watch(self, processes: Sequence[Any], directory: Path, *, timeout_seconds: float) -> None:
+        """What agents do: tell the job who died, and why it fails, until all processes have ended."""
+        store = EtcdStore([self._etcd.endpoint])
+        deadline = time.monotonic() + timeout_seconds
+        running = dict(enumerate(processes))
+        while running and time.monotonic() < deadline:
+            for rank, process in list(running.items()):
+                if process.exitcode is not None:
+                    del running[rank]
+                    if process.exitcode:
+                        self._tell(store, directory, rank=rank, code=process.exitcode)
+            time.sleep(0.02)
+        store.close()
+
+    def _tell(self, store: EtcdStore, directory: Path, *, rank: int, code: int) -> None:
+        name = directory / "job"
+        if not name.exists():
+            return
+        coordinator = JobCoordinator(store, job=name.read_text(encoding="utf-8"), prefix="/tests")
+        worker = f"w{rank}"
+        if code > 0:
+            coordinator.fail(JobFailure(worker=worker, kind="user_error", message=f"exit code {code}", traceback=""))
+        elif coordinator.epoch() is not None:
+            coordinator.propose_loss([worker], reason=f"signal {-code}", proposer="test")
 
 
 @contextmanager
@@ -106,6 +132,8 @@ def _work(rank: int, environment: Mapping[str, str], directory: Path, body: Body
     from deepspeed_bamboo.runtime.main import supervised
 
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), BAMBOO_WORKER=f"w{rank}")
+    # Helpers of data loaders must notice that their worker is gone: children of a fork server would not.
+    multiprocessing.set_start_method("fork", force=True)
     output = os.open(directory / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)

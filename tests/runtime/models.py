@@ -72,6 +72,52 @@ class Pick(nn.Module):
         return x.mean(dim=1)
 
 
+class Faulty(Layer):
+    """Raises in its fifth forward."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        if self.forwards == 5:
+            raise ValueError("a bug of the user's")
+        return super().forward(x)
+
+
+class Constant(nn.Module):
+    """Sends a floating-point tensor along that has no gradient."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, torch.ones(2, 3)
+
+
+class Spread(Layer):
+    """A tuple of everything that may travel: float, int64 of two sizes, bool, nothing at all, and one tensor twice."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = super().forward(x)
+        ids = torch.arange(64, dtype=torch.int64)
+        return ids, y, torch.tensor([[1, 2, 3], [4, 5, 6]]), y > 0, y[:0], y
+
+
+class Inner(Layer):
+    """Uses all of the tuple that :class:`Spread` makes, and passes it on."""
+
+    def forward(self, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        ids, y, factors, mask, nothing, same = values
+        y = super().forward(y + 0.1 * same) * (1 + factors.sum() / 100) + mask.to(y.dtype) * ids[3]
+        return ids, y, factors, mask, nothing * 2, y
+
+
+class Gather(Layer):
+    """The end of the tuple."""
+
+    def forward(self, values: tuple[Tensor, ...]) -> Tensor:
+        return super().forward(values[1] + values[5] + values[4].sum())
+
+
 def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
     return ((outputs.float() - labels.float()) ** 2).mean()
 
@@ -97,6 +143,26 @@ def tied(count: int, *, dropout: float = 0.0) -> list[Any]:
         *plain(count, dropout=dropout),
         TiedLayerSpec("table", Table, forward_fn=as_head),
     ]
+
+
+def faulty(count: int) -> list[Any]:
+    """The last but one layer raises in its fifth forward."""
+    return [*plain(count - 2), LayerSpec(Faulty, "faulty"), LayerSpec(Layer, "last")]
+
+
+def constant(count: int) -> list[Any]:
+    """A stage that sends a float tensor without gradient."""
+    return [LayerSpec(Layer, "0"), LayerSpec(Constant), *[LayerSpec(Inner, str(n)) for n in range(count - 2)]]
+
+
+def mixed(count: int) -> list[Any]:
+    """Tuples between all stages."""
+    return [LayerSpec(Spread, "0"), *[LayerSpec(Inner, str(n)) for n in range(1, count - 1)], LayerSpec(Gather, "last")]
+
+
+def ready(count: int) -> list[Any]:
+    """Modules that are ready made, functions, and specs."""
+    return [Layer("0"), lambda x: x * 2, *plain(count)[2:-1], torch.tanh, Layer("last")]
 
 
 def vectors(step: int, pipeline: int, micro_batch: int, *, size: int = 2) -> tuple[Tensor, Tensor]:

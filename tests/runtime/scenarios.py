@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,7 @@ class Training:
     bamboo: dict[str, Any] = field(default_factory=dict)
     module: dict[str, Any] = field(default_factory=dict)
     training_data: bool = False
+    batches: int | None = None
     evaluate_before: tuple[int, ...] = ()
     faults: list[dict[str, Any]] | None = None
 
@@ -62,16 +64,14 @@ def settings_of(training: Training) -> dict[str, Any]:
         **copy.deepcopy(training.settings),
     }
     if training.faults is not None:
-        coordinator = {"suspicion_seconds": 0.05}
+        coordinator = {"suspicion_seconds": 1.0}
         settings["bamboo"] = {"coordinator": coordinator, "seed": 5, **training.bamboo, "faults": training.faults}
     return settings
 
 
 def build(training: Training) -> Any:
     """The engine of a run."""
-    if not deepspeed.comm.is_initialized():
-        torch.set_num_threads(1)
-        deepspeed.init_distributed(dist_backend="gloo")
+    _fresh_process_group(training.name)
     torch.manual_seed(11)
     make = getattr(models, training.layers)
     layers = make(training.count, **({"dropout": training.dropout} if training.dropout else {}))
@@ -80,11 +80,25 @@ def build(training: Training) -> Any:
         layers=layers, loss_fn=loss, num_stages=training.stages, partition_method="uniform", **training.module
     )
     os.environ["BAMBOO_JOB"] = f"{os.environ['BAMBOO_JOB'].split('--')[0]}--{training.name}"
+    with open(f"{os.environ['TEST_DIRECTORY']}/job", "w", encoding="utf-8") as file:  # noqa: PTH123
+        file.write(os.environ["BAMBOO_JOB"])
     data = {"training_data": Samples()} if training.training_data else {}
     engine, *_ = deepspeed.initialize(
         model=module, model_parameters=list(module.parameters()), config=settings_of(training), **data
     )
     return engine
+
+
+def _fresh_process_group(name: str) -> None:
+    """Process groups as at the start of a process: the plugin's engine has replaced them if one ran before."""
+    torch.set_num_threads(1)
+    if deepspeed.comm.is_initialized():
+        torch.distributed.destroy_process_group()
+        deepspeed.utils.groups._WORLD_GROUP = None
+    store = torch.distributed.FileStore(f"{os.environ['TEST_DIRECTORY']}/store-{name}")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    deepspeed.init_distributed(dist_backend="gloo")
 
 
 def train(training: Training) -> dict[str, Any]:
@@ -97,8 +111,10 @@ def train(training: Training) -> dict[str, Any]:
         return models.micro_batches(make, pipeline=pipeline, first_step=step, count=training.micro_batches)
 
     iterator = None if training.training_data else source(pipeline, 0)
+    if training.batches is not None:
+        iterator = itertools.islice(iterator, training.batches)
     if training.faults is not None and not training.training_data and hasattr(engine, "set_data_source"):
-        engine.set_data_source(source)
+        engine.set_data_source(source, evaluation=lambda pipeline, step: source(pipeline + 100, step))
     losses, evaluations = [], []
     for step in range(training.steps):
         if step in training.evaluate_before:
@@ -107,7 +123,9 @@ def train(training: Training) -> dict[str, Any]:
     result = {"losses": losses, "evaluations": evaluations, "hashes": hashes(engine), "steps": engine.global_steps}
     if training.faults is not None:
         result["digest"] = engine.state_digest()
-        result["norm"] = float(engine.get_global_grad_norm() or 0.0)
+        result["norm"] = str(engine.get_global_grad_norm())
+        result["scale"] = float(getattr(engine.optimizer, "cur_scale", 1.0) or 1.0)
+        result["skipped"] = engine.skipped_steps
         engine.close()
     return result
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_bamboo.config import load_deepspeed_settings
 from deepspeed_bamboo.events import EventLog
 from deepspeed_bamboo.faults import FaultScript
 from deepspeed_bamboo.sweep.cases import Case, select
@@ -29,8 +30,10 @@ class PretendedJob:
         self.code = code
         self.calls: list[tuple[Sequence[str], int]] = []
 
-    def __call__(self, script: Sequence[str], *, workers: int, folder: Path, faults: FaultScript) -> JobResult:
+    def __call__(self, script: Sequence[str], *, workers: int, folder: Path) -> JobResult:
         self.calls.append((script, workers))
+        settings = load_deepspeed_settings(script[script.index("--deepspeed_config") + 1])
+        faults = FaultScript.parse(settings["bamboo"]["faults"])
         log = EventLog(script[script.index("--event-log") + 1], "w0")
         disturbed = bool(faults.faults)
         for step in range(3):
@@ -82,7 +85,7 @@ def test_whatever_is_wrong_is_said_and_kept(job: PretendedJob, expected: str, tm
 
 
 def test_a_failing_undisturbed_run_ends_the_sweep(tmp_path: Path) -> None:
-    def job(script: Sequence[str], *, workers: int, folder: Path, faults: FaultScript) -> JobResult:
+    def job(script: Sequence[str], *, workers: int, folder: Path) -> JobResult:
         return JobResult(1, 1.0, folder / "output.txt")
 
     with pytest.raises(SweepError, match=r"undisturbed run of M4.*output\.txt"):
@@ -120,16 +123,11 @@ class TestRunningAJob:
         assert result.exit_code == 7
         assert result.output.read_text() == "hello\n"
 
-    def test_the_fault_script_is_handed_over(self, folder: Path) -> None:
-        code = "import os; print(open(os.environ['BAMBOO_FAULTS']).read())"
-        faults = cases()[0].faults
-        result = run_job(["script", code], workers=2, folder=folder, faults=faults)
-        assert FaultScript.load(folder / "faults.json") == faults
-        assert '"forward"' in result.output.read_text()
-
-    def test_an_undisturbed_job_inherits_no_faults(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_job_inherits_no_faults(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("BAMBOO_FAULTS", "elsewhere")
-        result = run_job(["script", "import os; print(os.environ.get('BAMBOO_FAULTS'))"], workers=2, folder=folder)
+        result = run_job(
+            ["script", "import os; print(os.environ.get('BAMBOO_FAULTS') or None)"], workers=2, folder=folder
+        )
         assert result.output.read_text() == "None\n"
 
     def test_nothing_survives_the_limit(self, folder: Path) -> None:

@@ -1,1 +1,1 @@
-"""The policies. Each is an engine.Policy; scenario.py builds them by name."""
+"""The policies. Each is an engine.Policy; build.py makes them by name."""

@@ -1,0 +1,12 @@
+"""torch.distributed without its types, which cover neither its process group backends nor subclasses of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed
+
+c10d: Any = torch.distributed
+ProcessGroup: Any = torch.distributed.ProcessGroup
+
+__all__ = ["ProcessGroup", "c10d"]

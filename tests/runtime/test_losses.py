@@ -1,0 +1,104 @@
+"""Losing workers one after the other, until one is left: the same numbers as when nothing is lost (DESIGN 7)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from tests.runtime.jobs import Jobs
+from tests.runtime.scenarios import Training, train_all
+
+CLIPPED = {"gradient_clipping": 0.05}
+BF16 = {"bf16": {"enabled": True}}
+# The first scale overflows, so that steps are skipped; a window of 2 raises it again between the losses.
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 26, "loss_scale_window": 2}}
+# A small bucket: several reductions in an iteration, and no gigabyte for each of them.
+ZERO = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}, "zero_allow_untested_optimizer": True}
+ACCUMULATE_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+
+
+def kill(step: int, pipeline: int, stage: int, at: str, micro_batch: int | None = None) -> dict[str, Any]:
+    where = {"step": step, "pipeline": pipeline, "stage": stage, "at": at}
+    return where if micro_batch is None else {**where, "micro_batch": micro_batch}
+
+
+TWO_BY_TWO = [kill(1, 1, 0, "forward", 2), kill(2, 0, 1, "backward", 1), kill(3, 0, 0, "step")]
+TWO_BY_TWO_AT_THE_END = [kill(1, 1, 1, "reduce"), kill(2, 0, 1, "idle"), kill(3, 1, 0, "send_activation", 1)]
+ONE_BY_FOUR = [kill(1, 0, 1, "forward", 2), kill(2, 0, 2, "send_grad", 1), kill(3, 0, 0, "step")]
+
+DEFAULT = [
+    # A stage and its shadow at once: from the other pipeline.
+    (4, Training("pair-2x2", 2, settings=CLIPPED), [kill(1, 0, 0, "forward", 2), kill(1, 0, 1, "forward", 2)]),
+    (4, Training("clipped-2x2", 2, steps=5, settings=CLIPPED), TWO_BY_TWO),
+    (4, Training("tied-bf16-2x2", 2, steps=5, layers="tied", settings={**CLIPPED, **BF16}), TWO_BY_TWO_AT_THE_END),
+    (
+        4,
+        Training("one-stage-4x1", 1, steps=5, settings=CLIPPED),
+        [kill(1, 1, 0, "forward", 2), kill(2, 2, 0, "backward", 1), kill(3, 0, 0, "step")],
+    ),
+    (
+        3,
+        Training("three-pipelines-3x1", 1, steps=4, settings=BF16),
+        [kill(1, 0, 0, "reduce"), kill(2, 2, 0, "step")],
+    ),
+    (
+        3,
+        Training("few-micro-batches-1x3", 3, steps=4, micro_batches=2, dropout=0.3),
+        [kill(1, 0, 1, "reduce"), kill(2, 0, 0, "step")],
+    ),
+    (
+        4,
+        Training("evaluated-dropout-2x2", 2, steps=5, dropout=0.3, evaluate_before=(0, 1, 2, 3, 4)),
+        TWO_BY_TWO,
+    ),
+    (
+        4,
+        Training("buffers-1x4", 4, steps=5, layers="normalised", module={"activation_checkpoint_interval": 1}),
+        ONE_BY_FOUR,
+    ),
+    (4, Training("fp16-1x4", 4, steps=6, settings={**CLIPPED, **FP16}), ONE_BY_FOUR),
+    (4, Training("fp16-zero-2x2", 2, steps=5, settings={**CLIPPED, **FP16, **ZERO}), TWO_BY_TWO),
+    (
+        4,
+        Training("bf16-zero-2x2", 2, steps=5, layers="tied", settings={**CLIPPED, **BF16, **ZERO}),
+        TWO_BY_TWO_AT_THE_END,
+    ),
+]
+SWEEP = [
+    # A stage and its shadow at once: from the other pipeline, before and after the agreement to step.
+    (4, Training("pair-in-reduce-2x2", 2, settings=CLIPPED), [kill(1, 0, 0, "reduce"), kill(1, 0, 1, "reduce")]),
+    (4, Training("pair-in-step-2x2", 2, settings={**CLIPPED, **FP16}), [kill(1, 1, 0, "step"), kill(1, 1, 1, "step")]),
+    (4, Training("fp32-zero-2x2", 2, steps=5, settings={**CLIPPED, **ZERO}), TWO_BY_TWO),
+    (
+        4,
+        Training("bf16-zero-fp32-gradients-2x2", 2, steps=5, settings={**CLIPPED, **BF16, **ZERO, **ACCUMULATE_FP32}),
+        TWO_BY_TWO,
+    ),
+    (4, Training("fp16-2x2", 2, steps=6, settings={**CLIPPED, **FP16}), TWO_BY_TWO),
+    (2, Training("one-stage-2x1", 1, steps=4, settings={**CLIPPED, **BF16}), [kill(1, 1, 0, "reduce")]),
+    (4, Training("tied-dropout-2x2", 2, steps=5, layers="tied", dropout=0.3), TWO_BY_TWO),
+    (6, Training("three-pipelines-3x2", 2, steps=4, settings=CLIPPED), TWO_BY_TWO[:2]),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "training", "faults"),
+    [
+        *(pytest.param(*case, id=case[1].name) for case in DEFAULT),
+        *(pytest.param(*case, id=case[1].name, marks=pytest.mark.sweep) for case in SWEEP),
+    ],
+)
+def test_same_numbers_after_losses(jobs: Jobs, world: int, training: Training, faults: list[dict[str, Any]]) -> None:
+    undisturbed = dataclasses.replace(training, name=f"{training.name}-whole", faults=[])
+    killed = dataclasses.replace(training, name=f"{training.name}-killed", faults=faults)
+    result = jobs.run(train_all, world=world, trainings=[undisturbed, killed])
+    assert result.codes.count(-9) == len(faults), result.transcript()
+    assert result.codes.count(0) == world - len(faults), result.transcript()
+    for rank in result.survivors:
+        expected, got = result.values[rank][undisturbed.name], result.values[rank][killed.name]
+        for what in ("losses", "evaluations", "steps", "norm", "scale", "skipped", "digest"):
+            assert got[what] == expected[what], f"{what} on rank {rank}"
+        if "fp16" in training.settings:
+            assert 0 < expected["skipped"] < training.steps

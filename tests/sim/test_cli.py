@@ -1,0 +1,158 @@
+"""The command: output, options, and one line for every user error."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepspeed_bamboo.sim.build import available_policies
+from deepspeed_bamboo.sim.cli import add_parser, main
+from deepspeed_bamboo.sim.errors import ScenarioError
+from deepspeed_bamboo.sim.jobs import build_job
+from deepspeed_bamboo.sim.runner import run_one
+from deepspeed_bamboo.sim.scenario import load_preset, load_scenario, parse_scenario, preset_names
+
+from .common import REPOSITORY
+
+FIELDS = (
+    "throughput_samples_per_second",
+    "cost_dollars_per_hour",
+    "value",
+    "preemptions",
+    "fatal_losses",
+    "instance_lifetime_hours",
+    "instances",
+)
+TRACE = "0,add,a\n0,add,b\n600000,remove,a\n"
+
+
+def test_json_on_standard_output_is_nothing_but_json(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--preset", "bert-published", "--removal-probability", "0.1", "--seeds", "3", "--json", "-"]
+    assert main(command) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["policy"] == "bamboo-published"
+    for name in FIELDS:
+        assert set(result[name]) == {"mean", "ci95"}
+    assert result["throughput_samples_per_second"]["mean"] == pytest.approx((74.7146 + 77.4096 + 71.7049) / 3, rel=1e-4)
+
+
+def test_several_policies_come_by_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    command = ["--preset", "bert", "--duration-hours", "1", "--json", str(target)]
+    assert main(command) == 0
+    assert list(json.loads(target.read_text())["policies"]) == available_policies(load_preset("bert"))
+    assert "oracle" in capsys.readouterr().out
+
+
+def test_the_subcommand_registers_itself() -> None:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    arguments = parser.parse_args(["simulate", "--preset", "bert", "--duration-hours", "0.5", "--policy", "oracle"])
+    assert arguments.run(arguments) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--preset", "bert", "--removal-probability", "1.5"], "market.removal_probability is 1.5"),
+        (["--preset", "bert", "--capacity", "0"], "--capacity: market.capacity is 0"),
+        (["--preset", "bart"], "preset 'bart' is unknown; there are alexnet, bert, bert-p3-published"),
+        (["--preset", "bert", "--policy", "hope"], "policy 'hope' is unknown"),
+        (["--preset", "bert", "--seeds", "0"], "--seeds 0: at least 1"),
+        (["--preset", "bert", "--segment", "1-2"], "give --trace as well"),
+        (["--preset", "bert", "--trace", "TRACE", "--segment", "late"], "FROM-TO in hours"),
+        (["--preset", "vgg19"], "VGG-19 has no number of steps"),
+        (["--preset", "bert", "--trace", "absent.csv"], "absent.csv: cannot be read"),
+        (["--predictors"], "give --trace as well"),
+        (["--predictors", "--trace", "TRACE", "--horizons", "0"], "whole numbers from 1"),
+        ([], "give --preset NAME or --scenario FILE"),
+    ],
+)
+def test_user_errors_are_one_line(
+    options: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(TRACE, encoding="utf-8")
+    assert main([str(trace) if option == "TRACE" else option for option in options]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{\n "preset": "bert",\n "market": {\n  "capacity": 0\n }\n}', "s.json:4: market.capacity is 0"),
+        ('{\n "preset": "bert",\n "market": {"removal_probability": -1}\n}', "s.json:3: market.removal_probability"),
+        ('{\n "preset": "bert",\n "markets": {}\n}', "s.json:3: markets"),
+        ('{\n "preset": "bert",\n}', "s.json:3: not JSON"),
+        ('{\n "preset": "bert",\n "model": {"profile": "p.json"}\n}', "a model has a table or a profile"),
+        ("[]", "s.json:1: a scenario is a JSON object"),
+        ('{"preset": "bort"}', "preset 'bort' is unknown"),
+    ],
+)
+def test_scenario_errors_name_file_line_and_rule(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ScenarioError) as caught:
+        load_scenario(path)
+    assert words in str(caught.value)
+
+
+def test_a_model_without_a_table_for_the_grid(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+    path.write_text('{"preset": "bert", "policies": {"bamboo": {"stages": 8}}}', encoding="utf-8")
+    assert main(["--scenario", str(path), "--policy", "bamboo"]) == 2
+    error = capsys.readouterr().err
+    assert "BERT-large has no step time for the grid 1x8 (pipelines x stages): known are 1x12" in error
+
+
+def test_a_missing_profile_is_named(tmp_path: Path) -> None:
+    scenario = parse_scenario(
+        '{"model": {"name": "m", "samples_per_step": 8, "profile": "nowhere.json"},'
+        ' "run": {"duration_hours": 1}, "policies": {}}',
+        where="here",
+    )
+    with pytest.raises(ScenarioError, match=r"nowhere\.json: cannot be read"):
+        build_job(scenario, folder=tmp_path)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_runs_every_policy(name: str) -> None:
+    preset = load_preset(name)
+    assert preset.model.source
+    job = build_job(preset.model_copy(update={"run": preset.run.model_copy(update={"duration_hours": 3.0})}))
+    for policy in available_policies(preset):
+        assert run_one(job, policy=policy, seed=2).samples > 0, policy
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs" / "sim").glob("*.json")), ids=lambda path: path.name)
+def test_every_example_is_valid(path: Path) -> None:
+    if path.name.endswith(".profile.json"):
+        assert json.loads(path.read_text())["layers"]
+        return
+    scenario = load_scenario(path)
+    short = scenario.model_copy(update={"run": scenario.run.model_copy(update={"duration_hours": 0.5})})
+    job = build_job(short, folder=path.parent)
+    assert run_one(job, policy=available_policies(scenario)[-1], seed=1).cost_dollars > 0
+
+
+def test_the_simulator_needs_neither_torch_nor_deepspeed() -> None:
+    heavy = "('torch', 'deepspeed', 'statsmodels', 'matplotlib')"
+    code = f"import sys, deepspeed_bamboo.sim.cli; print([name for name in {heavy} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    assert found.stdout.strip() == "[]"
+
+
+def test_plots_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need the extra plot")
+    target = tmp_path / "plot.png"
+    command = ["--preset", "bert", "--duration-hours", "2", "--policy", "bamboo", "--policy", "oracle"]
+    assert main([*command, "--plot", str(target)]) == 0
+    assert target.read_bytes()[:4] == b"\x89PNG"
+    assert main([*command, "--plot", str(tmp_path / "plot.nothing")]) == 2

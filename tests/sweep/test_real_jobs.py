@@ -1,0 +1,49 @@
+"""The quick cases of the fault sweep with real jobs: agents, workers, etcd, gloo; one worker dies, nothing changes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deepspeed_bamboo.run_summary import RunSummary
+from deepspeed_bamboo.sweep.cases import Case, select
+from deepspeed_bamboo.sweep.forked import ForkedJobs
+from deepspeed_bamboo.sweep.job import job_environment
+from deepspeed_bamboo.sweep.setups import STEPS, Setup
+from deepspeed_bamboo.sweep.sweep import Sweep
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sweep]:
+    before = dict(os.environ)
+    os.environ.update(job_environment())
+    try:
+        with ForkedJobs() as job:
+            yield Sweep(root=ROOT, folder=tmp_path_factory.mktemp("sweep"), job=job)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def references(sweep: Sweep) -> dict[Setup, RunSummary]:
+    return {setup: sweep.reference(setup) for setup in {case.setup for case in select("quick")}}
+
+
+def test_the_undisturbed_run_is_complete(references: dict[Setup, RunSummary]) -> None:
+    for reference in references.values():
+        assert (reference.final_step, len(reference.losses), reference.failovers) == (STEPS, STEPS, ())
+        assert len(reference.digest) == 64
+
+
+@pytest.mark.parametrize("case", select("quick"), ids=lambda case: case.name)
+def test_a_lost_worker_changes_nothing(case: Case, sweep: Sweep, references: dict[Setup, RunSummary]) -> None:
+    row = sweep.row(case, reference=references[case.setup])
+    assert row.problems == ()
+    assert len(row.failovers) == 1
+    assert [str(fault.coordinate) for fault in case.faults.faults] == list(row.failovers[0].lost)
