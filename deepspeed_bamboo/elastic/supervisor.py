@@ -313,8 +313,12 @@ class Supervisor:
         if known is not None:
             return []
         actions: list[Action] = []
-        if self._offered != failure and self._slot.local_rank == 0:
-            actions.append(Say(f"the job ends: {failure.message}"))
+        if failure.worker == self.worker and failure.kind == "user_error" and self._offered != failure:
+            # The worker has told the job itself; its agent is still the one to show it.
+            text = f"worker {failure.worker} (rank {self._slot.rank}) failed: {failure.message}\n{failure.traceback}"
+            actions.append(Say(f"the job ends: {text}".rstrip()))
+        elif self._offered != failure and self._slot.local_rank == 0:
+            actions.append(Say(f"the job ends: {failure.message} (worker {failure.worker})"))
         return actions + self._end_worker()
 
     def _on_failure_recorded(self, event: FailureRecorded) -> list[Action]:

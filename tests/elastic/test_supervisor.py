@@ -126,6 +126,20 @@ def test_a_failure_elsewhere_ends_the_worker_then_the_agent() -> None:
     assert agent.handle(WorkerExited(OWN, -15, "")) == [Withdraw(OWN), Leave(1)]
 
 
+def test_a_failure_that_the_worker_recorded_itself_is_shown_by_its_agent_once() -> None:
+    failure = JobFailure(worker=OWN, kind="user_error", message="KeyError: 1", traceback="Traceback\nKeyError: 1")
+    agent = training()
+    say, end = agent.handle(changed("failure", failure))
+    assert isinstance(say, Say) and "(rank 1)" in say.text and "Traceback" in say.text and end == EndWorker()
+    assert agent.handle(WorkerExited(OWN, 1, "Traceback\nKeyError: 1")) == [Withdraw(OWN), Leave(1)]
+
+    late = training()
+    (fail,) = late.handle(WorkerExited(OWN, 1, "Traceback\nKeyError: 1"))
+    assert isinstance(fail, Fail)
+    seen = late.handle(changed("failure", failure)) + late.handle(FailureRecorded(fail.failure, first=False))
+    assert [a for a in seen if isinstance(a, Say) and "Traceback" in a.text] != [] and seen[-1] == Leave(1)
+
+
 def test_the_first_slot_of_a_node_tells_of_a_failure_elsewhere() -> None:
     agent = training(slot=replace(SLOT, local_rank=0))
     assert kinds(agent.handle(changed("failure", OTHERS_FAILURE))) == ["Say", "EndWorker"]
