@@ -60,6 +60,10 @@ class Registration:
             return 0.0
         return now - self._settled
 
+    def cut_off_for_seconds(self) -> float:
+        """How long ago the store last answered."""
+        return time.monotonic() - self._touched
+
     def withdraw(self) -> None:
         """Remove the key now and stop keeping it; ``lost`` stays as it is. May be called twice.
 

@@ -35,6 +35,8 @@ _STOP_SECONDS = 3
 _EXIT_NEWS_SECONDS = 2.0
 _GOODBYE_SECONDS = 1.5
 _OTHERS_SECONDS = 5.0
+_COORDINATOR_SECONDS = 60.0
+_LOOK = decisions.Woken("look after the coordinator")
 
 
 class BambooElasticAgent(LocalElasticAgent):
@@ -103,13 +105,13 @@ class BambooElasticAgent(LocalElasticAgent):
             self._coordinator, self._slot, registration, self._mailbox, lease_seconds=self._settings.lease_seconds
         )
         watch = self._coordinator.watch(self._on_change)
-        launchers = DeathWatch(self._settings.launchers, self._on_launcher_death)
+        others = DeathWatch(self._needed_processes(), self._on_death)
         self._take_signals()
         try:
             self._work()
             self._say_goodbye()
         finally:
-            launchers.stop()
+            others.stop()
             watch.stop()
             registration.withdraw()
         state = WorkerState.SUCCEEDED if self.exit_code == 0 else WorkerState.FAILED
@@ -135,9 +137,14 @@ class BambooElasticAgent(LocalElasticAgent):
     # -- the loop ----------------------------------------------------------------------------------
 
     def _work(self) -> None:
+        if self._boot.host_pid:
+            self._mailbox.put(_LOOK)
         self._perform(self._supervisor.start())
         while self._exit_code is None:
             event = self._mailbox.get()
+            if event == _LOOK and self._registration is not None:
+                self._look_after_coordinator(self._registration)
+                continue
             self._perform(self._supervisor.handle(event))
             if isinstance(event, decisions.WorkerExited):
                 self._sweep(event)
@@ -211,8 +218,25 @@ class BambooElasticAgent(LocalElasticAgent):
                 self._hooks.on_all_present()
         self._mailbox.put(decisions.Changed(change))
 
-    def _on_launcher_death(self, pid: int) -> None:
-        self._mailbox.put(decisions.LauncherGone(command=pid != self._settings.launchers[0]))
+    def _needed_processes(self) -> list[int]:
+        """Those on this machine without which this agent has nothing to do."""
+        host = self._boot.host_pid if self._slot.one_machine and self._boot.host_pid != os.getpid() else 0
+        return [pid for pid in (*self._settings.launchers, host) if pid]
+
+    def _on_death(self, pid: int) -> None:
+        if pid in self._settings.launchers:
+            self._mailbox.put(decisions.LauncherGone(command=pid != self._settings.launchers[0]))
+        else:
+            self._mailbox.put(decisions.CoordinatorGone("the agent of rank 0, which ran the job's etcd, was killed"))
+
+    def _look_after_coordinator(self, registration: Registration) -> None:
+        """Give up on the job's own etcd after a while; that of the user may come back at any time."""
+        if registration.cut_off_for_seconds() > _COORDINATOR_SECONDS:
+            endpoints = ", ".join(self._boot.endpoints)
+            reason = f"the job's own etcd at {endpoints} gave no answer for {_COORDINATOR_SECONDS:.0f} s"
+            self._mailbox.put(decisions.CoordinatorGone(reason))
+        else:
+            self._mailbox.put_later(_LOOK, after_seconds=_COORDINATOR_SECONDS / 10)
 
     def _take_signals(self) -> None:
         """Hear the signals that end a program, except those that this process was started to ignore."""

@@ -15,6 +15,7 @@ class Boot:
     """The job's name, coordinator, and the address where its workers first meet.
 
     ``master_ports`` holds one port for each attempt to start: workers of different attempts never meet.
+    ``host_pid`` is the process on rank 0's machine that runs the job's own etcd; 0 for the user's etcd.
     """
 
     job: str
@@ -22,6 +23,7 @@ class Boot:
     endpoints: tuple[str, ...]
     master_addr: str
     master_ports: tuple[int, ...]
+    host_pid: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

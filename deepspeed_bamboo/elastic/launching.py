@@ -107,6 +107,7 @@ def _lead(
                 endpoints=endpoints,
                 master_addr=slot.master_addr,
                 master_ports=tuple(free_ports("", count=MAX_RESTARTS + 1)),
+                host_pid=os.getpid() if hosts else 0,
             )
             store = until_the_end.enter_context(contextlib.closing(_open(endpoints, config)))
             coordinator = JobCoordinator(store, job=boot.job, prefix=boot.prefix)
