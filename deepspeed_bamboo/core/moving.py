@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from deepspeed_bamboo.core.grid import Grid
-from deepspeed_bamboo.core.separation import Rings, arrange
+from deepspeed_bamboo.core.separation import Pairs, Rings, arrange
 from deepspeed_bamboo.core.sites import Sites
 
 
@@ -96,13 +96,22 @@ class Task:
         return total + sum(count * count for count in load.values())
 
 
-class Assignment:
-    """Owners being improved. ``owners`` may hold -1 for a coordinate that has none yet; :meth:`fill` settles those."""
+_Steps = tuple[tuple[int, int], ...]
+_ZONES_FOR_CHAINS = 6
 
-    def __init__(self, task: Task, owners: Sequence[int]) -> None:
+
+class Assignment:
+    """Owners being improved. ``owners`` may hold -1 for a coordinate that has none yet; :meth:`fill` settles those.
+
+    ``fewest`` is the minimum of pairs: once it is reached, no more search is made for fewer.
+    """
+
+    def __init__(self, task: Task, owners: Sequence[int], *, fewest: Pairs) -> None:
         self.task = task
         self.owners = list(owners)
         self.load = [0] * len(task.sites)
+        self._fewest = fewest.node * task.prices.node + fewest.zone * task.prices.zone
+        self._pairs = self._all_pairs()
         for worker in self.owners:
             if worker >= 0:
                 self.load[worker] += 1
@@ -132,6 +141,7 @@ class Assignment:
             ring = range(start, start + length)
             if any(self._paired(coordinate) for coordinate in ring):
                 self._turn(ring)
+        self._pairs = self._all_pairs()
 
     def _turn(self, ring: range) -> None:
         workers = self.owners[ring.start : ring.stop]
@@ -156,59 +166,91 @@ class Assignment:
         return sorted((c for c, price in prices.items() if price), key=lambda c: (-prices[c], c))
 
     def _step(self, coordinate: int) -> None:
-        """The one move, swap or chain that lowers the cost most, if any does."""
-        paired = self._paired(coordinate)
-        targets: Iterable[int] = range(len(self.load)) if paired else self.task.held[coordinate]
-        free = [w for w in targets if self.load[w] < self.task.most and w != self.owners[coordinate]]
-        best = 0
-        steps: tuple[tuple[int, int], ...] = ()
-        for worker in free:
-            change = self._move_price(coordinate, worker)
-            if change < best:
-                best, steps = change, ((coordinate, worker),)
-        others = range(len(self.owners)) if paired else self._hosted_by(self.task.held[coordinate])
+        """The one move, swap or chain that lowers the cost most; the wider searches only where they are needed."""
+        held = self.task.held[coordinate]
+        search = self._paired(coordinate) and self._pairs > self._fewest
+        steps, change = self._best_move(coordinate, self._room_like(coordinate) if search else held)
+        if not search or -change < self.task.prices.zone:
+            others = self._hosted_by(held) if not search else self._far_from(coordinate)
+            steps, change = self._best_swap(coordinate, others, steps, change)
+            if search and -change < self.task.prices.zone:
+                steps, change = self._best_swap(coordinate, range(len(self.owners)), steps, change)
+            if change == 0 or (search and -change < self.task.prices.zone):
+                steps = self._best_chain(coordinate, others, steps, change)
+        for one, worker in steps:
+            self._put(one, worker)
+
+    def _best_move(self, coordinate: int, targets: Iterable[int]) -> tuple[_Steps, int]:
+        best, steps = 0, _Steps()
+        for worker in targets:
+            if self.load[worker] < self.task.most and worker != self.owners[coordinate]:
+                change = self._move_price(coordinate, worker)
+                if change < best:
+                    best, steps = change, ((coordinate, worker),)
+        return steps, best
+
+    def _best_swap(self, coordinate: int, others: Iterable[int], steps: _Steps, best: int) -> tuple[_Steps, int]:
         for other in others:
             change = self._swap_price(coordinate, other)
             if change < best:
                 best = change
                 steps = ((coordinate, self.owners[other]), (other, self.owners[coordinate]))
-        if best == 0 or (paired and -best < self.task.prices.zone):
-            chain = self._chain(coordinate, others, best)
-            steps = chain or steps
-        for one, worker in steps:
-            self._put(one, worker)
+        return steps, best
 
-    def _chain(self, coordinate: int, others: Iterable[int], best: int) -> tuple[tuple[int, int], ...]:
+    def _best_chain(self, coordinate: int, others: Iterable[int], steps: _Steps, best: int) -> _Steps:
         """The best of: ``coordinate`` in the place of another, and that one on a worker with room."""
-        found: tuple[tuple[int, int], ...] = ()
-        for other in others:
+        room = self._room_by_zone()
+        for other in others if room else ():
             place = self.owners[other]
             if place == self.owners[coordinate] or other in self.task.neighbours[coordinate]:
                 continue
             first = self._difference(coordinate, place)
             if first >= self.task.prices.zone:
                 continue
-            for worker in self._with_room(other):
+            holders = [w for w in self.task.held[other] if self.load[w] < self.task.most]
+            for worker in (*holders, *room):
+                if worker in (place, self.owners[coordinate]):
+                    continue
                 change = first + self._difference(other, worker) + self._load_price(self.owners[coordinate], worker)
                 if change < best:
-                    best, found = change, ((coordinate, place), (other, worker))
-        return found
+                    best, steps = change, ((coordinate, place), (other, worker))
+        return steps
 
-    def _with_room(self, coordinate: int) -> list[int]:
-        """Workers with room that stand for all: holders of the state, and the emptiest of a few zones."""
-        chosen = [w for w in self.task.held[coordinate] if self.load[w] < self.task.most]
-        zones: dict[int, int] = {}
-        near = {self.task.sites.zone[self.owners[n]] for n in self.task.neighbours[coordinate]}
-        for worker in self._room():
-            zone = self.task.sites.zone[worker]
-            if zone not in zones and (zone not in near or len(zones) < 2):
-                zones[zone] = worker
-            if len(zones) > 3:
-                break
-        return [w for w in (*chosen, *zones.values()) if w != self.owners[coordinate]]
+    def _room_like(self, coordinate: int) -> list[int]:
+        """Workers with room: holders of the state, and of those with the same neighbours the one that hosts least."""
+        sites, task = self.task.sites, self.task
+        near = [self.owners[n] for n in task.neighbours[coordinate]]
+        zones = {sites.zone[w] for w in near}
+        found: dict[tuple[bool, ...], int] = {}
+        for worker, load in enumerate(self.load):
+            if load >= task.most:
+                continue
+            kind: tuple[bool, ...] = ()
+            if sites.zone[worker] in zones:
+                kind = tuple(
+                    x for w in near for x in (sites.zone[w] == sites.zone[worker], sites.node[w] == sites.node[worker])
+                )
+            if kind not in found or load < self.load[found[kind]]:
+                found[kind] = worker
+        return [*task.held[coordinate], *found.values()]
 
-    def _room(self) -> list[int]:
-        return [w for w, load in enumerate(self.load) if load < self.task.most]
+    def _room_by_zone(self) -> list[int]:
+        """Of a few zones, the worker with room that hosts least."""
+        found: dict[int, int] = {}
+        for worker, load in enumerate(self.load):
+            if load < self.task.most:
+                known = found.get(self.task.sites.zone[worker])
+                if (known is None and len(found) < _ZONES_FOR_CHAINS) or (
+                    known is not None and load < self.load[known]
+                ):
+                    found[self.task.sites.zone[worker]] = worker
+        return list(found.values())
+
+    def _far_from(self, coordinate: int) -> list[int]:
+        """Coordinates whose worker would be in no zone of a neighbour of ``coordinate``."""
+        zone = self.task.sites.zone
+        near = {zone[self.owners[n]] for n in self.task.neighbours[coordinate]}
+        return [c for c, worker in enumerate(self.owners) if zone[worker] not in near]
 
     def _unload(self, worker: int) -> None:
         """Move a coordinate to a worker that hosts less, where that costs nothing of more importance."""
@@ -224,10 +266,19 @@ class Assignment:
         return [c for c, w in enumerate(self.owners) if w in wanted] if wanted else []
 
     def _put(self, coordinate: int, worker: int) -> None:
-        if self.owners[coordinate] >= 0:
-            self.load[self.owners[coordinate]] -= 1
+        before = self.owners[coordinate]
+        if before >= 0:
+            self.load[before] -= 1
+        for neighbour in self.task.neighbours[coordinate]:
+            beside = self.owners[neighbour]
+            self._pairs += self.task.pair(worker, beside) - self.task.pair(before, beside)
         self.owners[coordinate] = worker
         self.load[worker] += 1
+
+    def _all_pairs(self) -> int:
+        """The price of all pairs; each once, with its predecessor."""
+        task, owners = self.task, self.owners
+        return sum(task.pair(w, owners[near[0]]) for w, near in zip(owners, task.neighbours, strict=True) if near)
 
     def _paired(self, coordinate: int) -> bool:
         mine = self.owners[coordinate]

@@ -110,9 +110,7 @@ def decide(
     task = _task(grid, sites, current, bytes_of, most)
     bound = fewest_pairs(grid, sites, most=most)
     if current is None:
-        assignment = Assignment(task, spread(grid, sites, most=most))
-        assignment.improve()
-        numbers, least, proven = assignment.owners, 0, True
+        numbers, least, proven = spread(grid, sites, most=most), 0, True
     else:
         numbers, least, proven = _from_current(task, bound)
     owners = {c: sites.workers[number] for c, number in zip(grid, numbers, strict=True)}
@@ -138,21 +136,21 @@ def _from_current(task: Task, bound: Bound) -> tuple[list[int], int, bool]:
     """Owners near the current ones, a lower bound of the bytes that move, and whether fewer are impossible."""
     kept = keep_most(task.held, task.sizes, workers=len(task.sites), most=task.most)
     least = sum(size for size, worker in zip(task.sizes, kept, strict=True) if worker < 0)
-    assignment = Assignment(task, kept)
+    assignment = Assignment(task, kept, fewest=bound.pairs)
     assignment.fill()
     assignment.improve()
     if _pairs(task, assignment.owners) != bound.pairs:
         assignment.rearrange()
         assignment.improve()
     if _pairs(task, assignment.owners) != bound.pairs:
-        anew = Assignment(task, spread(task.grid, task.sites, most=task.most, kept=_kept(task, kept)))
-        anew.improve()
-        assignment = anew
+        again = spread(task.grid, task.sites, most=task.most, kept=_kept(task, kept))
+        assignment = Assignment(task, again, fewest=bound.pairs)
+        assignment.improve()
     proven = _bytes_moved(task, assignment.owners) == least
     if not proven:
         budget = _PROOF_CHOICES if len(task.held) <= _PROOF_COORDINATES else 0
         owners, proven = Proof(task, pairs=bound.pairs, budget=budget).search(assignment.owners)
-        assignment = Assignment(task, owners)
+        assignment = Assignment(task, owners, fewest=bound.pairs)
         assignment.improve()
     return assignment.owners, least, proven
 
