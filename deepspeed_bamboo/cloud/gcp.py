@@ -56,7 +56,7 @@ class GcpMetadata:
         return Identity(instance=instance, zone=found[1], cloud=self.name)
 
     def poll(self, stop: Event) -> Sequence[Notice]:
-        """Ask about maintenance, then wait for news of a preemption. Either may fail without hiding the other."""
+        """Ask about maintenance, then wait for news of a preemption. One without an answer does not hide the other."""
         failures = []
         for question in (self._ask_maintenance, self._ask_preemption):
             try:
