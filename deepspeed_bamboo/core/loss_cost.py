@@ -29,8 +29,8 @@ def loss_cost(placement: Placement, lost: Iterable[WorkerId]) -> LossCost:
     gone = frozenset(lost)
     shadows = dict(placement.shadows)
     ownerless = [c for c, worker in placement.owners if worker in gone]
-    taken_over = tuple(c for c in ownerless if shadows.get(c) is not None and shadows[c] not in gone)
-    stateless = [c for c in ownerless if c not in frozenset(taken_over)]
+    taken_over = tuple(c for c in ownerless if c in shadows and shadows[c] not in gone)
+    stateless = [c for c in ownerless if c not in shadows or shadows[c] in gone]
     fatal = placement.without(gone)[1] if stateless else ()
     return LossCost(
         taken_over=taken_over,

@@ -50,12 +50,14 @@ class Decision:
     bytes_moved: int
     least_bytes: int
     proven: bool
+    unit: str = "bytes"
 
     @property
     def reason(self) -> str:
         """Why this placement, in words, one line a goal."""
-        load = [len(self.placement.hosted_by(worker)) for worker in self.sites.workers] or [0]
-        moved = f"moved to owners: {self.bytes_moved} bytes"
+        owners = [worker for _, worker in self.placement.owners]
+        load = [owners.count(worker) for worker in self.sites.workers]
+        moved = f"moved to owners: {self.bytes_moved} {self.unit}"
         why = "the fewest" if self.proven else f"the fewest found; at least {self.least_bytes} must be"
         return "\n".join(
             (
@@ -129,6 +131,7 @@ def decide(
         bytes_moved=_bytes_moved(task, numbers),
         least_bytes=least,
         proven=proven,
+        unit="bytes" if bytes_of is not None else "coordinates",
     )
 
 
@@ -136,23 +139,36 @@ def _from_current(task: Task, bound: Bound) -> tuple[list[int], int, bool]:
     """Owners near the current ones, a lower bound of the bytes that move, and whether fewer are impossible."""
     kept = keep_most(task.held, task.sizes, workers=len(task.sites), most=task.most)
     least = sum(size for size, worker in zip(task.sizes, kept, strict=True) if worker < 0)
+    # Two starts: every live owner stays, and the most bytes stay. The first disturbs fewer coordinates.
+    live = [(worker,) if worker >= 0 else () for worker in task.owned]
+    still = keep_most(live, task.sizes, workers=len(task.sites), most=task.most)
+    owners = _settled(task, still, bound)
+    if kept != still and _bytes_moved(task, owners) != least:
+        owners = min(owners, _settled(task, kept, bound), key=task.cost)
+    if _pairs(task, owners) != bound.pairs:
+        owners = _improved(task, spread(task.grid, task.sites, most=task.most, kept=_kept(task, kept)), bound)
+    proven = _bytes_moved(task, owners) == least
+    if len(task.held) <= _PROOF_COORDINATES and not (proven and _changed(task, owners) == task.owned.count(-1)):
+        found, finished = Proof(task, pairs=bound.pairs, budget=_PROOF_CHOICES).search(owners)
+        owners, proven = _improved(task, found, bound), proven or finished
+    return owners, least, proven
+
+
+def _settled(task: Task, kept: Sequence[int], bound: Bound) -> list[int]:
+    """The owners in ``kept`` completed and improved, ring by ring in the best order if pairs are left over."""
     assignment = Assignment(task, kept, fewest=bound.pairs)
     assignment.fill()
     assignment.improve()
     if _pairs(task, assignment.owners) != bound.pairs:
         assignment.rearrange()
         assignment.improve()
-    if _pairs(task, assignment.owners) != bound.pairs:
-        again = spread(task.grid, task.sites, most=task.most, kept=_kept(task, kept))
-        assignment = Assignment(task, again, fewest=bound.pairs)
-        assignment.improve()
-    proven = _bytes_moved(task, assignment.owners) == least
-    if not proven:
-        budget = _PROOF_CHOICES if len(task.held) <= _PROOF_COORDINATES else 0
-        owners, proven = Proof(task, pairs=bound.pairs, budget=budget).search(assignment.owners)
-        assignment = Assignment(task, owners, fewest=bound.pairs)
-        assignment.improve()
-    return assignment.owners, least, proven
+    return assignment.owners
+
+
+def _improved(task: Task, owners: Sequence[int], bound: Bound) -> list[int]:
+    assignment = Assignment(task, owners, fewest=bound.pairs)
+    assignment.improve()
+    return assignment.owners
 
 
 # A proof is tried for small grids only, and given up after so many choices (a fraction of a second).
@@ -206,6 +222,10 @@ def _pairs(task: Task, owners: Sequence[int]) -> Pairs:
 
 def _bytes_moved(task: Task, owners: Sequence[int]) -> int:
     return sum(size for c, size in enumerate(task.sizes) if owners[c] not in task.held[c])
+
+
+def _changed(task: Task, owners: Sequence[int]) -> int:
+    return sum(worker != before for worker, before in zip(owners, task.owned, strict=True))
 
 
 def _kept(task: Task, kept: Sequence[int]) -> list[int]:
