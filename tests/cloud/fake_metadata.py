@@ -88,6 +88,12 @@ def _server_for(fake: FakeMetadata) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
+        def do_GET(self) -> None:
+            self._answer()
+
+        def do_PUT(self) -> None:
+            self._answer()
+
         def _answer(self) -> None:
             parts = urlsplit(self.path)
             query = {name: values[0] for name, values in parse_qs(parts.query).items()}
@@ -101,8 +107,6 @@ def _server_for(fake: FakeMetadata) -> ThreadingHTTPServer:
                 self._send(reply)
             except OSError:
                 self.close_connection = True  # the other side has given up
-
-        do_GET = do_PUT = _answer
 
         def _send(self, reply: Reply) -> None:
             if reply.raw is not None:

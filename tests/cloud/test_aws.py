@@ -64,7 +64,7 @@ def test_401_for_ever(fake: FakeMetadata) -> None:
     fake.default = Reply("", 401)
     source = AwsMetadata(base_url=fake.url)
     for _ in range(2):
-        with pytest.raises(MetadataError, match="a fresh token is refused too.*BAMBOO_ZONE"):
+        with pytest.raises(MetadataError, match=r"a fresh token is refused too.*BAMBOO_ZONE"):
             source.poll(STOP)
 
 
@@ -83,7 +83,7 @@ def test_hop_limit_of_1(fake: FakeMetadata) -> None:
     fake.routes[f"PUT {AWS_TOKEN}"] = Reply("token", until=fake.closed)
     fake.default = Reply("", 401)
     began = time.monotonic()
-    with pytest.raises(MetadataError, match="no answer within 0.1 s.*HttpPutResponseHopLimit"):
+    with pytest.raises(MetadataError, match=r"no answer within 0\.1 s.*HttpPutResponseHopLimit"):
         AwsMetadata(base_url=fake.url).identify(STOP, timeout_seconds=0.1)
     assert time.monotonic() - began < 1
 
