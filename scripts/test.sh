@@ -12,6 +12,5 @@ prepare "[dev]"
 export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu} OMP_NUM_THREADS=1
 unset BAMBOO_FAULTS
 ruff check .
-ruff format --check .
 mypy
 python -m pytest "$@"

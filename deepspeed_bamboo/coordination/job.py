@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable, JobNameTaken, NoEpoch
@@ -233,18 +234,27 @@ class JobCoordinator:
 
         return JobWatch(self._store, self._keys, remember)
 
-    def claim_name(self) -> None:
-        """Make sure that the job starts from nothing: remove what a dead job of this name left.
+    @contextmanager
+    def claim_name(self, *, lease_seconds: float) -> Iterator[None]:
+        """Start the job from nothing: remove what a dead job of this name left. Nobody else can meanwhile.
 
-        Raises JobNameTaken when a job of this name is alive, which is when it has a live agent or worker.
+        Leave the ``with`` block once an agent is registered, within ``lease_seconds``. Raises
+        JobNameTaken when a job of this name is alive, which is when it has a live agent or worker, or
+        is just being started.
         """
-        live = [f"slot {rank} on {agent.node}" for rank, agent in self.agents().items()]
-        live += [f"worker {worker}" for worker in self.members()]
-        if live:
-            raise JobNameTaken(
-                f"a job named {self.job!r} is running ({', '.join(live)}); give this one another name with --job NAME"
-            )
-        self._store.delete_prefix(self._keys.root)
+        remedy = "give this one another name with --job NAME"
+        lease = self._store.grant_lease(lease_seconds)
+        try:
+            if not self._store.compare_and_swap(self._keys.claim, self.job, revision=0, lease=lease):
+                raise JobNameTaken(f"a job named {self.job!r} is being started at this moment; {remedy}")
+            live = [f"slot {rank} on {agent.node}" for rank, agent in self.agents().items()]
+            live += [f"worker {worker}" for worker in self.members()]
+            if live:
+                raise JobNameTaken(f"a job named {self.job!r} is running ({', '.join(live)}); {remedy}")
+            self._store.delete_prefix(self._keys.root)
+            yield
+        finally:
+            self._store.revoke(lease)
 
     def clean_up(self) -> None:
         """Remove the job's keys. For the last one to leave."""

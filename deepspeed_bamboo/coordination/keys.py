@@ -37,6 +37,7 @@ class JobKeys:
 
     def __init__(self, *, prefix: str, job: str) -> None:
         self.root = f"/{prefix.strip('/')}/{check_name(job, what='job name')}/"
+        self.claim = f"/{prefix.strip('/')}/.claims/{job}"  # no job's name begins with a dot
         self.epoch = self.root + "epoch"
         self.generation = self.root + "generation"
         self.failure = self.root + "failure"

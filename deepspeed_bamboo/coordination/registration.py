@@ -60,6 +60,10 @@ class Registration:
             return 0.0
         return now - self._settled
 
+    def cut_off_for_seconds(self) -> float:
+        """How long ago the store last answered."""
+        return time.monotonic() - self._touched
+
     def withdraw(self) -> None:
         """Remove the key now and stop keeping it; ``lost`` stays as it is. May be called twice.
 
@@ -112,8 +116,8 @@ class Registration:
             return self._may_stay()
         if not self._may_return():
             return False
+        self._touch(interrupted=True)  # first: whoever sees the key there again must see the interruption, too
         self._enter()
-        self._touch(interrupted=True)
         logger.info("%s registered again after its lease was gone", self._key)
         return True
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from deepspeed_bamboo.coordination import AgentRecord, Change, JobCoordinator, Registration
 from deepspeed_bamboo.elastic import decisions
+from deepspeed_bamboo.elastic.agent_settings import AgentHooks, AgentSettings
 from deepspeed_bamboo.elastic.boot import Boot
 from deepspeed_bamboo.elastic.error_report import ErrorReport
 from deepspeed_bamboo.elastic.leftovers import remove_shared_memory, signal_session
@@ -34,18 +35,8 @@ _STOP_SECONDS = 3
 _EXIT_NEWS_SECONDS = 2.0
 _GOODBYE_SECONDS = 1.5
 _OTHERS_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class AgentSettings:
-    """``lease_seconds``: coordinator.lease_seconds. ``hosts_coordinator``: others need this agent's etcd.
-
-    ``launchers``: the processes without which there is no reason to go on (see ``launcher_chain``).
-    """
-
-    lease_seconds: float = 3.0
-    hosts_coordinator: bool = False
-    launchers: tuple[int, ...] = ()
+_COORDINATOR_SECONDS = 60.0
+_LOOK = decisions.Woken("look after the coordinator")
 
 
 class BambooElasticAgent(LocalElasticAgent):
@@ -65,9 +56,9 @@ class BambooElasticAgent(LocalElasticAgent):
         coordinator: JobCoordinator,
         starter: WorkerStarter,
         settings: AgentSettings,
-        on_all_present: Callable[[], None] = lambda: None,
+        hooks: AgentHooks | None = None,
     ) -> None:
-        """``on_all_present`` is called when every slot of the job has its agent."""
+        """``boot`` says where the job is, ``starter`` how a worker is started; nothing happens before :meth:`run`."""
         spec = WorkerSpec(
             role="bamboo",
             local_world_size=1,
@@ -83,7 +74,7 @@ class BambooElasticAgent(LocalElasticAgent):
         self._settings = settings
         self._coordinator = coordinator
         self._starter = starter
-        self._on_all_present = on_all_present
+        self._hooks = hooks or AgentHooks()
         self._supervisor = Supervisor(slot, lease_seconds=settings.lease_seconds)
         self._mailbox = Mailbox()
         self._agents: set[str] = set()
@@ -109,17 +100,18 @@ class BambooElasticAgent(LocalElasticAgent):
             lease_seconds=self._settings.lease_seconds,
         )
         self._registration = registration
+        self._hooks.on_registered()
         self._messenger = Messenger(
             self._coordinator, self._slot, registration, self._mailbox, lease_seconds=self._settings.lease_seconds
         )
         watch = self._coordinator.watch(self._on_change)
-        launchers = DeathWatch(self._settings.launchers, self._on_launcher_death)
+        others = DeathWatch(self._needed_processes(), self._on_death)
         self._take_signals()
         try:
             self._work()
             self._say_goodbye()
         finally:
-            launchers.stop()
+            others.stop()
             watch.stop()
             registration.withdraw()
         state = WorkerState.SUCCEEDED if self.exit_code == 0 else WorkerState.FAILED
@@ -145,12 +137,22 @@ class BambooElasticAgent(LocalElasticAgent):
     # -- the loop ----------------------------------------------------------------------------------
 
     def _work(self) -> None:
+        if self._boot.host_pid:
+            self._mailbox.put(_LOOK)
         self._perform(self._supervisor.start())
         while self._exit_code is None:
             event = self._mailbox.get()
+            if event == _LOOK and self._registration is not None:
+                self._look_after_coordinator(self._registration)
+                continue
             self._perform(self._supervisor.handle(event))
             if isinstance(event, decisions.WorkerExited):
                 self._sweep(event)
+
+    def _stop_worker(self) -> None:
+        """End the worker with SIGTERM, then SIGKILL; torch before 2.12 takes no time limit and uses its own."""
+        limit = {"timeout": _STOP_SECONDS} if "timeout" in inspect.signature(self._shutdown).parameters else {}
+        self._shutdown(signal.SIGTERM, **limit)
 
     def _perform(self, actions: Sequence[decisions.Action]) -> None:
         for action in actions:
@@ -159,7 +161,7 @@ class BambooElasticAgent(LocalElasticAgent):
             elif isinstance(action, decisions.KillWorker):
                 self._kill(signal.SIGKILL)
             elif isinstance(action, decisions.EndWorker):
-                self._shutdown(signal.SIGTERM, timeout=_STOP_SECONDS)
+                self._stop_worker()
             elif isinstance(action, decisions.Say):
                 self._say(action.text)
             elif isinstance(action, decisions.WakeAfter):
@@ -213,11 +215,28 @@ class BambooElasticAgent(LocalElasticAgent):
         if change.kind == "agent":
             (self._agents.discard if change.value is None else self._agents.add)(change.worker)
             if len(self._agents) >= self._slot.world_size:
-                self._on_all_present()
+                self._hooks.on_all_present()
         self._mailbox.put(decisions.Changed(change))
 
-    def _on_launcher_death(self, pid: int) -> None:
-        self._mailbox.put(decisions.LauncherGone(command=pid != self._settings.launchers[0]))
+    def _needed_processes(self) -> list[int]:
+        """Those on this machine without which this agent has nothing to do."""
+        host = self._boot.host_pid if self._slot.one_machine and self._boot.host_pid != os.getpid() else 0
+        return [pid for pid in (*self._settings.launchers, host) if pid]
+
+    def _on_death(self, pid: int) -> None:
+        if pid in self._settings.launchers:
+            self._mailbox.put(decisions.LauncherGone(command=pid != self._settings.launchers[0]))
+        else:
+            self._mailbox.put(decisions.CoordinatorGone("the agent of rank 0, which ran the job's etcd, was killed"))
+
+    def _look_after_coordinator(self, registration: Registration) -> None:
+        """Give up on the job's own etcd after a while; that of the user may come back at any time."""
+        if registration.cut_off_for_seconds() > _COORDINATOR_SECONDS:
+            endpoints = ", ".join(self._boot.endpoints)
+            reason = f"the job's own etcd at {endpoints} gave no answer for {_COORDINATOR_SECONDS:.0f} s"
+            self._mailbox.put(decisions.CoordinatorGone(reason))
+        else:
+            self._mailbox.put_later(_LOOK, after_seconds=_COORDINATOR_SECONDS / 10)
 
     def _take_signals(self) -> None:
         """Hear the signals that end a program, except those that this process was started to ignore."""

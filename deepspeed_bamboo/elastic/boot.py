@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from deepspeed_bamboo.elastic.errors import ExchangeError
+from deepspeed_bamboo.elastic.errors import RefusedError
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,7 @@ class Boot:
     """The job's name, coordinator, and the address where its workers first meet.
 
     ``master_ports`` holds one port for each attempt to start: workers of different attempts never meet.
+    ``host_pid`` is the process on rank 0's machine that runs the job's own etcd; 0 for the user's etcd.
     """
 
     job: str
@@ -22,6 +23,7 @@ class Boot:
     endpoints: tuple[str, ...]
     master_addr: str
     master_ports: tuple[int, ...]
+    host_pid: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -53,8 +55,8 @@ def pack(boot: Boot | None) -> bytes:
 
 
 def unpack(line: bytes) -> Boot:
-    """Inverse of :func:`pack`. Raises ExchangeError for a refusal."""
+    """Inverse of :func:`pack`. Raises RefusedError for a refusal."""
     value = json.loads(line)
     if value is None:
-        raise ExchangeError("rank 0 could not start the job; its message says why")
+        raise RefusedError("rank 0 could not start the job; its message says why")
     return Boot.from_json(value)

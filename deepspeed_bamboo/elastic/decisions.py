@@ -42,6 +42,13 @@ class LauncherGone:
 
 
 @dataclass(frozen=True)
+class CoordinatorGone:
+    """The job's own etcd is gone for good, and with it the way to agree on anything."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class LossSettled:
     """A reported loss was answered: by an epoch, or (None) by starting the workers again or ending the job."""
 
@@ -67,7 +74,7 @@ class Woken:
     reason: str
 
 
-Event = WorkerExited | Changed | Signalled | LauncherGone | LossSettled | FailureRecorded | Woken
+Event = WorkerExited | Changed | Signalled | LauncherGone | CoordinatorGone | LossSettled | FailureRecorded | Woken
 
 # -- actions ---------------------------------------------------------------------------------------
 

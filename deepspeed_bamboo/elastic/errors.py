@@ -2,6 +2,7 @@
 
 LaunchError (ConfigError)    this slot cannot start; the message says what to change
 └── ExchangeError            the slots of one job did not find each other
+    └── RefusedError         rank 0 cannot start the job, and has said why
 """
 
 from __future__ import annotations
@@ -15,3 +16,7 @@ class LaunchError(ConfigError):
 
 class ExchangeError(LaunchError):
     """Rank 0's news about how to reach the coordinator did not reach this slot, or could not be given."""
+
+
+class RefusedError(ExchangeError):
+    """Rank 0 gave up before there was a job; it tells the user why, so nobody else needs to."""

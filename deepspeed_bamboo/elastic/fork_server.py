@@ -206,14 +206,14 @@ class _Server:
             client.sendall(json.dumps({"exit": code}).encode() + b"\n")
 
     def _abandon(self, pid: int) -> None:
-        """The client is gone: so is its child."""
+        """The client is gone: so is its child, with whatever that has started."""
         _, client = self._children[pid]
         self._selector.unregister(client)
-        os.kill(pid, signal.SIGKILL)
+        _kill_group(pid)
 
     def _end(self) -> None:
         for pid in self._children:
-            os.kill(pid, signal.SIGKILL)
+            _kill_group(pid)
         for pid in self._children:
             os.waitpid(pid, 0)
         shutil.rmtree(Path(self._listener.getsockname()).parent, ignore_errors=True)
@@ -235,6 +235,13 @@ class _Server:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
+
+
+def _kill_group(leader: int) -> None:
+    """Kill a child and its process group, of which it is the leader unless it was forked a moment ago."""
+    os.kill(leader, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _receive(client: socket.socket) -> ForkRequest | None:

@@ -26,9 +26,11 @@ from typing import Any
 from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobCoordinator, parse_endpoints
 from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.server import PrivateEtcd, free_ports
+from deepspeed_bamboo.elastic.agent_settings import AgentSettings
 from deepspeed_bamboo.elastic.boot import Boot
 from deepspeed_bamboo.elastic.errors import LaunchError
 from deepspeed_bamboo.elastic.fork_server import ForkedProcess, ForkRequest, ForkServer, reference
+from deepspeed_bamboo.elastic.leftovers import signal_session
 from deepspeed_bamboo.elastic.slot import Slot, key_part
 from deepspeed_bamboo.elastic.supervisor import MAX_RESTARTS
 
@@ -141,12 +143,11 @@ class Machine:
 
     def worker_pid(self, rank: int, *, generation: int = 0, within_seconds: float = 30.0) -> int:
         """The process of a rank's worker, once it is started. Raises LaunchError when it is not in time."""
-        file = self._pid_file(rank)
         deadline = time.monotonic() + within_seconds
         while time.monotonic() < deadline:
-            lines = file.read_text(encoding="utf-8").split() if file.exists() else []
-            if len(lines) > generation:
-                return int(lines[generation])
+            pids = self._worker_pids(rank)
+            if len(pids) > generation:
+                return pids[generation]
             time.sleep(0.002)
         raise LaunchError(f"rank {rank} has no worker of generation {generation}:\n{self.output(rank)}")
 
@@ -180,6 +181,9 @@ class Machine:
         """Kill what still runs and remove what was made."""
         for agent in self._agents.values():
             agent.abandon()
+        for rank in self._agents:
+            for pid in self._worker_pids(rank):
+                signal_session(pid, signal.SIGKILL)
         if self._store is not None:
             self._remove_keys(self._store)
             self._store.close()
@@ -219,6 +223,11 @@ class Machine:
             "launcher": os.getpid(),
         }
 
+    def _worker_pids(self, rank: int) -> list[int]:
+        """Of all attempts so far."""
+        file = self._pid_file(rank)
+        return [int(line) for line in file.read_text(encoding="utf-8").split()] if file.exists() else []
+
     def _output(self, rank: int) -> Path:
         return self._folder / f"output-{rank}"
 
@@ -228,7 +237,7 @@ class Machine:
 
 def agent_main(plan: dict[str, Any]) -> int:
     """In an agent's process: be the agent that ``plan`` describes. Returns its exit code."""
-    from deepspeed_bamboo.elastic.agent import AgentSettings, BambooElasticAgent
+    from deepspeed_bamboo.elastic.agent import BambooElasticAgent
     from deepspeed_bamboo.elastic.forked_worker import ForkStarter
 
     boot = Boot.from_json(plan["boot"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import signal
 import socket
 import sys
 import time
@@ -15,9 +17,10 @@ from deepspeed_bamboo.coordination import CoordinationError, JobCoordinator, par
 from deepspeed_bamboo.coordination.endpoints import Endpoint
 from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.server import PrivateEtcd, free_ports
+from deepspeed_bamboo.elastic.agent_settings import AgentHooks, AgentSettings
 from deepspeed_bamboo.elastic.boot import Boot, Exchange
 from deepspeed_bamboo.elastic.command_line import CommandLine, parse_command_line
-from deepspeed_bamboo.elastic.errors import LaunchError
+from deepspeed_bamboo.elastic.errors import LaunchError, RefusedError
 from deepspeed_bamboo.elastic.exchange_file import FileExchange
 from deepspeed_bamboo.elastic.exchange_socket import SocketExchange
 from deepspeed_bamboo.elastic.processes import launcher_chain
@@ -30,6 +33,7 @@ WORKER_MODULE = "deepspeed_bamboo.runtime.main"
 
 EXIT_CANNOT_START = 2
 _BOOT_SECONDS = 120.0
+_CLAIM_SECONDS = 60.0
 _CALL_SECONDS = 1.0
 # The launcher ends all slots when one fails, so those with nothing to say leave that to the one that speaks.
 _SILENT_SLOTS_WAIT_SECONDS = 3.0
@@ -38,10 +42,10 @@ _SILENT_SLOTS_WAIT_SECONDS = 3.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one slot. Returns the exit code of its process; does not return when the plugin is off."""
     line = parse_command_line(sys.argv[1:] if arguments is None else arguments)
-    speaks = True
+    _clean_up_when_told_to_end()
+    # All slots of a machine would say the same about the command line and the settings.
+    speaks = _first_number(line.local_rank, os.environ.get("LOCAL_RANK")) == 0
     try:
-        local_rank = _first_number(line.local_rank, os.environ.get("LOCAL_RANK"))
-        speaks = local_rank == 0
         if not Path(line.script).is_file():
             raise LaunchError(f"script {line.script!r} is no file in {Path.cwd()}; check the path")
         source = find_source(bamboo_config=line.bamboo_config, arguments=line.arguments)
@@ -49,9 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if config is None or not config.enabled:
             return run_plain(line)
         slot = slot_from_environment(os.environ, local_rank=line.local_rank, zone=config.topology.zones)
+        speaks = True
         return run_slot(slot, line, config)
     except BambooError as error:
-        if speaks:
+        if speaks and not isinstance(error, RefusedError):
             print(f"deepspeed_bamboo cannot start: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(_SILENT_SLOTS_WAIT_SECONDS)
@@ -79,12 +84,7 @@ def run_slot(slot: Slot, line: CommandLine, config: BambooConfig) -> int:
     try:
         if slot.rank == 0:
             return _lead(slot, line, config, exchange=exchange, launchers=launchers)
-        # Imports torch, which takes a second, while rank 0 starts the coordinator.
-        import deepspeed_bamboo.elastic.agent  # noqa: F401
-
-        boot = exchange.take(within_seconds=_BOOT_SECONDS)
-        store = _open(boot.endpoints, config)
-        return _be_agent(slot, boot, line, config, store=store, launchers=launchers)
+        return _follow(slot, line, config, exchange=exchange, launchers=launchers)
     finally:
         if slot.rank == 0:
             exchange.close()
@@ -94,12 +94,12 @@ def _lead(
     slot: Slot, line: CommandLine, config: BambooConfig, *, exchange: Exchange, launchers: tuple[int, ...]
 ) -> int:
     """As rank 0: provide the coordinator, tell the others, be an agent like them; end the coordinator last."""
-    server: PrivateEtcd | None = None
-    try:
+    with contextlib.ExitStack() as until_the_end, contextlib.ExitStack() as until_registered:
         try:
             endpoints = tuple(config.coordinator.endpoints)
-            if not endpoints:
-                server = PrivateEtcd(listen_host=_listen_host(slot))
+            hosts = not endpoints
+            if hosts:
+                server = until_the_end.enter_context(PrivateEtcd(listen_host=_listen_host(slot)))
                 endpoints = (str(_reachable(server.endpoint, slot)),)
             boot = Boot(
                 job=line.job or _job_name(line.script),
@@ -107,51 +107,52 @@ def _lead(
                 endpoints=endpoints,
                 master_addr=slot.master_addr,
                 master_ports=tuple(free_ports("", count=MAX_RESTARTS + 1)),
+                host_pid=os.getpid() if hosts else 0,
             )
-            store = _open(endpoints, config)
-            JobCoordinator(store, job=boot.job, prefix=boot.prefix).claim_name()
+            store = until_the_end.enter_context(contextlib.closing(_open(endpoints, config)))
+            coordinator = JobCoordinator(store, job=boot.job, prefix=boot.prefix)
+            until_registered.enter_context(coordinator.claim_name(lease_seconds=_CLAIM_SECONDS))
             exchange.give(boot)
         except BambooError:
             exchange.refuse()
             raise
-        return _be_agent(
-            slot, boot, line, config, store=store, launchers=launchers, hosts=server is not None, exchange=exchange
-        )
-    finally:
-        if server is not None:
-            server.stop()
+        settings = AgentSettings(config.coordinator.lease_seconds, hosts_coordinator=hosts, launchers=launchers)
+        hooks = AgentHooks(on_registered=until_registered.close, on_all_present=exchange.close)
+        return _be_agent(slot, boot, line, coordinator=coordinator, settings=settings, hooks=hooks)
+
+
+def _follow(
+    slot: Slot, line: CommandLine, config: BambooConfig, *, exchange: Exchange, launchers: tuple[int, ...]
+) -> int:
+    """As any other rank: learn where the coordinator is, and be an agent."""
+    # Imports torch, which takes a second, while rank 0 starts the coordinator.
+    import deepspeed_bamboo.elastic.agent  # noqa: F401
+
+    boot = exchange.take(within_seconds=_BOOT_SECONDS)
+    with contextlib.closing(_open(boot.endpoints, config)) as store:
+        coordinator = JobCoordinator(store, job=boot.job, prefix=boot.prefix)
+        settings = AgentSettings(config.coordinator.lease_seconds, launchers=launchers)
+        return _be_agent(slot, boot, line, coordinator=coordinator, settings=settings, hooks=AgentHooks())
 
 
 def _be_agent(
     slot: Slot,
     boot: Boot,
     line: CommandLine,
-    config: BambooConfig,
     *,
-    store: EtcdStore,
-    launchers: tuple[int, ...],
-    hosts: bool = False,
-    exchange: Exchange | None = None,
+    coordinator: JobCoordinator,
+    settings: AgentSettings,
+    hooks: AgentHooks,
 ) -> int:
-    from deepspeed_bamboo.elastic.agent import AgentSettings, BambooElasticAgent
+    from deepspeed_bamboo.elastic.agent import BambooElasticAgent
     from deepspeed_bamboo.elastic.starting import CommandStarter
 
-    agent = BambooElasticAgent(
-        slot,
-        boot,
-        coordinator=JobCoordinator(store, job=boot.job, prefix=boot.prefix),
-        starter=CommandStarter(WORKER_MODULE, ["--", *line.script_line]),
-        settings=AgentSettings(
-            lease_seconds=config.coordinator.lease_seconds, hosts_coordinator=hosts, launchers=launchers
-        ),
-        on_all_present=exchange.close if exchange is not None else (lambda: None),
-    )
+    starter = CommandStarter(WORKER_MODULE, ["--", *line.script_line])
+    agent = BambooElasticAgent(slot, boot, coordinator=coordinator, starter=starter, settings=settings, hooks=hooks)
     try:
         agent.run()
     except CoordinationError as error:
         raise LaunchError(f"the agent of rank {slot.rank} lost its coordinator: {error}") from error
-    finally:
-        store.close()
     return agent.exit_code
 
 
@@ -182,6 +183,17 @@ def _reachable(endpoint: Endpoint, slot: Slot) -> Endpoint:
 
 def _job_name(script: str) -> str:
     return f"{key_part(Path(script).stem)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def _clean_up_when_told_to_end() -> None:
+    """Until the agent hears signals: leave by SystemExit, so that what was started so far is removed."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, leave)
 
 
 def _first_number(passed: int | None, variable: str | None) -> int:

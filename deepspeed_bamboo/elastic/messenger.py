@@ -102,8 +102,10 @@ class Messenger:
         Then everybody gets the time of a lease to come back.
         """
         grace = self._lease_seconds + _SETTLING_SECONDS
-        settled = self._registration.settled_for_seconds()
-        if settled < grace or self._slot.rank not in self._coordinator.agents():
+        # In this order: an own key that is there again means that the interruption is on record.
+        is_known = self._slot.rank in self._coordinator.agents()
+        settled = self._registration.settled_for_seconds() if is_known else 0.0
+        if settled < grace:
             logger.info("the coordinator was out of reach; %s gets %.1f s to return", action.worker, grace)
             self._mailbox.put_later(decisions.Woken("absent"), after_seconds=max(0.1, grace - settled))
             return

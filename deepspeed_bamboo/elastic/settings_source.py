@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-import binascii
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import hjson  # type: ignore[import-untyped]
 
 from deepspeed_bamboo.config import BambooConfig, load_bamboo_section
+from deepspeed_bamboo.errors import ConfigError
 
 _OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--ds_config", "--ds-config", "--deepspeed")
 
@@ -34,25 +35,46 @@ def find_source(*, bamboo_config: str | None, arguments: Sequence[str]) -> str |
 def load_section(source: str) -> BambooConfig | None:
     """The section in ``source``, a path or base64 as DeepSpeed takes it; None when there is none.
 
-    Reads as leniently as DeepSpeed does, without importing it, which takes seconds. What cannot be read
-    this way is left to ``load_bamboo_section`` to explain. Raises ConfigError.
+    Reads as leniently as DeepSpeed does, without importing it, which takes seconds. Raises ConfigError
+    for a file that isn't there, can't be read or parsed, and for a wrong section.
     """
-    settings = _read(source)
-    return load_bamboo_section(source if settings is None else settings)
+    settings = hjson_value(source)
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{_shown(source)} holds no JSON object; a DeepSpeed configuration is {{...}}")
+    return load_bamboo_section(settings)
 
 
-def _read(source: str) -> dict[str, Any] | None:
+def hjson_value(source: str) -> Any:
+    """What the text in ``source`` says, whatever kind of value it is. Raises ConfigError."""
     try:
-        path = Path(source)
-        text = path.read_text(encoding="utf-8") if path.exists() else base64.urlsafe_b64decode(source).decode()
-        settings = hjson.loads(text, object_pairs_hook=_without_duplicates)
-    except (OSError, ValueError, binascii.Error):
-        return None
-    return settings if isinstance(settings, dict) else None
+        text = Path(source).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENAMETOOLONG):
+            return _decoded(source, error)
+        raise ConfigError(f"{_shown(source)} can't be read ({error}); give a JSON file") from error
+    try:
+        return hjson.loads(text, object_pairs_hook=_without_duplicates)
+    except ValueError as error:
+        raise ConfigError(f"{source} is no valid DeepSpeed JSON: {error}") from error
+
+
+def _decoded(source: str, missing: OSError) -> Any:
+    try:
+        return hjson.loads(base64.urlsafe_b64decode(source).decode("utf-8"), object_pairs_hook=_without_duplicates)
+    except ValueError:
+        raise ConfigError(
+            f"DeepSpeed configuration {_shown(source)} does not exist; check the path, seen from {Path.cwd()}"
+        ) from missing
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     settings = dict(pairs)
     if len(settings) != len(pairs):
-        raise ValueError("duplicate keys")
+        keys = [key for key, _ in pairs]
+        doubled = sorted({key for key in keys if keys.count(key) > 1})
+        raise ValueError(f"duplicate keys {', '.join(doubled)}")
     return settings
+
+
+def _shown(source: str) -> str:
+    return repr(source if len(source) <= 200 else f"{source[:200]}...")

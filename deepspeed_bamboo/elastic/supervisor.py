@@ -16,6 +16,7 @@ from deepspeed_bamboo.elastic.decisions import (
     Changed,
     CheckSuspect,
     CheckVanished,
+    CoordinatorGone,
     EndWorker,
     Event,
     Fail,
@@ -108,6 +109,8 @@ class Supervisor:
             actions = self._on_signal(event.number)
         elif isinstance(event, LauncherGone):
             actions = self._on_launcher_gone(event)
+        elif isinstance(event, CoordinatorGone):
+            actions = self._on_coordinator_gone(event)
         elif isinstance(event, LossSettled):
             actions = self._on_loss_settled(event)
         elif isinstance(event, FailureRecorded):
@@ -284,6 +287,15 @@ class Supervisor:
             return [KillWorker("its launcher is gone, which is taken for the loss of this node")]
         return []
 
+    def _on_coordinator_gone(self, event: CoordinatorGone) -> list[Action]:
+        """Nothing can be recorded any more, so each agent ends on its own."""
+        self._offer_pending = False
+        if self._failure is not None or (self._finished and self._own is not Own.RUNNING):
+            return []
+        self._failure = JobFailure(worker=self.worker, kind="interrupted", message=event.reason, traceback="")
+        say = [Say(f"the job ends: {event.reason}")] if self._slot.local_rank == 0 or self._slot.one_machine else []
+        return [*say, *self._end_worker()]
+
     def _offer(self, failure: JobFailure) -> list[Action]:
         self._offered, self._offer_pending = failure, True
         return [Fail(failure)]
@@ -301,8 +313,12 @@ class Supervisor:
         if known is not None:
             return []
         actions: list[Action] = []
-        if self._offered != failure and self._slot.local_rank == 0:
-            actions.append(Say(f"the job ends: {failure.message}"))
+        if failure.worker == self.worker and failure.kind == "user_error" and self._offered != failure:
+            # The worker has told the job itself; its agent is still the one to show it.
+            text = f"worker {failure.worker} (rank {self._slot.rank}) failed: {failure.message}\n{failure.traceback}"
+            actions.append(Say(f"the job ends: {text}".rstrip()))
+        elif self._offered != failure and self._slot.local_rank == 0:
+            actions.append(Say(f"the job ends: {failure.message} (worker {failure.worker})"))
         return actions + self._end_worker()
 
     def _on_failure_recorded(self, event: FailureRecorded) -> list[Action]:

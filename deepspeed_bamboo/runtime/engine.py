@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,6 +40,7 @@ from deepspeed_bamboo.runtime.protection import build_initial_shadows
 from deepspeed_bamboo.runtime.replica import StageReplica, count_in_global_norm, tied_groups
 from deepspeed_bamboo.runtime.session import WorkerSession
 from deepspeed_bamboo.runtime.shadow_check import check_shadows
+from deepspeed_bamboo.runtime.standalone import is_standalone
 from deepspeed_bamboo.runtime.training_data import data_set_factory
 from deepspeed_bamboo.runtime.transfer import stage_digest
 
@@ -188,11 +190,9 @@ class BambooPipelineEngine(PipelineEngine):
     def set_data_source(self, training: DataFactory, *, evaluation: DataFactory | None = None) -> None:
         """Say where the data of any pipeline come from, for when this worker hosts stages of another pipeline.
 
-        ``training(pipeline, step)`` returns an iterator over that pipeline's micro-batches from global step
-        ``step`` on. ``evaluation`` the same for what ``eval_batch`` reads in ``step``. Called on every rank,
-        before training. An iterator passed to ``train_batch`` or ``eval_batch`` is still used for the pipeline in
-        which this worker started. Needed with several pipelines of one stage, and after a loss that leaves a
-        worker with another pipeline's first or last stage; with ``training_data`` the engine does it by itself.
+        ``training(pipeline, step)`` returns an iterator over that pipeline's micro-batches from ``step`` on,
+        ``evaluation`` the same for ``eval_batch``. Call it on every rank, before training; iterators passed to
+        ``train_batch`` are still used for this worker's first pipeline. ``training_data`` needs none of this.
         """
         self.data.set_factory(training)
         self._evaluation_factory = evaluation
@@ -299,10 +299,9 @@ class BambooPipelineEngine(PipelineEngine):
         """As stock's, and surviving losses: an evaluation that a loss interrupts is done again from its start."""
         micro_batches = self.micro_batches if num_micro_batches is None else num_micro_batches
         request = EvaluationRequest(micro_batches, return_logits, compute_loss, reduce_output, bcast_loss)
-        data = PipelineData(self.home)
-        data.set_iterator(data_iter)
-        data.set_factory(self._evaluation_factory)
-        self.evaluation_data = data
+        self.evaluation_data = PipelineData(self.home)
+        self.evaluation_data.set_iterator(data_iter)
+        self.evaluation_data.set_factory(self._evaluation_factory)
         try:
             return evaluate(self, request)
         finally:
@@ -354,7 +353,8 @@ class BambooPipelineEngine(PipelineEngine):
     def _train_body(self) -> None:
         if not self.activity.rounds:
             context = self.context(training=True, micro_batches=self.micro_batches)
-            self._strike_if_scripted("idle", context)
+            for replica in self.host.owners():
+                self.strike_if_scripted(replica.coordinate, "idle", None)
             for instruction in self.program(training=True).program(self.session.worker):
                 if instruction.coordinate is not None:
                     self.executor.execute(instruction, context)
@@ -433,7 +433,8 @@ class BambooPipelineEngine(PipelineEngine):
         record = build_initial_shadows(self, members=members, order=order, grid=grid)
         session.interruption.enter(record)
         # Stock's groups have done their work; none of them may be left to hang on a lost peer.
-        self.failover.enter_world(record)
+        if not is_standalone(os.environ):
+            self.failover.enter_world(record)
         return record.placement
 
     def _activate_first(self) -> None:
@@ -471,10 +472,6 @@ class BambooPipelineEngine(PipelineEngine):
 
     def _after_instruction(self, instruction: Instruction, replica: StageReplica) -> None:
         self.failover.after(replica)
-
-    def _strike_if_scripted(self, at: str, context: IterationContext) -> None:
-        for replica in self.host.owners():
-            self.strike_if_scripted(replica.coordinate, at, None)
 
     def strike_if_scripted(self, coordinate: Coordinate, at: str, micro_batch: int | None) -> None:
         """Carry out the scripted fault of this instruction, if there is one."""

@@ -20,6 +20,7 @@ from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.requirements import ModelKind, OptimizerSource, validate_deepspeed_settings
 from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 from deepspeed_bamboo.runtime.session import WorkerIdentity, WorkerSession
+from deepspeed_bamboo.runtime.standalone import is_standalone, standalone_job
 
 Initialize = Callable[..., Any]
 
@@ -43,8 +44,11 @@ def initialize_with(stock: Initialize, *args: Any, **kwargs: Any) -> Any:
     if settings is None or config is None or not config.enabled:
         return stock(*args, **kwargs)
     _validate(settings, call.arguments, config)
-    identity = WorkerIdentity.from_environment(os.environ)
-    session = WorkerSession(identity, coordinator=connect(os.environ), config=config)
+    environment, etcd = dict(os.environ), None
+    if is_standalone(os.environ):
+        environment, etcd = standalone_job(os.environ)
+    identity = WorkerIdentity.from_environment(environment)
+    session = WorkerSession(identity, coordinator=connect(environment), config=config, etcd=etcd)
     with _engine_class(partial(BambooPipelineEngine, session=session)):
         return stock(*args, **kwargs)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from deepspeed_bamboo.config import BambooConfig
 from deepspeed_bamboo.coordination import Change, EpochRecord, JobCoordinator, Member, Registration
+from deepspeed_bamboo.coordination.server import PrivateEtcd
 from deepspeed_bamboo.errors import BambooError, ConfigError
 from deepspeed_bamboo.events import EventLog
 from deepspeed_bamboo.faults import Fault, FaultScript
@@ -66,8 +67,17 @@ def _own_address(master: str) -> str:
 class WorkerSession:
     """One worker's connection to its job, from registration to withdrawal."""
 
-    def __init__(self, identity: WorkerIdentity, *, coordinator: JobCoordinator, config: BambooConfig) -> None:
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        *,
+        coordinator: JobCoordinator,
+        config: BambooConfig,
+        etcd: PrivateEtcd | None = None,
+    ) -> None:
         self.identity = identity
+        # In a standalone job on rank 0: the job's server, which goes with this object.
+        self._etcd = etcd
         self.coordinator = coordinator
         self.config = config
         self.interruption = Interruption()

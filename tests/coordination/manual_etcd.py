@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from deepspeed_bamboo.coordination.endpoints import Endpoint
@@ -15,25 +16,36 @@ from deepspeed_bamboo.coordination.server import find_etcd, free_port
 
 
 class ManualEtcd:
-    def __init__(self, folder: Path) -> None:
+    """A server of its own, or the member ``number`` of a cluster whose members' peer ports are ``peer_ports``."""
+
+    def __init__(self, folder: Path, *, peer_ports: Sequence[int] = (), number: int = 0) -> None:
         self.endpoint = Endpoint("127.0.0.1", free_port("127.0.0.1"))
         self._folder = folder
+        folder.mkdir(exist_ok=True)
+        peers = [f"http://127.0.0.1:{port}" for port in peer_ports] or ["unix://peer:1"]
+        self._name, self._peer = f"manual{number}", peers[number]
+        self._cluster = ",".join(f"manual{other}={peer}" for other, peer in enumerate(peers))
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start on the data there is and wait until it answers."""
-        url, peer = f"http://{self.endpoint}", "unix://peer:1"
+        self.launch()
+        self.wait_until_ready()
+
+    def launch(self) -> None:
+        """Start, without waiting."""
+        url = f"http://{self.endpoint}"
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [
                     find_etcd(),
                     f"--data-dir={self._folder / 'data'}",
-                    "--name=manual",
+                    f"--name={self._name}",
                     f"--listen-client-urls={url}",
                     f"--advertise-client-urls={url}",
-                    f"--listen-peer-urls={peer}",
-                    f"--initial-advertise-peer-urls={peer}",
-                    f"--initial-cluster=manual={peer}",
+                    f"--listen-peer-urls={self._peer}",
+                    f"--initial-advertise-peer-urls={self._peer}",
+                    f"--initial-cluster={self._cluster}",
                     "--heartbeat-interval=50",
                     "--election-timeout=500",
                     "--unsafe-no-fsync",
@@ -43,6 +55,9 @@ class ManualEtcd:
                 stdout=log,
                 stderr=log,
             )
+
+    def wait_until_ready(self) -> None:
+        """Return once this server answers, which needs a majority of its cluster."""
         probe = EtcdStore([self.endpoint])
         try:
             probe.ping(within_seconds=10)

@@ -283,10 +283,23 @@ def test_a_live_name_is_taken_and_a_dead_jobs_keys_are_removed(open_job: OpenJob
     job.finish({})
     agent = job.register_agent(AgentRecord(rank=3, node="n7", pid=1), lease_seconds=5)
     with pytest.raises(JobNameTaken, match=r"slot 3 on n7.*--job"):
-        newcomer.claim_name()
+        with newcomer.claim_name(lease_seconds=10):
+            pytest.fail("the name is in use")
     agent.withdraw()
-    newcomer.claim_name()
-    assert newcomer.epoch() is None and newcomer.finished() is None
+    with newcomer.claim_name(lease_seconds=10):
+        assert newcomer.epoch() is None and newcomer.finished() is None
+
+
+def test_of_two_jobs_started_at_once_under_one_name_the_second_is_refused(open_job: OpenJob) -> None:
+    one, two = open_job(), open_job()
+    with one.claim_name(lease_seconds=10):
+        with pytest.raises(JobNameTaken, match="being started"):
+            with two.claim_name(lease_seconds=10):
+                pytest.fail("the name is claimed")
+        one.mark_ended("w", {})
+    assert one.ended() == {"w": {}}, "the refused one has removed nothing"
+    with two.claim_name(lease_seconds=10):
+        assert two.ended() == {}
 
 
 def test_clean_up_removes_this_job_only(open_store: Callable[[], KeyValueStore]) -> None:

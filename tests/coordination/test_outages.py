@@ -17,7 +17,7 @@ from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.job import JobCoordinator
 from deepspeed_bamboo.coordination.memory import MemoryStore
 from deepspeed_bamboo.coordination.records import Change
-from deepspeed_bamboo.coordination.server import free_port
+from deepspeed_bamboo.coordination.server import free_port, free_ports
 from deepspeed_bamboo.coordination.store import StoreEvent
 from tests.coordination.helpers import Collector, first_epoch, member, stretched, wait_until
 from tests.coordination.manual_etcd import ManualEtcd
@@ -208,3 +208,38 @@ def test_what_was_agreed_survives_an_etcd_that_lost_its_data(etcd: ManualEtcd, s
     told.wait_for(lambda change: change.value == following)
     registration.withdraw()
     stranger.close()
+
+
+def test_a_cluster_goes_on_without_each_of_its_members_in_turn(tmp_path: Path) -> None:
+    ports = free_ports("127.0.0.1", count=3)
+    members = [ManualEtcd(tmp_path / str(number), peer_ports=ports, number=number) for number in range(3)]
+    for each in members:
+        each.launch()
+    try:
+        for each in members:
+            each.wait_until_ready()
+        store = EtcdStore([each.endpoint for each in members], call_timeout_seconds=10)
+        told: Collector[StoreEvent] = Collector()
+        store.watch("/x/", told)
+        lease = store.grant_lease(5)
+        store.put("/x/leased", "1", lease=lease)
+        for number, each in enumerate(members):
+            each.kill()  # one of the three is the leader
+            store.put(f"/x/{number}", "written")
+            assert store.keep_alive(lease) is True
+            wait_until(lambda n=number: _told_of(told, store, f"/x/{n}"), what=f"news of the write without {number}")
+            each.start()
+        each.freeze()
+        store.put("/x/frozen", "written")
+        assert store.get("/x/leased") is not None
+        store.close()
+    finally:
+        for each in members:
+            each.kill()
+
+
+def _told_of(told: Collector[StoreEvent], store: EtcdStore, key: str) -> bool:
+    """By an event, or by a resync after the write, at which a reader would have found it."""
+    entry = store.get(key)
+    assert entry is not None
+    return any(event.key == key or event.kind == "resync" for event in told.items[1:])

@@ -79,6 +79,7 @@ def test_every_instruction_of_every_stage(stages: int, micro_batches: int) -> No
 
 
 @pytest.mark.sweep
+@pytest.mark.timeout(1800)  # a busy machine makes it slow, not wrong
 @pytest.mark.parametrize("stages", range(2, 7))
 def test_every_instruction_of_every_stage_in_full(stages: int) -> None:
     for micro_batches in range(1, 9):
@@ -86,6 +87,7 @@ def test_every_instruction_of_every_stage_in_full(stages: int) -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.timeout(1800)  # a busy machine makes it slow, not wrong
 @settings(SWEEP)
 @given(cases(pipelines=3, stages=(1, 8), micro_batches=16, modes=MODES, losses=1))
 def test_any_grid_hit_once_10000_times(case: Case) -> None:
@@ -93,6 +95,7 @@ def test_any_grid_hit_once_10000_times(case: Case) -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.timeout(1800)  # a busy machine makes it slow, not wrong
 @settings(SWEEP)
 @given(cases(pipelines=3, stages=(2, 6), micro_batches=8, modes=MODES, losses=3))
 def test_hit_again_in_the_middle_of_a_recovery_10000_times(case: Case) -> None:
@@ -100,6 +103,7 @@ def test_hit_again_in_the_middle_of_a_recovery_10000_times(case: Case) -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.timeout(1800)  # a busy machine makes it slow, not wrong
 @settings(SWEEP)
 @given(scattered_cases(modes=MODES))
 def test_coordinates_and_shadows_anywhere_10000_times(case: Case) -> None:

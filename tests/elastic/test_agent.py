@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,7 @@ from deepspeed_bamboo.elastic.fork_server import ForkServer
 from deepspeed_bamboo.elastic.harness import Machine, Outcome
 from deepspeed_bamboo.elastic.processes import ProcessIdentity
 from tests.coordination.helpers import alive, stretched, wait_until
+from tests.coordination.manual_etcd import ManualEtcd
 from tests.elastic import workers
 
 
@@ -34,6 +38,16 @@ def finish(machine: Machine) -> Outcome:
 
 def ranks(epoch: EpochRecord) -> list[int]:
     return [int(worker.split("-")[-2]) for worker in epoch.members]
+
+
+def short_lease() -> int:
+    """The shortest lease that live processes can keep on this machine at this moment."""
+    return math.ceil(stretched(1))
+
+
+def leased(seconds: float) -> dict[str, Any]:
+    """Arguments of a Machine whose agents and workers have leases of so many seconds."""
+    return {"lease_seconds": seconds, "environment": {"TEST_LEASE_SECONDS": str(seconds)}}
 
 
 ALL_WELL = {0: 0, 1: 0, 2: 0, 3: 0}
@@ -81,7 +95,7 @@ def test_a_killed_worker_is_lost_at_once_and_its_agent_stays(fork_server: ForkSe
 
 
 def test_a_stopped_worker_is_lost_with_its_lease_and_killed_by_its_agent(fork_server: ForkServer) -> None:
-    with Machine(fork_server, workers.train, lease_seconds=1) as machine:
+    with Machine(fork_server, workers.train, **leased(short_lease())) as machine:
         epoch_of(machine, 0)
         pid = machine.worker_pid(2)
         stopped = machine.kill_worker(2, signal.SIGSTOP)
@@ -206,7 +220,7 @@ def test_a_signal_to_worker_and_agent_is_no_loss(fork_server: ForkServer) -> Non
 
 
 def test_a_worker_dies_with_its_agent_and_is_missed(fork_server: ForkServer) -> None:
-    with Machine(fork_server, workers.train, lease_seconds=1) as machine:
+    with Machine(fork_server, workers.train, **leased(short_lease())) as machine:
         epoch_of(machine, 0)
         pid = machine.worker_pid(1)
         machine.signal_agent(1, signal.SIGKILL)
@@ -217,7 +231,7 @@ def test_a_worker_dies_with_its_agent_and_is_missed(fork_server: ForkServer) -> 
 
 
 def test_a_suspicion_makes_a_vanished_process_known_before_its_lease_runs_out(fork_server: ForkServer) -> None:
-    with Machine(fork_server, workers.suspect_rank_1, lease_seconds=20) as machine:
+    with Machine(fork_server, workers.suspect_rank_1, **leased(20)) as machine:
         epoch_of(machine, 0)
         start = time.monotonic()
         machine.signal_agent(1, signal.SIGKILL)
@@ -281,7 +295,7 @@ def test_deaths_at_every_start_end_the_job(fork_server: ForkServer) -> None:
 
 
 def test_an_outage_longer_than_all_leases_loses_nobody(fork_server: ForkServer) -> None:
-    with Machine(fork_server, workers.train, lease_seconds=1) as machine:
+    with Machine(fork_server, workers.train, **leased(short_lease())) as machine:
         epoch_of(machine, 0)
         os.kill(machine.etcd.pid, signal.SIGSTOP)
         time.sleep(2.2)  # every lease runs out
@@ -298,7 +312,7 @@ def test_an_outage_longer_than_all_leases_loses_nobody(fork_server: ForkServer) 
 
 
 def test_a_death_during_an_outage_is_settled_after_it(fork_server: ForkServer) -> None:
-    with Machine(fork_server, workers.train, lease_seconds=1) as machine:
+    with Machine(fork_server, workers.train, **leased(short_lease())) as machine:
         epoch_of(machine, 0)
         os.kill(machine.etcd.pid, signal.SIGSTOP)
         machine.kill_worker(1)
@@ -313,7 +327,7 @@ def test_a_death_during_an_outage_is_settled_after_it(fork_server: ForkServer) -
 
 
 def test_a_killed_etcd_comes_back_and_nobody_is_lost(fork_server: ForkServer) -> None:
-    with Machine(fork_server, workers.train, lease_seconds=1) as machine:
+    with Machine(fork_server, workers.train, **leased(short_lease())) as machine:
         epoch_of(machine, 0)
         os.kill(machine.etcd.pid, signal.SIGKILL)
         killed = machine.kill_worker(2)
@@ -321,6 +335,26 @@ def test_a_killed_etcd_comes_back_and_nobody_is_lost(fork_server: ForkServer) ->
         assert time.monotonic() - killed < stretched(5)
         outcome = finish(machine)
     assert outcome.exit_codes == ALL_WELL, outcome.output
+
+
+def test_an_etcd_that_lost_all_its_data_costs_nobody_anything(fork_server: ForkServer, tmp_path: Path) -> None:
+    server = ManualEtcd(tmp_path / "etcd")
+    server.start()
+    try:
+        with Machine(fork_server, workers.train, endpoints=[str(server.endpoint)], **leased(short_lease())) as machine:
+            epoch_of(machine, 0)
+            server.kill()
+            server.wipe()
+            server.start()
+            wait_until(lambda: len(machine.coordinator.members()) == 4, within_seconds=30, what="all members' return")
+            time.sleep(2.5)  # longer than the time that agents give members to return
+            assert epoch_of(machine, 0).number == 0
+            machine.kill_worker(2)
+            assert ranks(epoch_of(machine, 1)) == [0, 1, 3]
+            outcome = finish(machine)
+        assert outcome.exit_codes == ALL_WELL, outcome.output
+    finally:
+        server.kill()
 
 
 def test_without_a_coordinator_a_signal_still_ends_everything_in_time(fork_server: ForkServer) -> None:

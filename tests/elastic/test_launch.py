@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from deepspeed_bamboo.coordination.server import free_port
-from tests.coordination.helpers import stretched
+from tests.coordination.helpers import alive, stretched
 from tests.elastic.launched import LaunchedJob
 
 TRAIN = """
@@ -112,6 +112,20 @@ def test_sigterm_to_the_deepspeed_command_leaves_no_orphans(tmp_path: Path) -> N
         _, left = psutil.wait_procs(tree, timeout=limit)
         assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
         assert job.wait(within_seconds=limit) != 0
+
+
+def test_a_killed_agent_of_rank_0_takes_its_coordinator_along_and_the_job_ends(tmp_path: Path) -> None:
+    with LaunchedJob(tmp_path, TRAIN, slots=3) as job:
+        job.wait_for("in epoch 0", times=3)
+        tree = psutil.Process(job.process.pid).children(recursive=True)
+        (agent,) = [
+            process for process in psutil.Process(job.process.pid).children() if "--local_rank=0" in process.cmdline()
+        ]
+        limit = stretched(10)
+        agent.kill()
+        assert job.wait(within_seconds=limit) != 0
+        assert [process for process in tree if alive(process.pid)] == []
+    assert "rank 0, which ran the job's etcd, was killed" in job.output, job.output
 
 
 @pytest.mark.parametrize("config", [{"train_batch_size": 4}, {"bamboo": {"enabled": False}}])

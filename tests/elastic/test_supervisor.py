@@ -14,6 +14,7 @@ from deepspeed_bamboo.elastic.decisions import (
     Changed,
     CheckSuspect,
     CheckVanished,
+    CoordinatorGone,
     EndWorker,
     Event,
     Fail,
@@ -123,6 +124,20 @@ def test_a_failure_elsewhere_ends_the_worker_then_the_agent() -> None:
     assert agent.handle(changed("failure", OTHERS_FAILURE)) == [EndWorker()]
     assert agent.handle(Signalled(signal.SIGTERM)) == [], "the launcher's own clean-up changes nothing"
     assert agent.handle(WorkerExited(OWN, -15, "")) == [Withdraw(OWN), Leave(1)]
+
+
+def test_a_failure_that_the_worker_recorded_itself_is_shown_by_its_agent_once() -> None:
+    failure = JobFailure(worker=OWN, kind="user_error", message="KeyError: 1", traceback="Traceback\nKeyError: 1")
+    agent = training()
+    say, end = agent.handle(changed("failure", failure))
+    assert isinstance(say, Say) and "(rank 1)" in say.text and "Traceback" in say.text and end == EndWorker()
+    assert agent.handle(WorkerExited(OWN, 1, "Traceback\nKeyError: 1")) == [Withdraw(OWN), Leave(1)]
+
+    late = training()
+    (fail,) = late.handle(WorkerExited(OWN, 1, "Traceback\nKeyError: 1"))
+    assert isinstance(fail, Fail)
+    seen = late.handle(changed("failure", failure)) + late.handle(FailureRecorded(fail.failure, first=False))
+    assert [a for a in seen if isinstance(a, Say) and "Traceback" in a.text] != [] and seen[-1] == Leave(1)
 
 
 def test_the_first_slot_of_a_node_tells_of_a_failure_elsewhere() -> None:
@@ -285,3 +300,18 @@ def test_without_its_launcher_one_of_several_machines_counts_as_lost() -> None:
 def test_without_the_deepspeed_command_every_machine_ends() -> None:
     agent = training(slot=replace(SLOT, world_size=6))
     assert kinds(agent.handle(LauncherGone(command=True))) == ["Fail", "EndWorker"]
+
+
+def test_without_its_coordinator_every_agent_ends_on_its_own() -> None:
+    agent = training()
+    assert kinds(agent.handle(CoordinatorGone("rank 0 is gone"))) == ["Say", "EndWorker"]
+    assert agent.handle(WorkerExited(OWN, -15, "")) == [Withdraw(OWN), Leave(1)]
+
+    waiting = training()
+    waiting.handle(Signalled(signal.SIGTERM))
+    waiting.handle(WorkerExited(OWN, -15, ""))
+    assert waiting.handle(CoordinatorGone("rank 0 is gone"))[-1] == Leave(143)
+
+    done = training()
+    done.handle(WorkerExited(OWN, 0, ""))
+    assert done.handle(changed("finished", {})) == [Leave(0)]

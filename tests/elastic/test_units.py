@@ -147,7 +147,8 @@ LENIENT = """
 def test_the_section_is_read_as_leniently_as_deepspeed_reads(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(LENIENT, encoding="utf-8")
-    encoded = base64.urlsafe_b64encode(json.dumps({"bamboo": {"coordinator": {"lease_seconds": 7.5}}}).encode())
+    settings = {"bamboo": {"coordinator": {"lease_seconds": 7.5}}, "longer than a file name": "x" * 9000}
+    encoded = base64.urlsafe_b64encode(json.dumps(settings).encode())
     for source in (str(file), encoded.decode()):
         section = load_section(source)
         assert section is not None and section.coordinator.lease_seconds == 7.5

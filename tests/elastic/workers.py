@@ -20,10 +20,11 @@ class FakeTraining:
     """Takes part in a job as the engine would, without training anything.
 
     Every epoch that it hears of is published as progress, with the time (monotonic, the same clock in
-    all processes of a machine).
+    all processes of a machine). Its lease is that of TEST_LEASE_SECONDS.
     """
 
-    def __init__(self, *, lease_seconds: float = 1.0) -> None:
+    def __init__(self) -> None:
+        lease_seconds = float(os.environ.get("TEST_LEASE_SECONDS", "3"))
         self.job: JobCoordinator = connect()
         self.worker = os.environ[WORKER]
         self.rank = int(os.environ["RANK"])
@@ -145,11 +146,11 @@ def leave_early_on_rank_1(argv: list[str]) -> None:
 
 def train_with_children(argv: list[str]) -> None:
     """Like data loaders: processes and a shared-memory file that a killed worker cannot remove."""
-    training = FakeTraining()
     if os.fork() == 0:
         time.sleep(120)
         os._exit(0)
     Path(f"/dev/shm/torch_{os.getpid()}_1_0").write_bytes(b"x")
+    training = FakeTraining()
     training.begin()
     training.wait()
 
@@ -173,7 +174,7 @@ def die_before_the_first_epoch(argv: list[str]) -> None:
 
 def suspect_rank_1(argv: list[str]) -> None:
     """When rank 1 does not answer any more, the others say so."""
-    training = FakeTraining(lease_seconds=20)
+    training = FakeTraining()
     training.begin()
     suspect = next(worker for worker, member in training.job.members().items() if member.rank == 1)
     pid = training.job.members()[suspect].pid

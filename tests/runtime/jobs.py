@@ -132,6 +132,8 @@ def _work(rank: int, environment: Mapping[str, str], directory: Path, body: Body
     from deepspeed_bamboo.runtime.main import supervised
 
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), BAMBOO_WORKER=f"w{rank}")
+    # Helpers of data loaders must notice that their worker is gone: children of a fork server would not.
+    multiprocessing.set_start_method("fork", force=True)
     output = os.open(directory / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -43,8 +43,12 @@ def oracle(training: Training) -> list[float]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_equals_plain_torch_through_three_losses(jobs: Jobs, case: Training) -> None:
+def test_as_plain_torch_and_equal_through_three_losses(jobs: Jobs, case: Training) -> None:
+    whole = dataclasses.replace(case, name=f"{case.name}-whole", faults=[])
     killed = dataclasses.replace(case, name=f"{case.name}-killed", faults=ONE_BY_FOUR)
-    result = jobs.run(train_all, world=4, trainings=[killed])
+    result = jobs.run(train_all, world=4, trainings=[whole, killed])
     assert result.codes.count(-9) == 3, result.transcript()
-    assert result.common(killed.name)["losses"] == oracle(case)
+    losses = result.common(whole.name)["losses"]
+    assert result.common(killed.name)["losses"] == losses
+    # A tensor that is sent twice gets its two gradients added in another order than within one graph.
+    assert losses == pytest.approx(oracle(case), rel=1e-6)

@@ -1,0 +1,30 @@
+"""What an agent is told by whoever starts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+def _nothing() -> None:
+    return
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """``lease_seconds``: coordinator.lease_seconds. ``hosts_coordinator``: others need this agent's etcd.
+
+    ``launchers``: the processes without which there is no reason to go on (see ``launcher_chain``).
+    """
+
+    lease_seconds: float = 3.0
+    hosts_coordinator: bool = False
+    launchers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class AgentHooks:
+    """Called once this agent is known to the job, and once every slot's agent is (maybe from another thread)."""
+
+    on_registered: Callable[[], None] = _nothing
+    on_all_present: Callable[[], None] = _nothing

@@ -1,0 +1,34 @@
+"""A job without launcher and agents: its workers were started by something else, and rank 0 brings an etcd.
+
+For test suites and notebooks that start their own processes (``BAMBOO_STANDALONE=1``). A lost worker is noticed by its
+peers only, and torch's default process group stays what it is until the first loss.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from torch import distributed as c10d
+
+from deepspeed_bamboo.coordination.server import PrivateEtcd
+
+VARIABLE = "BAMBOO_STANDALONE"
+
+
+def is_standalone(environment: Mapping[str, str]) -> bool:
+    """True when the environment asks for it and no agent has started this process."""
+    return environment.get(VARIABLE) == "1" and "BAMBOO_ENDPOINTS" not in environment
+
+
+def standalone_job(environment: Mapping[str, str]) -> tuple[dict[str, str], PrivateEtcd | None]:
+    """``environment`` as an agent would have made it, and, on rank 0, the etcd that lives as long as its object.
+
+    Collective over torch's default process group, which must exist.
+    """
+    rank = c10d.get_rank()
+    etcd = PrivateEtcd() if rank == 0 else None
+    told = [None if etcd is None else str(etcd.endpoint)]
+    c10d.broadcast_object_list(told, src=0)
+    name = f"standalone-{os.getppid()}"
+    return {**environment, "BAMBOO_ENDPOINTS": str(told[0]), "BAMBOO_JOB": name, "BAMBOO_WORKER": f"w{rank}"}, etcd
