@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import signal
@@ -149,6 +150,11 @@ class BambooElasticAgent(LocalElasticAgent):
             if isinstance(event, decisions.WorkerExited):
                 self._sweep(event)
 
+    def _stop_worker(self) -> None:
+        """End the worker with SIGTERM, then SIGKILL; torch before 2.12 takes no time limit and uses its own."""
+        limit = {"timeout": _STOP_SECONDS} if "timeout" in inspect.signature(self._shutdown).parameters else {}
+        self._shutdown(signal.SIGTERM, **limit)
+
     def _perform(self, actions: Sequence[decisions.Action]) -> None:
         for action in actions:
             if isinstance(action, decisions.StartWorker):
@@ -156,7 +162,7 @@ class BambooElasticAgent(LocalElasticAgent):
             elif isinstance(action, decisions.KillWorker):
                 self._kill(signal.SIGKILL)
             elif isinstance(action, decisions.EndWorker):
-                self._shutdown(signal.SIGTERM, timeout=_STOP_SECONDS)
+                self._stop_worker()
             elif isinstance(action, decisions.Say):
                 self._say(action.text)
             elif isinstance(action, decisions.WakeAfter):

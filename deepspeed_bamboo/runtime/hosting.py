@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -123,7 +124,7 @@ class StageHost:
         self.save()
         previous = self._active
         module = template.attributes["module"]
-        with generators_untouched(engine.device):
+        with generators_untouched(engine.device), _more_threads(engine.device):
             logical = self.logical_grid(coordinate, topology=module._topo, process_rank=process_rank)
             new_module = stage_module(
                 module, coordinate=coordinate, grid=self._grid, logical_grid=logical, device=engine.device
@@ -230,6 +231,23 @@ class StageHost:
         basic = replica.attributes["basic_optimizer"]
         if isinstance(basic, torch.optim.Optimizer):
             basic.register_step_pre_hook(lambda *_: self._gate())
+
+
+@contextmanager
+def _more_threads(device: torch.device) -> Iterator[None]:
+    """Build layers, which happens on the host, with this device's share of its cores.
+
+    Only beside a GPU: there no result depends on the number of host threads.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(before, (os.cpu_count() or 1) // max(1, torch.cuda.device_count())))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def replace_groups(value: Any, replacements: dict[Any, LogicalGroup]) -> Any:

@@ -48,7 +48,7 @@ class DeviceLanes:
         self._device = device
         self._interruption = interruption
         self._peer = 1 if first else 0
-        self._sending: list[tuple[Any, Sequence[torch.Tensor]]] = []
+        self._sending: list[tuple[Any, torch.Tensor]] = []
         torch.cuda.set_device(device)
         forth = self._connect(store, "forth", first=first, timeout_seconds=timeout_seconds)
         back = self._connect(store, "back", first=first, timeout_seconds=timeout_seconds)
@@ -57,19 +57,18 @@ class DeviceLanes:
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Start sending; the tensors are kept alive until they are out, and must not change before."""
         self._sending = [entry for entry in self._sending if not entry[0].is_completed()]
-        ready = [tensor.contiguous() for tensor in tensors if tensor.numel()]
-        if ready:
-            self._sending.append((_grouped(self._out, "send", ready, self._peer, self._device), ready))
+        for tensor in tensors:
+            if tensor.numel():
+                ready = tensor.contiguous()
+                self._sending.append((self._out.send([ready], self._peer, 0), ready))
 
     def receive(self, description: Description) -> list[torch.Tensor]:
         """The tensors that the peer sent next, seen complete. Raises what interrupts the wait."""
         tensors = [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in description]
-        wanted = [tensor for tensor in tensors if tensor.numel()]
-        if not wanted:
-            return tensors
-        work = _grouped(self._in, "recv", wanted, self._peer, self._device)
+        works = [self._in.recv([tensor], self._peer, 0) for tensor in tensors if tensor.numel()]
         start = time.monotonic()
-        while not work.is_completed():
+        # In order on one communicator: when the last is complete, all are.
+        while works and not works[-1].is_completed():
             self._interruption.check()
             time.sleep(0 if time.monotonic() - start < _SPIN_SECONDS else _NAP_SECONDS)
         return tensors
@@ -92,14 +91,3 @@ class DeviceLanes:
         )
         group.eager_connect_single_device(self._device)
         return group
-
-
-def _grouped(group: Any, operation: str, tensors: Sequence[torch.Tensor], peer: int, device: torch.device) -> Any:
-    """Start one transfer for all tensors; its work handle."""
-    function = getattr(group, operation)
-    if len(tensors) == 1:
-        return function([tensors[0]], peer, 0)
-    group._start_coalescing(device)
-    for tensor in tensors:
-        function([tensor], peer, 0)
-    return group._end_coalescing(device)

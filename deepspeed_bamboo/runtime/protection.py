@@ -15,7 +15,7 @@ from deepspeed_bamboo.runtime.channel import Message
 from deepspeed_bamboo.runtime.interruption import PeerLostError
 from deepspeed_bamboo.runtime.recovery import peers_of, tensor_peers
 from deepspeed_bamboo.runtime.replica import StageReplica
-from deepspeed_bamboo.runtime.transfer import pack_state, unpack_state
+from deepspeed_bamboo.runtime.transfer import PackedState, pack_state, unpack_state
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
@@ -69,11 +69,11 @@ def copy_shadows(
     for coordinate, holder in shadows.items():
         if placement.owner(coordinate) == me:
             packed = pack_state(host.owned[coordinate])
-            links.send(holder, Message(f"{label}/state/{coordinate}", tensors=[packed]))
+            links.send(holder, Message(f"{label}/state/{coordinate}", packed.structure, packed.tensors))
     for coordinate, holder in shadows.items():
         if holder == me:
             message = links.receive(placement.owner(coordinate), f"{label}/state/{coordinate}")
-            unpack_state(host.shadows[coordinate], message.tensors[0])
+            unpack_state(host.shadows[coordinate], PackedState(message.data, message.tensors))
             _refresh(engine, host.shadows[coordinate])
 
 

@@ -34,12 +34,15 @@ class PositionedSampler(torch.utils.data.Sampler[int]):
 def data_set_factory(engine: BambooPipelineEngine, dataset: Any) -> DataFactory:
     """Iterators over ``dataset``: the samples, in the order, that DeepSpeed's own engine gives each pipeline."""
 
+    # As it is while the engine is built: scripts replace it around ``initialize`` to choose loader workers.
+    loader_for = engine.deepspeed_io
+
     def make(pipeline: int, step: int) -> Iterator[Any]:
         def loader(skipped: int) -> Any:
             sampler: Any = torch.utils.data.distributed.DistributedSampler(
                 dataset, num_replicas=engine.job_grid.pipelines, rank=pipeline, shuffle=False
             )
-            return engine.deepspeed_io(dataset, data_sampler=PositionedSampler(sampler, skipped=skipped))
+            return loader_for(dataset, data_sampler=PositionedSampler(sampler, skipped=skipped))
 
         whole_pass = len(loader(0))
         micro_batch = (step * engine.micro_batches) % whole_pass

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
-import io
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,32 +15,76 @@ from deepspeed_bamboo.runtime.replica import StageReplica
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
-def pack_state(replica: StageReplica) -> torch.Tensor:
-    """Everything that makes ``replica`` what it is between two iterations, as one uint8 tensor on the host."""
+@dataclass(frozen=True)
+class PackedState:
+    """A stage's state for the way: ``tensors`` on the worker's device, and all else with a :class:`Slot` for each."""
+
+    structure: Any
+    tensors: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands for tensor number ``index``."""
+
+    index: int
+
+
+def pack_state(replica: StageReplica) -> PackedState:
+    """Everything that makes ``replica`` what it is between two iterations.
+
+    The tensors are the replica's own: whoever sends them waits until they are received before it changes them.
+    """
     attributes = replica.attributes
     module, optimizer = attributes["module"], attributes["optimizer"]
     scheduler = attributes["lr_scheduler"]
-    buffer = io.BytesIO()
-    torch.save(
-        {
-            "parameters": [parameter.detach() for parameter in module.parameters()],
-            "buffers": list(module.buffers()),
-            "masters": master_weights(optimizer),
-            "optimizer": attributes["basic_optimizer"].state_dict(),
-            "scheduler": None if scheduler is None else scheduler.state_dict(),
-            "counters": {name: attributes[name] for name in _COUNTERS},
-            "scale": scale_state(optimizer),
-            "norm": attributes.get("_global_grad_norm"),
-            "micro_offset": replica.micro_offset,
-        },
-        buffer,
-    )
-    return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+    state = {
+        "parameters": [parameter.detach() for parameter in module.parameters()],
+        "buffers": list(module.buffers()),
+        "masters": [master.detach() for master in master_weights(optimizer)],
+        "optimizer": attributes["basic_optimizer"].state_dict(),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "counters": {name: attributes[name] for name in _COUNTERS},
+        "scale": scale_state(optimizer),
+        "norm": attributes.get("_global_grad_norm"),
+        "micro_offset": replica.micro_offset,
+    }
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    tensors: list[torch.Tensor] = []
+    return PackedState(_take_out(state, tensors, device), tensors)
 
 
-def unpack_state(replica: StageReplica, packed: torch.Tensor) -> None:
+def _take_out(value: Any, tensors: list[torch.Tensor], device: torch.device) -> Any:
+    """``value`` with every tensor on ``device`` moved to ``tensors``; others (a step count, say) stay in place."""
+    if isinstance(value, torch.Tensor):
+        if value.device != device:
+            return value
+        tensors.append(value)
+        return Slot(len(tensors) - 1)
+    if isinstance(value, dict):
+        return {key: _take_out(item, tensors, device) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_take_out(item, tensors, device) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def _put_back(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, Slot):
+        return tensors[value.index]
+    if isinstance(value, dict):
+        return {key: _put_back(item, tensors) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_put_back(item, tensors) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def unpack_state(replica: StageReplica, packed: PackedState) -> None:
     """Make ``replica`` bitwise equal to the one that was packed. Values are copied into its own tensors."""
-    state: dict[str, Any] = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=False, map_location="cpu")
+    state: dict[str, Any] = _put_back(packed.structure, packed.tensors)
+    # The optimizer would keep what it is given, which belongs to somebody else.
+    state["optimizer"] = copy.deepcopy(state["optimizer"])
     attributes = replica.attributes
     module, optimizer = attributes["module"], attributes["optimizer"]
     with torch.no_grad():

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from deepspeed_bamboo.faults import INSTRUCTIONS, PER_MICRO_BATCH, Fault, FaultScript
-from deepspeed_bamboo.sweep.setups import FIRST_SETUPS, FURTHER_SETUPS, Setup
+from deepspeed_bamboo.sweep.outside import OutsideKill
+from deepspeed_bamboo.sweep.setups import FIRST_SETUPS, FURTHER_SETUPS, STEPS, Setup
 
 EARLY_STEP, LATE_STEP = 0, 5
 
 
 @dataclass(frozen=True)
 class Case:
-    """One job of a sweep: a setup, and what fails in it."""
+    """One job of a sweep: a setup, and what fails in it: scripted faults, or one kill from outside."""
 
     setup: Setup
-    faults: FaultScript
+    faults: FaultScript = field(default_factory=FaultScript)
+    outside: OutsideKill | None = None
 
     @property
     def name(self) -> str:
         """Unique within a profile, as in ``M4/KILL-0.2-backward1-step5``."""
-        return "/".join([self.setup.name, *(_fault_name(fault) for fault in self.faults.faults)])
+        outside = [] if self.outside is None else [str(self.outside)]
+        return "/".join([self.setup.name, *(_fault_name(fault) for fault in self.faults.faults), *outside])
 
 
 def first_failover() -> Iterator[Case]:
@@ -51,6 +55,14 @@ def quick() -> Iterator[Case]:
     yield next(iter(stopped()))
 
 
+def at_random(count: int = 20, *, seed: int = 0) -> Iterator[Case]:
+    """Kills from outside, each of some worker at some moment; the same ones for the same seed."""
+    setup, numbers = FIRST_SETUPS[0], random.Random(seed)
+    for _ in range(count):
+        kill = OutsideKill(numbers.randrange(setup.workers), numbers.randrange(STEPS - 2), numbers.uniform(0.0, 0.15))
+        yield Case(setup, outside=kill)
+
+
 def further() -> Iterator[Case]:
     """Other grids, precisions and models, at points that differ in kind; and losses in a row."""
     for setup in FURTHER_SETUPS:
@@ -73,7 +85,8 @@ def losses_in_a_row(setup: Setup) -> Iterator[Case]:
 PROFILES: Mapping[str, Callable[[], Iterable[Case]]] = {
     "quick": quick,
     "first": first_failover,
-    "full": lambda: (*first_failover(), *further()),
+    "random": at_random,
+    "full": lambda: (*first_failover(), *at_random(), *further()),
 }
 
 

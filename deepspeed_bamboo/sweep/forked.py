@@ -10,7 +10,7 @@ import faulthandler
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +19,7 @@ from deepspeed_bamboo.coordination.server import PrivateEtcd
 from deepspeed_bamboo.elastic.fork_server import ForkServer
 from deepspeed_bamboo.elastic.harness import PRELOAD, Machine, Outcome
 from deepspeed_bamboo.sweep.job import PAST_LIMIT, JobResult
+from deepspeed_bamboo.sweep.outside import OutsideKill, OutsideKiller
 
 _PRELOAD = (*PRELOAD, "deepspeed_bamboo.runtime.main", "deepspeed_bamboo.models.transformer", "rich.progress")
 _SHOW_STACKS = signal.SIGUSR2
@@ -54,6 +55,7 @@ class ForkedJobs:
         *,
         workers: int,
         folder: Path,
+        outside: OutsideKill | None = None,
         limit_seconds: float = 90.0,
     ) -> JobResult:
         """Run a training script with its arguments; as ``run_job`` does, in much less time."""
@@ -65,13 +67,16 @@ class ForkedJobs:
             argv=script,
             endpoints=(str(self._etcd.endpoint),),
         ) as machine:
-            outcome = machine.wait(within_seconds=limit_seconds)
+            killer = OutsideKiller(outside, events=folder / "events", strike=machine.kill_worker) if outside else None
+            with killer or nullcontext():
+                outcome = machine.wait(within_seconds=limit_seconds)
             if outcome.timed_out:
                 outcome = _with_stacks(machine, outcome)
         output = folder / "output.txt"
         output.write_text(outcome.output, encoding="utf-8")
         codes = [code for code in outcome.exit_codes.values() if code]
-        return JobResult(PAST_LIMIT if outcome.timed_out else next(iter(codes), 0), outcome.seconds, output)
+        code = PAST_LIMIT if outcome.timed_out else next(iter(codes), 0)
+        return JobResult(code, outcome.seconds, output, kills=int(killer is not None and killer.struck))
 
 
 def _with_stacks(machine: Machine, outcome: Outcome) -> Outcome:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed_bamboo.faults import ENVIRONMENT_VARIABLE
+from deepspeed_bamboo.sweep.outside import OutsideKill
 
 PAST_LIMIT = -1
 
@@ -25,6 +26,7 @@ class JobResult:
     exit_code: int  # PAST_LIMIT: it took too long and was ended
     seconds: float
     output: Path
+    kills: int = 0  # how many came from outside
 
 
 def run_job(
@@ -32,12 +34,16 @@ def run_job(
     *,
     workers: int,
     folder: Path,
+    outside: OutsideKill | None = None,
     limit_seconds: float = 180.0,
 ) -> JobResult:
     """Run a training script with its arguments on ``workers`` workers of this machine.
 
-    ``folder`` gets the output; nothing of the job is left running afterwards.
+    ``folder`` gets the output; nothing of the job is left running afterwards. Raises ValueError for ``outside``:
+    the launcher doesn't tell which process is which worker.
     """
+    if outside is not None:
+        raise ValueError(f"{outside} needs to know the workers' processes; run it without the launcher")
     folder.mkdir(parents=True, exist_ok=True)
     launcher = ["deepspeed", "--num_accelerators", str(workers), "--master_port", str(free_port())]
     command = [*launcher, "--module", "deepspeed_bamboo.launch", *script]

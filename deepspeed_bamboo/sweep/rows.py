@@ -37,17 +37,20 @@ def judge(
     run: RunSummary | None,
     exit_code: int,
     scripted: int,
-    fired: int,
+    happened: int,
     seconds: float,
 ) -> Row:
-    """The row of a case. ``run``: None when it left no events. ``scripted``, ``fired``: numbers of faults."""
+    """The row of a case. ``run``: None when it left no events.
+
+    ``scripted`` and ``happened``: numbers of faults, kills from outside included.
+    """
     problems = []
     if exit_code == PAST_LIMIT:
         problems.append(f"the job had not ended after {seconds:.0f} s")
     elif exit_code != 0:
         problems.append(f"the job ended with exit code {exit_code}")
-    if fired != scripted:
-        problems.append(f"{fired} of {scripted} scripted faults happened")
+    if happened != scripted:
+        problems.append(f"{happened} of {scripted} scripted faults happened")
     if run is None:
         problems.append("the job left no events")
     else:

@@ -11,7 +11,6 @@ from pathlib import Path
 from deepspeed_bamboo.config import load_deepspeed_settings
 from deepspeed_bamboo.errors import BambooError, EventLogError
 from deepspeed_bamboo.event_files import merge_event_files, read_events
-from deepspeed_bamboo.faults import FaultScript
 from deepspeed_bamboo.run_summary import RunSummary, summarize
 from deepspeed_bamboo.sweep.cases import Case
 from deepspeed_bamboo.sweep.job import JobResult, run_job
@@ -44,7 +43,7 @@ class Sweep:
     def reference(self, setup: Setup) -> RunSummary:
         """The summary of the undisturbed run of ``setup``. Raises SweepError when it fails."""
         folder = self._folder / setup.name / "undisturbed"
-        result = self._run(setup, FaultScript(), folder)
+        result = self._run(Case(setup), folder)
         try:
             summary = summarize(read_events(merge_event_files(folder / "events")))
         except EventLogError as error:
@@ -56,12 +55,11 @@ class Sweep:
     def row(self, case: Case, *, reference: RunSummary) -> Row:
         """Run one case and judge it against ``reference``."""
         folder = self._folder / case.name
-        result = self._run(case.setup, case.faults, folder)
-        run, fired = None, 0
+        result = self._run(case, folder)
+        run, fired, problem = None, 0, None
         try:
             events = read_events(merge_event_files(folder / "events"))
             run, fired = summarize(events), sum(event["event"] == "fault" for event in events)
-            problem = None
         except EventLogError as error:
             problem = str(error)
         row = judge(
@@ -69,8 +67,8 @@ class Sweep:
             reference=reference,
             run=run,
             exit_code=result.exit_code,
-            scripted=len(case.faults.faults),
-            fired=fired,
+            scripted=len(case.faults.faults) + (case.outside is not None),
+            happened=fired + result.kills,
             seconds=result.seconds,
         )
         if problem is not None:
@@ -79,13 +77,13 @@ class Sweep:
             shutil.rmtree(folder)
         return row
 
-    def _run(self, setup: Setup, faults: FaultScript, folder: Path) -> JobResult:
+    def _run(self, case: Case, folder: Path) -> JobResult:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         configuration = folder / "deepspeed.json"
-        settings = setup.settings(self._base)
-        settings["bamboo"]["faults"] = faults.to_json()
+        settings = case.setup.settings(self._base)
+        settings["bamboo"]["faults"] = case.faults.to_json()
         configuration.write_text(json.dumps(settings), encoding="utf-8")
-        arguments = setup.arguments(configuration=str(configuration), event_log=str(folder / "events"))
+        arguments = case.setup.arguments(configuration=str(configuration), event_log=str(folder / "events"))
         script = [str(self._script), *arguments]
-        return self._run_job(script, workers=setup.workers, folder=folder)
+        return self._run_job(script, workers=case.setup.workers, folder=folder, outside=case.outside)

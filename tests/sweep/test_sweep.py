@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import pytest
 from deepspeed_bamboo.config import load_deepspeed_settings
 from deepspeed_bamboo.events import EventLog
 from deepspeed_bamboo.faults import FaultScript
-from deepspeed_bamboo.sweep.cases import Case, select
+from deepspeed_bamboo.sweep.cases import Case, at_random, select
 from deepspeed_bamboo.sweep.job import PAST_LIMIT, JobResult, run_job
+from deepspeed_bamboo.sweep.outside import OutsideKill, OutsideKiller
 from deepspeed_bamboo.sweep.rows import Row, table_line, total_lines, totals
 from deepspeed_bamboo.sweep.sweep import Sweep, SweepError
 
@@ -30,7 +32,7 @@ class PretendedJob:
         self.code = code
         self.calls: list[tuple[Sequence[str], int]] = []
 
-    def __call__(self, script: Sequence[str], *, workers: int, folder: Path) -> JobResult:
+    def __call__(self, script: Sequence[str], *, workers: int, folder: Path, outside: object) -> JobResult:
         self.calls.append((script, workers))
         settings = load_deepspeed_settings(script[script.index("--deepspeed_config") + 1])
         faults = FaultScript.parse(settings["bamboo"]["faults"])
@@ -85,7 +87,7 @@ def test_whatever_is_wrong_is_said_and_kept(job: PretendedJob, expected: str, tm
 
 
 def test_a_failing_undisturbed_run_ends_the_sweep(tmp_path: Path) -> None:
-    def job(script: Sequence[str], *, workers: int, folder: Path) -> JobResult:
+    def job(script: Sequence[str], *, workers: int, folder: Path, outside: object) -> JobResult:
         return JobResult(1, 1.0, folder / "output.txt")
 
     with pytest.raises(SweepError, match=r"undisturbed run of M4.*output\.txt"):
@@ -102,6 +104,40 @@ def test_totals_count_and_take_medians(tmp_path: Path) -> None:
     assert total_lines(rows)[0] == "2 of 3 cases bitwise equal to the undisturbed run"
     assert total_lines(rows)[-1] == "WRONG x: bad"
     assert "total 0.400" in table_line(rows[0])
+
+
+class TestKillsFromOutside:
+    def test_they_come_after_their_step_and_once(self, tmp_path: Path) -> None:
+        log, struck = EventLog(tmp_path, "w0"), threading.Event()
+        strikes: list[int] = []
+
+        def strike(rank: int) -> None:
+            strikes.append(rank)
+            struck.set()
+
+        with OutsideKiller(OutsideKill(2, after_step=1, delay_seconds=0.01), events=tmp_path, strike=strike) as killer:
+            log.log("step", epoch=0, step=0)
+            assert not struck.wait(0.1)
+            log.log("step", epoch=0, step=1)
+            assert struck.wait(10)
+            log.log("step", epoch=0, step=2)
+        assert strikes == [2]
+        assert killer.struck
+
+    def test_a_job_that_ends_before_is_left_alone(self, tmp_path: Path) -> None:
+        kill = OutsideKill(2, after_step=1, delay_seconds=0.0)
+        with OutsideKiller(kill, events=tmp_path / "none", strike=pytest.fail) as killer:
+            pass
+        assert not killer.struck
+
+    def test_a_case_whose_kill_did_not_come_is_wrong(self, tmp_path: Path) -> None:
+        case = next(iter(at_random(1)))
+        (row,) = Sweep(root=ROOT, folder=tmp_path, job=PretendedJob()).rows([case])
+        assert "0 of 1 scripted faults happened" in row.problems
+
+    def test_the_launcher_cannot_do_it(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="without the launcher"):
+            run_job([], workers=1, folder=tmp_path, outside=OutsideKill(0, 0, 0.0))
 
 
 class TestRunningAJob:

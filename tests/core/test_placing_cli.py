@@ -1,0 +1,86 @@
+"""``ds_bamboo plan``: files of workers, the table, the cost of losses, errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deepspeed_bamboo.cli import main
+from deepspeed_bamboo.node_files import read_sites
+
+ROWS = [["w0", "n0", "a"], ["w1", "n1", "b"], ["w2", "n2", "a"], ["w3", "n3", "b"]]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Path:
+    file = tmp_path / "nodes.csv"
+    file.write_text("worker,node,zone\n" + "\n".join(map(",".join, ROWS)) + "\n")
+    return file
+
+
+def test_all_forms_of_files_say_the_same(nodes: Path, tmp_path: Path) -> None:
+    lists, objects = tmp_path / "lists.json", tmp_path / "objects.json"
+    lists.write_text(json.dumps(ROWS))
+    objects.write_text(json.dumps([dict(zip(("worker", "node", "zone"), row, strict=True)) for row in ROWS]))
+    assert [list(site) for site in read_sites(nodes)] == ROWS
+    assert read_sites(lists) == read_sites(objects) == read_sites(nodes)
+
+
+def test_a_missing_zone_is_unknown(tmp_path: Path) -> None:
+    file = tmp_path / "nodes.csv"
+    file.write_text("# spot\nw0,n0\n\nw1, n1, \n")
+    assert [site.zone for site in read_sites(file)] == ["", ""]
+
+
+def test_the_plan_shows_coordinates_and_losses(nodes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--nodes", str(nodes), "--pipelines", "1", "--stages", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:4] == ["coordinate", "worker", "node", "zone"]
+    assert [line.split()[0] for line in lines[1:5]] == ["0.0", "0.1", "0.2", "0.3"]
+    assert "standby: none" in lines
+    at = next(number for number, line in enumerate(lines) if line.startswith("loss of zone"))
+    assert lines[at + 1].split() == ["a", "2", "2", "0", "2", "survived"]
+
+
+def test_one_zone_is_a_fatal_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "nodes.json"
+    file.write_text(json.dumps([["w0", "n0", "a"], ["w1", "n1", "a"]]))
+    assert main(["plan", "--nodes", str(file), "--pipelines", "1", "--stages", "2"]) == 0
+    assert "FATAL: 0.0, 0.1" in capsys.readouterr().out
+
+
+def test_a_written_plan_is_read_as_the_current_one(nodes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = nodes.parent / "now.json"
+    command = ["plan", "--nodes", str(nodes), "--pipelines", "2", "--stages", "2"]
+    assert main([*command, "--write", str(written)]) == 0
+    capsys.readouterr()
+    assert main([*command, "--current", str(written)]) == 0
+    assert capsys.readouterr().out.count(" stays\n") == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("w0\n", "line 1 is ['w0']"),
+        ("[1]", "entry 1 is [1]"),
+        ("[", "not JSON"),
+        ("{}", "a dict instead of a list"),
+        ('[{"worker": "w0", "nod": "n0"}]', "'nod'; valid are worker, node, zone"),
+        ('[["w0", "n0", 3]]', "a zone is text"),
+        ("", "at least one"),
+        ("w0,n0,a\nw0,n0,a\n", "listed twice"),
+    ],
+)
+def test_errors_say_what_and_where(text: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "nodes"
+    file.write_text(text)
+    assert main(["plan", "--nodes", str(file), "--pipelines", "1", "--stages", "2"]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_current_that_is_no_placement_is_refused(nodes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--nodes", str(nodes), "--pipelines", "1", "--stages", "2", "--current", str(nodes)]
+    assert main(command) == 2
+    assert "ds_bamboo plan --write" in capsys.readouterr().err
