@@ -78,6 +78,7 @@ class BambooElasticAgent(LocalElasticAgent):
         self._supervisor = Supervisor(slot, lease_seconds=settings.lease_seconds)
         self._mailbox = Mailbox()
         self._agents: set[str] = set()
+        self._was_complete = False
         self._worker = ""
         self._generation = 0
         self._report: ErrorReport | None = None
@@ -215,6 +216,7 @@ class BambooElasticAgent(LocalElasticAgent):
         if change.kind == "agent":
             (self._agents.discard if change.value is None else self._agents.add)(change.worker)
             if len(self._agents) >= self._slot.world_size:
+                self._was_complete = True
                 self._hooks.on_all_present()
         self._mailbox.put(decisions.Changed(change))
 
@@ -262,7 +264,8 @@ class BambooElasticAgent(LocalElasticAgent):
             self._registration.withdraw()
         if self._settings.hosts_coordinator:
             self._wait_for_others()
-        Messenger.clean_up_if_last(self._coordinator)
+        if self._was_complete:  # otherwise some slot may be about to come, and must find out how it ended
+            Messenger.clean_up_if_last(self._coordinator)
 
     def _wait_for_others(self) -> None:
         """They need the coordinator until they have left: for as long as they like if all went well."""

@@ -16,23 +16,16 @@ _PROBE_SECONDS = 1.0
 def settle_loss(
     coordinator: JobCoordinator, worker: WorkerId, *, reason: str, generation: int, proposer: str
 ) -> EpochRecord | None:
-    """Have the job go on without ``worker``, whose process is certainly gone; and remove its key.
+    """Have the job go on without ``worker``, whose process is certainly gone. Its key is left to the caller.
 
     Returns the epoch that does, or None when there is nothing to go on from: before the first epoch
     nothing is trained, so all workers start again, a few times; a fatal loss ends the job.
     Raises CoordinatorUnavailable; then it may be called again.
     """
-    epoch = _propose_or_start_again(coordinator, worker, reason=reason, generation=generation, proposer=proposer)
-    coordinator.withdraw(worker)
-    return epoch if epoch is not None and worker not in epoch.members else None
-
-
-def _propose_or_start_again(
-    coordinator: JobCoordinator, worker: WorkerId, *, reason: str, generation: int, proposer: str
-) -> EpochRecord | None:
     while True:
         try:
-            return coordinator.propose_loss([worker], reason=f"{worker}: {reason}", proposer=proposer)
+            epoch = coordinator.propose_loss([worker], reason=f"{worker}: {reason}", proposer=proposer)
+            return epoch if worker not in epoch.members else None
         except NoEpoch:
             if generation >= MAX_RESTARTS:
                 message = (

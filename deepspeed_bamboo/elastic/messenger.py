@@ -95,6 +95,7 @@ class Messenger:
             proposer=self._proposer,
         )
         self._settled(action.worker, epoch)
+        self.send(decisions.Withdraw(action.worker))
 
     def _check(self, action: decisions.CheckVanished) -> None:
         """A key that is gone means a loss, unless keys went because the store was out of reach or lost its data.
@@ -123,7 +124,7 @@ class Messenger:
         if before is None or worker not in before.members:
             return
         epoch = self._coordinator.propose_loss([worker], reason=f"{worker}: {reason}", proposer=self._proposer)
-        self._coordinator.withdraw(worker)
+        self.send(decisions.Withdraw(worker))
         if epoch.proposer == self._proposer and worker in epoch.lost:
             self._settled(worker, epoch)
 

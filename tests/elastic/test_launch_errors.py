@@ -20,7 +20,7 @@ from tests.elastic.launched import REPOSITORY
 
 
 def run(folder: Path, config: object, *options: str, script: str = "train.py") -> subprocess.CompletedProcess[str]:
-    (folder / "train.py").write_text("print('must not run')", encoding="utf-8")
+    (folder / "train.py").write_text("import sys; print('must not run', sys.argv)", encoding="utf-8")
     text = config if isinstance(config, str) else json.dumps(config)
     (folder / "ds.json").write_text(text, encoding="utf-8")
     return subprocess.run(
@@ -61,6 +61,12 @@ def test_unreachable_endpoint(tmp_path: Path) -> None:
 )
 def test_malformed_section(tmp_path: Path, bamboo: object, wanted: str) -> None:
     check(run(tmp_path, {"bamboo": bamboo}), wanted)
+
+
+def test_with_the_section_disabled_the_script_just_runs(tmp_path: Path) -> None:
+    result = run(tmp_path, {"bamboo": {"enabled": False, "coordinator": {"endpoints": ["nowhere:1"]}}})
+    assert result.returncode == 0
+    assert result.stdout.strip() == "must not run ['train.py', '--deepspeed_config', 'ds.json']"
 
 
 def test_missing_script(tmp_path: Path) -> None:
