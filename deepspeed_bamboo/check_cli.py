@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 from typing import Any
 
 from deepspeed_bamboo.config import SECTION, load_bamboo_section
@@ -22,7 +24,9 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the file named in ``arguments``. Raises ConfigError."""
-    config = load_bamboo_section(arguments.configuration)
+    # DeepSpeed writes warnings to the standard output when it is imported; that is for the result.
+    with contextlib.redirect_stdout(sys.stderr):
+        config = load_bamboo_section(arguments.configuration)
     if config is None:
         print(f'{arguments.configuration} has no "{SECTION}" section: this is plain DeepSpeed')
         return 0
