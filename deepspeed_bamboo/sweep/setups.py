@@ -66,6 +66,9 @@ class Setup:
 FIRST_SETUPS = (Setup("M4"), Setup("M8", micro_batches=8))
 
 FURTHER_SETUPS = (
+    Setup("eager", mode="eager"),
+    Setup("full", mode="full"),
+    Setup("eager-dropout-M8", mode="eager", micro_batches=8, script_arguments=("--dropout", "0.1")),
     Setup("M2", micro_batches=2),
     Setup("P2", stages=2),
     Setup("P3", stages=3),
