@@ -84,8 +84,7 @@ def supervised(function: Callable[[], Any]) -> int:
         os._exit(EXIT_EXPELLED)
     except Exception:  # noqa: BLE001 - the user's bug, whatever it is: reported, then the job ends
         text = traceback.format_exc()
-        print(text, file=sys.stderr, flush=True)
-        _write_error(text)
+        _hand_over(text)
         for engine in engines:
             _report_failure(engine, text)
         return EXIT_USER_ERROR
@@ -125,10 +124,13 @@ def _report_failure(engine: BambooPipelineEngine, text: str) -> None:
         session.coordinator.fail(failure)
 
 
-def _write_error(text: str) -> None:
+def _hand_over(text: str) -> None:
+    """Give the traceback to the agent, which prints it once for the whole job; without an agent, print it."""
     path = os.environ.get("BAMBOO_ERROR_FILE")
     if path:
         Path(path).write_text(text, encoding="utf-8")
+    else:
+        print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
