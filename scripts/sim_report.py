@@ -19,10 +19,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from deepspeed_bamboo.sim.build import available_policies
+from deepspeed_bamboo.sim.console import table_console
 from deepspeed_bamboo.sim.errors import SimulationError
 from deepspeed_bamboo.sim.jobs import build_job
 from deepspeed_bamboo.sim.plot import plot_comparison
@@ -140,7 +140,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--oddities", action="store_true", help="print that table instead")
     parser.add_argument("--seeds", type=int, default=100, help="of the oddities' market (default 100)")
     options = parser.parse_args(arguments)
-    console = Console()
+    console = table_console()
     try:
         traces = traces_in(options.traces)
         if options.sensitivity:

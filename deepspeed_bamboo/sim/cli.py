@@ -21,6 +21,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from .build import available_policies
+from .console import table_console
 from .errors import ScenarioError, SimulationError
 from .jobs import Job, build_job
 from .predict import counts_by_interval, fitting_history, mean_absolute_error, named_predictors
@@ -88,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    console = Console()
+    console = table_console()
     if arguments.list:
         for name in preset_names():
             preset = load_preset(name)
