@@ -49,10 +49,27 @@ class DeviceLanes:
         self._interruption = interruption
         self._peer = 1 if first else 0
         self._sending: list[tuple[Any, torch.Tensor]] = []
-        torch.cuda.set_device(device)
-        forth = self._connect(store, "forth", first=first, timeout_seconds=timeout_seconds)
-        back = self._connect(store, "back", first=first, timeout_seconds=timeout_seconds)
+        forth = self._group(store, "forth", first=first, timeout_seconds=timeout_seconds)
+        back = self._group(store, "back", first=first, timeout_seconds=timeout_seconds)
         self._out, self._in = (forth, back) if first else (back, forth)
+        self._in_common_order = (forth, back)
+        self._token: torch.Tensor | None = None
+
+    def open(self) -> None:
+        """Connect both directions; the peer does the same at the same time. Blocks until it does.
+
+        NCCL makes the connection under a communicator at its first transfer, and the sender's call blocks
+        until the receiver makes its own. Two workers that each send first would wait for each other for ever,
+        so the first transfer of each direction is made here, in an order common to both sides.
+        """
+        torch.cuda.set_device(self._device)
+        token = self._token = torch.zeros(1, device=self._device)
+        for group in self._in_common_order:
+            group.eager_connect_single_device(self._device)
+            if group is self._out:
+                group.send([token], self._peer, 0)
+            else:
+                group.recv([token], self._peer, 0)
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Start sending; the tensors are kept alive until they are out, and must not change before."""
@@ -83,11 +100,10 @@ class DeviceLanes:
 
         threading.Thread(target=run, name="bamboo-abort-lane", daemon=True).start()
 
-    def _connect(self, store: Any, name: str, *, first: bool, timeout_seconds: float) -> Any:
+    @staticmethod
+    def _group(store: Any, name: str, *, first: bool, timeout_seconds: float) -> Any:
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_seconds)
-        group = c10d.ProcessGroupNCCL(
+        return c10d.ProcessGroupNCCL(
             c10d.PrefixStore(name, store), 0 if first else 1, 2, options
         )
-        group.eager_connect_single_device(self._device)
-        return group

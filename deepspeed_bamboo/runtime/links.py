@@ -58,6 +58,7 @@ class Links:
         fast = [peer for peer in wanted if peer in set(with_lanes)] if self._device.type == "cuda" else []
         made: dict[WorkerId, Channel] = {}
         lanes: dict[WorkerId, DeviceLanes] = {}
+        opening: dict[WorkerId, DeviceLanes] = {}
         errors: dict[WorkerId, str] = {}
 
         def attempt(peer: WorkerId, build: Callable[[], None]) -> None:
@@ -75,7 +76,12 @@ class Links:
             # once, and inside one process NCCL makes only one at a time.
             for peer in sorted(fast, key=lambda peer: sorted(map(self._order.index, (self._me, peer)))):
                 if not errors:
-                    attempt(peer, lambda peer=peer: lanes.update({peer: self._lanes_to(peer)}))  # type: ignore[misc]
+                    attempt(peer, lambda peer=peer: open_lanes(peer))  # type: ignore[misc]
+
+        def open_lanes(peer: WorkerId) -> None:
+            opening[peer] = self._lanes_to(peer)
+            opening[peer].open()
+            lanes[peer] = opening.pop(peer)
 
         for peer in wanted:
             threading.Thread(target=build_channel, args=(peer,), name=f"bamboo-link-{peer}", daemon=True).start()
@@ -86,6 +92,8 @@ class Links:
             for peer, channel in made.items():
                 channel.lanes = lanes.get(peer)
             self._channels.update(made)
+            for half_open in list(opening.values()):
+                half_open.abort()
         for peer, error in errors.items():
             raise PeerLostError(peer, error)
 
