@@ -7,6 +7,7 @@ is released by the peer's death, or by the peer's farewell message, and its late
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import queue
 import threading
@@ -68,10 +69,9 @@ class Channel:
         self.lanes: DeviceLanes | None = None
         self._interruption = interruption
         self._other = 1 if first else 0
-        self._group = c10d.ProcessGroupGloo(
-            store, 0 if first else 1, 2, timedelta(seconds=timeout_seconds)
-        )
+        self._group = c10d.ProcessGroupGloo(store, 0 if first else 1, 2, timedelta(seconds=timeout_seconds))
         self._sending: list[tuple[Any, torch.Tensor]] = []
+        self._sent_before: list[tuple[Any, torch.Tensor]] = []
         self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._arrived: list[Message] = []
         self._error: str | None = None
@@ -81,7 +81,7 @@ class Channel:
         self._reader.start()
 
     def send(self, message: Message) -> None:
-        """Queue ``message``; never blocks on the peer. Its tensors must stay unchanged until :meth:`drain`."""
+        """Queue ``message``; never blocks on the peer. About its tensors see :meth:`drain`."""
         description = [(tensor.dtype, tuple(tensor.shape)) for tensor in message.tensors]
         lanes = self.lanes if any(tensor.is_cuda for tensor in message.tensors) else None
         parts = [] if lanes is not None else [_as_bytes(tensor.to("cpu")) for tensor in message.tensors]
@@ -119,13 +119,28 @@ class Channel:
         raise PeerLostError(self.peer, self._error or "closed", farewell=self._error == _FAREWELL)
 
     def drain(self) -> None:
-        """Wait until everything sent is out of this worker's hands (the end of an iteration)."""
-        for work, _tensor in self._sending:
-            try:
+        """Let go of what was sent before the previous call; called after an agreement, in which everybody took part.
+
+        A send ends when the receiver asks for it, perhaps never. What came before the last but one agreement was
+        asked for by all who are alive, so this never waits for a peer. Tensors must stay unchanged up to the
+        agreement after which they are certain to be received.
+        """
+        for work, _tensor in self._sent_before:
+            with contextlib.suppress(RuntimeError):
                 work.wait()
-            except RuntimeError as error:
-                raise PeerLostError(self.peer, str(error)) from error
-        self._sending.clear()
+        self._sent_before, self._sending = self._sending, []
+
+    def flush(self, *, within_seconds: float) -> None:
+        """Wait until everything sent is received, for no longer than that: before this process ends."""
+
+        def wait() -> None:
+            for work, _tensor in (*self._sent_before, *self._sending):
+                with contextlib.suppress(RuntimeError):
+                    work.wait()
+
+        waiting = threading.Thread(target=wait, name=f"bamboo-flush-{self.peer}", daemon=True)
+        waiting.start()
+        waiting.join(within_seconds)
 
     def close(self) -> None:
         """Drop the channel: release the peer's helper thread if it sits in a receive, then let go. Never blocks."""

@@ -46,6 +46,7 @@ from deepspeed_bamboo.runtime.transfer import stage_digest
 
 # One transfer may wait for a peer that computes; only a peer that is gone for good makes it run out.
 _OPERATION_TIMEOUT_SECONDS = 1800.0
+_LAST_MESSAGES_SECONDS = 5.0
 
 
 class BambooPipelineEngine(PipelineEngine):
@@ -168,8 +169,7 @@ class BambooPipelineEngine(PipelineEngine):
         self.barrier()
         self.session.coordinator.finish({"step": self.global_steps})
         # The first worker's last messages must be out before its process is.
-        with contextlib.suppress(PeerLostError):
-            self.links.drain()
+        self.links.flush(within_seconds=_LAST_MESSAGES_SECONDS)
         self.links.close()
         self.session.close()
 
@@ -395,9 +395,7 @@ class BambooPipelineEngine(PipelineEngine):
         if hasattr(self.optimizer, "overflow_checker"):
             self.optimizer.overflow_checker.mpu = logical
         self.module._grid = logical
-        self.module.tied_comms = tied_groups(
-            self.module, coordinate=coordinate, grid=grid, exchange=self._exchange
-        )
+        self.module.tied_comms = tied_groups(self.module, coordinate=coordinate, grid=grid, exchange=self._exchange)
         if self.session.config.gradient_norm == "global":
             count_in_global_norm(self.module)
         self.grid = logical

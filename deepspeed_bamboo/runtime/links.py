@@ -132,7 +132,7 @@ class Links:
         )
 
     def send(self, worker: WorkerId, message: Message) -> None:
-        """Send without waiting. Tensors must stay unchanged until :meth:`drain`."""
+        """Send without waiting. Tensors must stay unchanged up to the next agreement."""
         if worker == self._me:
             self._aside[worker][message.key] = message
         else:
@@ -149,9 +149,14 @@ class Links:
         return aside.pop(key)
 
     def drain(self) -> None:
-        """Wait until everything sent is out of this worker's hands."""
+        """Let go of what everybody has received for certain; after an agreement. Never waits for a peer."""
         for channel in self._channels.values():
             channel.drain()
+
+    def flush(self, *, within_seconds: float) -> None:
+        """Wait until everything sent is received, for no longer than that for each peer: before this process ends."""
+        for channel in self._channels.values():
+            channel.flush(within_seconds=within_seconds)
 
     def close(self) -> None:
         """Drop all channels and whatever was put aside. Never blocks."""
