@@ -220,9 +220,7 @@ def trace(engine: Any, data: Any, path: Path) -> None:
     profiler.export_chrome_trace(str(path))
 
 
-def report(
-    arguments: argparse.Namespace, engines: dict[str, Any], times: dict[str, list[float]], *, rank: int
-) -> None:
+def report(arguments: argparse.Namespace, engines: dict[str, Any], times: dict[str, list[float]], *, rank: int) -> None:
     """Collect the workers' figures; the first one prints a table and writes the JSON."""
     import torch
 

@@ -19,7 +19,7 @@ from pathlib import Path
 FOLDERS = ("unit/runtime/pipe", "unit/pipe")
 
 # Loaded by pytest, and by the server that its test processes are forked from: there it replaces the engine.
-PLUGIN = '''
+PLUGIN = """
 import multiprocessing
 
 import deepspeed
@@ -51,7 +51,7 @@ def initialize(*args, **kwargs):
 
 
 deepspeed.initialize = initialize
-'''
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -98,9 +98,7 @@ class Failover:
         self._drop_unlisted_shadows()
         self._settle(settlement, before=before, after=after, taken=taken)
 
-    def _settle(
-        self, settlement: Settlement, *, before: Placement, after: Placement, taken: list[Coordinate]
-    ) -> None:
+    def _settle(self, settlement: Settlement, *, before: Placement, after: Placement, taken: list[Coordinate]) -> None:
         engine, activity = self._engine, self._engine.activity
         # Some workers may have left the boundary before this activity already, others have yet to pass it.
         self._protect_from = settlement.activity

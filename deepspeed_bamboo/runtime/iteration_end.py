@@ -148,9 +148,7 @@ class IterationEnd:
             data = (len(gradients), gradient_flags(engine.optimizer))
             engine.links.send(holder, Message(f"{context.activity}/mirror/{replica.coordinate}", data, tensors))
         for coordinate in placement.shadowed_by(engine.session.worker):
-            message = engine.links.receive(
-                placement.owner(coordinate), f"{context.activity}/mirror/{coordinate}"
-            )
+            message = engine.links.receive(placement.owner(coordinate), f"{context.activity}/mirror/{coordinate}")
             replica = host.shadows[coordinate]
             host.activate(replica)
             count, flags = message.data

@@ -104,6 +104,4 @@ class DeviceLanes:
     def _group(store: Any, name: str, *, first: bool, timeout_seconds: float) -> Any:
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_seconds)
-        return c10d.ProcessGroupNCCL(
-            c10d.PrefixStore(name, store), 0 if first else 1, 2, options
-        )
+        return c10d.ProcessGroupNCCL(c10d.PrefixStore(name, store), 0 if first else 1, 2, options)

@@ -27,8 +27,7 @@ def stage_losses(engine: BambooPipelineEngine) -> dict[Coordinate, Any]:
             None
             if additional is None
             else OrderedDict(
-                (name, to_host(engine._scale_loss_by_gas(value.clone().detach())))
-                for name, value in additional.items()
+                (name, to_host(engine._scale_loss_by_gas(value.clone().detach()))) for name, value in additional.items()
             ),
         )
     return result

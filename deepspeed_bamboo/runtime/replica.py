@@ -178,4 +178,3 @@ def logical_groups(module: PipelineModule, grid: LogicalGrid) -> list[LogicalGro
     """Every logical group that a stage uses."""
     tied = [comm["group"] for comm in module.tied_comms.values()]
     return [grid.ds_model_proc_group, grid.dp_proc_group, grid.pp_proc_group, grid.slice_proc_group, *tied]
-

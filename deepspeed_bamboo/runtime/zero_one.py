@@ -54,9 +54,7 @@ def _(optimizer: DeepSpeedZeroOptimizer, module: torch.nn.Module) -> None:
 
 
 @gradients.remember_gradients.register
-def _(
-    optimizer: DeepSpeedZeroOptimizer, module: torch.nn.Module, *, touched: list[torch.Tensor]
-) -> Callable[[], None]:
+def _(optimizer: DeepSpeedZeroOptimizer, module: torch.nn.Module, *, touched: list[torch.Tensor]) -> Callable[[], None]:
     """Stock moves gradients into its buckets and drops them from the parameters, so all of them are kept."""
     kept = [
         (parameter, _copy(parameter.grad), _copy(getattr(parameter, "grad_accum", None)))

@@ -89,17 +89,13 @@ def _on_demand(job: Job, ledger: Ledger) -> Policy:
 
 
 def _restart_costs(spec: CheckpointSpec) -> RestartCosts:
-    return RestartCosts(
-        spec.restart_seconds, spec.restore_seconds, 1.0 + spec.stall_seconds / spec.checkpoint_seconds
-    )
+    return RestartCosts(spec.restart_seconds, spec.restore_seconds, 1.0 + spec.stall_seconds / spec.checkpoint_seconds)
 
 
 def _checkpoint(job: Job, ledger: Ledger) -> Policy:
     spec = _given(job.scenario.policies.checkpoint)
     progress = _progress(job, ledger, spec.checkpoint_seconds)
-    return CheckpointPolicy(
-        progress, ledger, costs=_restart_costs(spec), steps=job.plain_steps, stages=spec.stages
-    )
+    return CheckpointPolicy(progress, ledger, costs=_restart_costs(spec), steps=job.plain_steps, stages=spec.stages)
 
 
 def _varuna(job: Job, ledger: Ledger) -> Policy:

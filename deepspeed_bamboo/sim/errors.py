@@ -1,11 +1,11 @@
 """What can go wrong in a simulation, for a caller to catch.
 
-    ValueError
-    └── SimulationError          the base: message = value, rule, remedy
-        ├── TraceError           a trace file breaks a rule; knows file and line
-        ├── ScenarioError        a scenario, preset or option is not valid
-        ├── MissingStepTimeError the model has no step time for a grid
-        └── MissingExtraError    an optional dependency is not installed; names the extra
+ValueError
+└── SimulationError          the base: message = value, rule, remedy
+    ├── TraceError           a trace file breaks a rule; knows file and line
+    ├── ScenarioError        a scenario, preset or option is not valid
+    ├── MissingStepTimeError the model has no step time for a grid
+    └── MissingExtraError    an optional dependency is not installed; names the extra
 """
 
 from __future__ import annotations

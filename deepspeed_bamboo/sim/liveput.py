@@ -290,9 +290,7 @@ class Planner:
         result: dict[Grid, tuple[float, Grid]] = {}
         for before, (gained, first) in best.items():
             for after in self._offered(before, following):
-                more = self.expected_samples(
-                    before, after, machines=machines, preempted=preempted, intervals=intervals
-                )
+                more = self.expected_samples(before, after, machines=machines, preempted=preempted, intervals=intervals)
                 if after not in result or gained + more > result[after][0]:
                     result[after] = (gained + more, first)
         # With no grid that fits, waiting is all there is.

@@ -58,9 +58,7 @@ def _check_probabilities(name: str, values: Sequence[float]) -> None:
             raise ScenarioError(f"{name} at hour {hour} is {value}: a probability lies in [0, 1]")
 
 
-def hourly_events(
-    market: HourlyMarket, *, generator: random.Random, end_milliseconds: int
-) -> Iterator[MachineEvent]:
+def hourly_events(market: HourlyMarket, *, generator: random.Random, end_milliseconds: int) -> Iterator[MachineEvent]:
     """Machine events in order of time.
 
     Args:

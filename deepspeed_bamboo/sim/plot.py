@@ -56,9 +56,7 @@ def plot_policies(job: Job, *, policies: Sequence[str], seed: int, path: Path) -
 
 def _curves(series: RunSeries, until: int) -> list[list[tuple[float, float]]]:
     """(hours, value) of machines, throughput, cost, value."""
-    machines, dollars, samples = (
-        one.averages(until) for one in (series.machines, series.dollars, series.samples)
-    )
+    machines, dollars, samples = (one.averages(until) for one in (series.machines, series.dollars, series.samples))
     by_time = dict(samples)
     throughput = [(at, 1000.0 * by_time.get(at, 0.0)) for at, _ in machines]
     cost = [(at, MILLISECONDS_PER_HOUR * amount) for at, amount in dollars]

@@ -67,9 +67,7 @@ def best_split(times: list[float], stages: int) -> float:
     """The slowest stage of the best split, by trying all."""
     if stages == 1:
         return sum(times)
-    return min(
-        max(sum(times[:cut]), best_split(times[cut:], stages - 1)) for cut in range(1, len(times) - stages + 2)
-    )
+    return min(max(sum(times[:cut]), best_split(times[cut:], stages - 1)) for cut in range(1, len(times) - stages + 2))
 
 
 @pytest.mark.parametrize("pipelines,micro_batches", [(4, 22), (6, 11), (6, 22)])
@@ -118,9 +116,7 @@ def play(hosting: Hosting, micro_batches: int, forward: float = 1.0, backward: f
                 continue
             working.add(worker)
             in_flight[coordinate] += bool(is_forward)
-            heapq.heappush(
-                ends, (now + (forward if is_forward else backward), coordinate, not is_forward, micro_batch)
-            )
+            heapq.heappush(ends, (now + (forward if is_forward else backward), coordinate, not is_forward, micro_batch))
         for entry in passed:
             heapq.heappush(ready[worker], entry)
 

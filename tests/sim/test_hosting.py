@@ -43,9 +43,7 @@ def test_with_a_worker_each_neighbours_are_apart(grid: Grid, spare: int) -> None
 def test_neighbours_are_in_different_zones() -> None:
     hosting = hosting_of(Grid(2, 6), 12, zones=3)
     zone = {f"w{index}": f"z{index % 3}" for index in range(12)}
-    assert all(
-        zone[str(hosting.host[one])] != zone[str(hosting.host[hosting.predecessor(one)])] for one in range(12)
-    )
+    assert all(zone[str(hosting.host[one])] != zone[str(hosting.host[hosting.predecessor(one)])] for one in range(12))
 
 
 @given(grid=grids, seed=st.integers(0, 1000))

@@ -55,9 +55,7 @@ def test_a_loss_costs_seconds_and_no_step() -> None:
 @pytest.mark.parametrize(("mode", "pipelines", "fatal"), [("lazy", 2, 0), ("lazy", 1, 1), ("off", 2, 0), ("off", 1, 1)])
 def test_owner_and_shadow_at_once_are_recovered_from_another_pipeline(mode: str, pipelines: int, fatal: int) -> None:
     everyone = some(4 * pipelines)
-    result = run(
-        [*everyone, (1800.0, "remove", "n1"), (1800.0, "remove", "n2")], mode=mode, pipelines=pipelines
-    )
+    result = run([*everyone, (1800.0, "remove", "n1"), (1800.0, "remove", "n2")], mode=mode, pipelines=pipelines)
     assert result.fatal_losses == fatal
 
 

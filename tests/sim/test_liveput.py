@@ -34,9 +34,7 @@ def planner(*, costs: MigrationCosts = COSTS) -> Planner:
     )
 
 
-@given(
-    grid=st.builds(Grid, st.integers(1, 3), st.integers(1, 3)), spare=st.integers(0, 3), preempted=st.integers(0, 4)
-)
+@given(grid=st.builds(Grid, st.integers(1, 3), st.integers(1, 3)), spare=st.integers(0, 3), preempted=st.integers(0, 4))
 @settings(deadline=None)
 def test_counting_is_enumerating(grid: Grid, spare: int, preempted: int) -> None:
     machines = grid.size + spare
@@ -44,8 +42,10 @@ def test_counting_is_enumerating(grid: Grid, spare: int, preempted: int) -> None
     found = [0] * (grid.pipelines + 1)
     choices = list(itertools.combinations(range(machines), preempted))
     for victims in choices:
-        lost = [sum(victim < grid.size and victim % grid.stages == stage for victim in victims)
-                for stage in range(grid.stages)]
+        lost = [
+            sum(victim < grid.size and victim % grid.stages == stage for victim in victims)
+            for stage in range(grid.stages)
+        ]
         found[grid.pipelines - max(lost)] += 1
     exact = counted_survivors(grid, machines=machines, preempted=preempted)
     assert exact == pytest.approx([count / len(choices) for count in found])

@@ -61,9 +61,7 @@ def test_accounts_add_up(job: Job, policy: str, seed: int) -> None:
         assert result.samples <= result.steps * batch
     else:
         assert result.samples == result.steps * batch
-    spent = (
-        result.useful_hours + result.redundant_hours + result.wasted_hours + result.paused_hours + result.idle_hours
-    )
+    spent = result.useful_hours + result.redundant_hours + result.wasted_hours + result.paused_hours + result.idle_hours
     assert spent == pytest.approx(result.duration_hours)
     assert min(result.useful_hours, result.redundant_hours, result.wasted_hours) >= -1e-9
     assert result.machine_hours == pytest.approx(machine_hours(job, seed, result), abs=1e-9)
