@@ -13,7 +13,7 @@ from deepspeed_bamboo.coordination.errors import (
 )
 from deepspeed_bamboo.coordination.job import DEFAULT_PREFIX, JobCoordinator
 from deepspeed_bamboo.coordination.memory import MemoryStore
-from deepspeed_bamboo.coordination.records import AgentRecord, Change, EpochRecord, JobFailure, Member
+from deepspeed_bamboo.coordination.records import AgentRecord, Change, Drain, EpochRecord, JobFailure, Member
 from deepspeed_bamboo.coordination.registration import Registration
 from deepspeed_bamboo.coordination.store import Entry, KeyValueStore, Snapshot, StoreEvent, WatchHandle
 
@@ -23,6 +23,7 @@ __all__ = [
     "Change",
     "CoordinationError",
     "CoordinatorUnavailable",
+    "Drain",
     "Endpoint",
     "EndpointError",
     "Entry",

@@ -11,7 +11,7 @@ from typing import Any
 
 from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable, JobNameTaken, NoEpoch
 from deepspeed_bamboo.coordination.keys import GENERATION, JobKeys, decode, encode, member_of
-from deepspeed_bamboo.coordination.records import AgentRecord, Change, EpochRecord, JobFailure, Member
+from deepspeed_bamboo.coordination.records import AgentRecord, Change, Drain, EpochRecord, JobFailure, Member
 from deepspeed_bamboo.coordination.registration import Registration
 from deepspeed_bamboo.coordination.store import KeyValueStore
 from deepspeed_bamboo.coordination.watching import JobWatch
@@ -50,13 +50,10 @@ class JobCoordinator:
         """Make ``member`` known for as long as this process keeps its lease.
 
         Its key goes with the lease, which every watcher sees. After an outage of the store it is
-        written again if the member is still part of the current epoch, or if there is none yet.
+        written again if the member is still part of the current epoch, or if there is none yet, or if it
+        was in none so far: one that joins waits for as long as it takes.
         """
         joined = threading.Event()
-
-        def is_member() -> bool:
-            epoch = self.epoch()
-            return epoch is None or member.worker in epoch.members
 
         def may_stay() -> bool:
             epoch = self.epoch()
@@ -65,13 +62,19 @@ class JobCoordinator:
                 return True
             return epoch is None or not joined.is_set()
 
+        def may_return() -> bool:
+            epoch = self.epoch()
+            if epoch is not None and not member.joining:
+                return member.worker in epoch.members
+            return may_stay()
+
         return Registration(
             self._store,
             key=self._keys.member(member.worker),
             value=encode({**member.to_json(), GENERATION: self._own_generation or 0}),
             lease_seconds=lease_seconds,
             may_stay=may_stay,
-            may_return=is_member,
+            may_return=may_return,
         )
 
     def members(self) -> dict[WorkerId, Member]:
@@ -204,6 +207,58 @@ class JobCoordinator:
             if self._store.compare_and_swap(self._keys.generation, value, revision=revision, guard=absent):
                 return True
 
+    # -- who comes and who goes --------------------------------------------------------------------
+
+    def reserve_ranks(self, count: int) -> None:
+        """Keep ranks 0 to ``count`` - 1 for the slots that start the job; :meth:`next_rank` gives later ones."""
+        self._store.compare_and_swap(self._keys.next_rank, encode(count), revision=0)
+
+    def next_rank(self) -> int:
+        """A slot rank that nobody in this job has or had, for an agent that joins it."""
+        while True:
+            entry = self._store.get(self._keys.next_rank)
+            if entry is None:  # the store lost its data: at least nobody who is there now has the same
+                rank = 1 + max([-1, *self.agents(), *(member.rank for member in self._all_members())])
+            else:
+                rank = int(decode(entry.value))
+            revision = 0 if entry is None else entry.revision
+            if self._store.compare_and_swap(self._keys.next_rank, encode(rank + 1), revision=revision):
+                return rank
+
+    def request_drain(self, node: str, *, deadline_seconds: float | None, reason: str) -> None:
+        """Ask the job to leave ``node``, at the latest in so many seconds (None: no hurry).
+
+        The latest request stands, except that one without a deadline does not take a deadline away.
+        Raises EndpointError when ``node`` cannot be the name of a node.
+        """
+        key = self._keys.drain(node)
+        value = Drain(node, deadline_seconds, reason, time_seconds=time.time())
+        while True:
+            entry = self._store.get(key)
+            known = None if entry is None else Drain.from_json(decode(entry.value))
+            if known is not None and known.deadline_seconds is not None and deadline_seconds is None:
+                return
+            revision = 0 if entry is None else entry.revision
+            if self._store.compare_and_swap(key, encode(value.to_json()), revision=revision):
+                return
+
+    def cancel_drain(self, node: str) -> None:
+        """Take the request back, or forget it when the node has been left; it may host workers again."""
+        self._store.delete(self._keys.drain(node))
+
+    def draining(self) -> dict[str, Drain]:
+        """The nodes that the job is asked to leave."""
+        return {node: Drain.from_json(value) for node, value in self._children(self._keys.drains)}
+
+    def request_stop(self, reason: str) -> None:
+        """Ask the job to end at the next boundary. The first reason stands."""
+        self._store.compare_and_swap(self._keys.stop, encode({"reason": reason}), revision=0)
+
+    def stop_requested(self) -> str | None:
+        """Why the job is asked to end, if it is."""
+        entry = self._store.get(self._keys.stop)
+        return None if entry is None else str(decode(entry.value)["reason"])
+
     # -- the end -----------------------------------------------------------------------------------
 
     def fail(self, failure: JobFailure) -> bool:
@@ -270,6 +325,9 @@ class JobCoordinator:
 
     def _children(self, prefix: str) -> list[tuple[str, Any]]:
         return [(e.key.removeprefix(prefix), decode(e.value)) for e in self._store.read(prefix).entries]
+
+    def _all_members(self) -> list[Member]:
+        return [member_of(value) for _, value in self._children(self._keys.members)]
 
     def _is_of_own_generation(self, value: dict[str, Any]) -> bool:
         return self._own_generation is None or value.get(GENERATION, 0) == self._own_generation

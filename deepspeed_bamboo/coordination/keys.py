@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deepspeed_bamboo.coordination.errors import EndpointError
-from deepspeed_bamboo.coordination.records import AgentRecord, Change, EpochRecord, JobFailure, Member
+from deepspeed_bamboo.coordination.records import AgentRecord, Change, Drain, EpochRecord, JobFailure, Member
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -20,6 +20,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "member": lambda value: member_of(value),
     "agent": AgentRecord.from_json,
     "failure": JobFailure.from_json,
+    "drain": Drain.from_json,
 }
 
 
@@ -33,7 +34,7 @@ def check_name(name: str, *, what: str) -> str:
 
 
 class JobKeys:
-    """``<prefix>/<job>/<kind>[/<epoch>][/<worker>[/<reporter>]]``"""
+    """``<prefix>/<job>/<kind>[/<epoch>][/<worker or node>[/<reporter>]]``"""
 
     def __init__(self, *, prefix: str, job: str) -> None:
         self.root = f"/{prefix.strip('/')}/{check_name(job, what='job name')}/"
@@ -42,9 +43,12 @@ class JobKeys:
         self.generation = self.root + "generation"
         self.failure = self.root + "failure"
         self.finished = self.root + "finished"
+        self.stop = self.root + "stop"
+        self.next_rank = self.root + "next_rank"
         self.members = self.root + "member/"
         self.agents = self.root + "agent/"
         self.all_ended = self.root + "ended/"
+        self.drains = self.root + "drain/"
 
     def member(self, worker: str) -> str:
         return self.members + check_name(worker, what="worker id")
@@ -54,6 +58,9 @@ class JobKeys:
 
     def ended(self, worker: str) -> str:
         return self.all_ended + check_name(worker, what="worker id")
+
+    def drain(self, node: str) -> str:
+        return self.drains + check_name(node, what="node name")
 
     def all_progress(self, epoch: int) -> str:
         return f"{self.root}progress/{epoch}/"
@@ -71,11 +78,11 @@ class JobKeys:
         """What a new ``value`` of ``key`` (None: removed) means; None for a key that means nothing here."""
         kind, *parts = key.removeprefix(self.root).split("/")
         decoded = None if value is None else _DECODERS.get(kind, _as_is)(decode(value))
-        if kind in ("failure", "finished", "generation") and not parts:
+        if kind in ("failure", "finished", "generation", "stop") and not parts:
             return Change(kind, value=decoded)  # type: ignore[arg-type]
         if kind == "epoch" and not parts:
             return Change("epoch", epoch=decoded.number if decoded else -1, value=decoded)
-        if kind in ("member", "ended", "agent") and len(parts) == 1:
+        if kind in ("member", "ended", "agent", "drain") and len(parts) == 1:
             return Change(kind, worker=parts[0], value=decoded)  # type: ignore[arg-type]
         if kind == "progress" and len(parts) == 2:
             return Change("progress", epoch=int(parts[0]), worker=parts[1], value=decoded)

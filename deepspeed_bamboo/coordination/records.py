@@ -10,7 +10,18 @@ from deepspeed_bamboo.core.placement import Placement, WorkerId
 
 FailureKind = Literal["user_error", "fatal_loss", "interrupted"]
 ChangeKind = Literal[
-    "epoch", "member", "agent", "ended", "progress", "suspicion", "generation", "failure", "finished", "resync"
+    "epoch",
+    "member",
+    "agent",
+    "ended",
+    "progress",
+    "suspicion",
+    "generation",
+    "drain",
+    "stop",
+    "failure",
+    "finished",
+    "resync",
 ]
 
 
@@ -19,7 +30,7 @@ class Member:
     """A worker that takes part: where it runs and how its peers reach it.
 
     ``rank`` is the global rank that the launcher gave its slot; ``store_port`` is where it would host
-    an epoch's store.
+    an epoch's store. ``joining``: it came to a job that was running already, and waits to be taken in.
     """
 
     worker: WorkerId
@@ -29,6 +40,7 @@ class Member:
     store_port: int
     pid: int
     rank: int
+    joining: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -112,6 +124,28 @@ class AgentRecord:
 
 
 @dataclass(frozen=True)
+class Drain:
+    """``node`` is to be left: what it hosts moves elsewhere at a boundary, and its workers end.
+
+    ``deadline_seconds`` is how much time there was when it was asked for, None for no hurry. A watcher
+    counts it from when it is told, so that clocks don't matter; ``time_seconds`` is the wall clock of
+    whoever asked, for people to read.
+    """
+
+    node: str
+    deadline_seconds: float | None
+    reason: str
+    time_seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Drain:
+        return cls(**value)
+
+
+@dataclass(frozen=True)
 class Change:
     """Something in the job that is new to this watcher. ``value`` None means that it is no longer there.
 
@@ -124,6 +158,8 @@ class Change:
     | progress     | the worker    | its n | dict                         |
     | suspicion    | the suspect   | its n | dict: reporter, reason       |
     | generation   |               |       | int                          |
+    | drain        | the node      |       | Drain                        |
+    | stop         |               |       | dict: reason                 |
     | failure      |               |       | JobFailure                   |
     | finished     |               |       | dict                         |
     | resync       |               |       | everything missed was told   |

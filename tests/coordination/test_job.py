@@ -11,7 +11,7 @@ import pytest
 
 from deepspeed_bamboo.coordination.errors import EndpointError, JobNameTaken, NoEpoch
 from deepspeed_bamboo.coordination.job import JobCoordinator
-from deepspeed_bamboo.coordination.records import AgentRecord, Change, EpochRecord, JobFailure, Member
+from deepspeed_bamboo.coordination.records import AgentRecord, Change, Drain, EpochRecord, JobFailure, Member
 from deepspeed_bamboo.coordination.store import KeyValueStore
 from tests.coordination.helpers import Collector, first_epoch, member, unique_name
 
@@ -184,6 +184,11 @@ def test_a_watcher_is_told_everything_that_is_and_that_changes(open_job: OpenJob
     job.publish_progress(1, "w0", {"step": 3})
     job.report_suspicion(1, reporter="w0", suspect="w9", reason="reset")
     job.mark_ended("w7", {"code": 0})
+    job.request_drain("n4", deadline_seconds=30.0, reason="notice")
+    drain = job.draining()["n4"]
+    job.cancel_drain("n4")
+    job.request_stop("enough")
+    job.next_rank()
     registration.withdraw()
     agent.withdraw()
     job.finish({"digest": "d"})
@@ -197,6 +202,9 @@ def test_a_watcher_is_told_everything_that_is_and_that_changes(open_job: OpenJob
         Change("progress", worker="w0", epoch=1, value={"step": 3}),
         Change("suspicion", worker="w9", epoch=1, value={"reporter": "w0", "reason": "reset"}),
         Change("ended", worker="w7", value={"code": 0}),
+        Change("drain", worker="n4", value=drain),
+        Change("drain", worker="n4"),
+        Change("stop", value={"reason": "enough"}),
         Change("member", worker="w0"),
         Change("agent", worker="0"),
         Change("finished", value={"digest": "d"}),
@@ -327,7 +335,8 @@ def test_a_job_name_that_is_no_key_is_refused(name: str, open_store: Callable[[]
         first_epoch(WORKERS),
         JobFailure(worker="w", kind="user_error", message="m", traceback="t"),
         AgentRecord(rank=1, node="n", pid=2),
+        Drain("n", None, "maintenance", 1.5),
     ],
 )
-def test_records_come_back_from_json(value: Member | EpochRecord | JobFailure | AgentRecord) -> None:
+def test_records_come_back_from_json(value: Member | EpochRecord | JobFailure | AgentRecord | Drain) -> None:
     assert type(value).from_json(value.to_json()) == value
