@@ -18,15 +18,18 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from deepspeed_bamboo.coordination import AgentRecord, Change, JobCoordinator, Registration
 from deepspeed_bamboo.elastic import decisions
+from deepspeed_bamboo.elastic.address import VARIABLE as ADDRESS
+from deepspeed_bamboo.elastic.address import advertised_address
 from deepspeed_bamboo.elastic.agent_settings import AgentHooks, AgentSettings
 from deepspeed_bamboo.elastic.boot import Boot
+from deepspeed_bamboo.elastic.bootstrap import NOTICE_SIGNALS
 from deepspeed_bamboo.elastic.error_report import ErrorReport
 from deepspeed_bamboo.elastic.leftovers import remove_shared_memory, signal_session
 from deepspeed_bamboo.elastic.mailbox import Mailbox
 from deepspeed_bamboo.elastic.messenger import Messenger
 from deepspeed_bamboo.elastic.processes import DeathWatch
 from deepspeed_bamboo.elastic.rendezvous import LauncherRendezvous
-from deepspeed_bamboo.elastic.slot import Slot
+from deepspeed_bamboo.elastic.slot import Slot, generation_of
 from deepspeed_bamboo.elastic.starting import QuietLogs, WorkerStarter
 from deepspeed_bamboo.elastic.supervisor import Supervisor
 
@@ -75,17 +78,19 @@ class BambooElasticAgent(LocalElasticAgent):
         self._coordinator = coordinator
         self._starter = starter
         self._hooks = hooks or AgentHooks()
-        self._supervisor = Supervisor(slot, lease_seconds=settings.lease_seconds)
+        self._supervisor = Supervisor(slot, lease_seconds=settings.lease_seconds, rules=settings.rules)
         self._mailbox = Mailbox()
         self._agents: set[str] = set()
-        self._was_complete = False
-        self._worker = ""
-        self._generation = 0
+        # Those of the same command that have not been seen yet.
+        self._expected = {str(rank) for rank in boot.ranks or range(slot.world_size)}
+        self._start_action = decisions.StartWorker("", 0)
         self._report: ErrorReport | None = None
-        self._sessions: dict[int, int] = {}  # generation -> process id, which is also its session
+        self._sessions: dict[str, int] = {}  # worker -> process id, which is also its session
         self._exit_code: int | None = None
         self._registration: Registration | None = None
         self._messenger: Messenger | None = None
+        # A notice must not end this process, even where the shell that started it ignores that signal.
+        self._notice_signals = settings.rules.notice_signals
         self._kept_signals = {number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
 
     @property
@@ -130,8 +135,8 @@ class BambooElasticAgent(LocalElasticAgent):
         self._pcontext = self._starter.start(self._environment(self._report.path))
         self._take_signals()  # starting has put handlers of torch's own in place
         pid = self._pcontext.pids()[0]
-        self._sessions[self._generation] = pid
-        worker = self._worker
+        worker = self._start_action.worker
+        self._sessions[worker] = pid
         DeathWatch([pid], lambda _: self._mailbox.put_call(lambda: self._collect(worker)))
         return self._pcontext.pids()
 
@@ -173,7 +178,7 @@ class BambooElasticAgent(LocalElasticAgent):
                 self._messenger.send(action)
 
     def _start(self, action: decisions.StartWorker) -> None:
-        self._worker, self._generation = action.worker, action.generation
+        self._start_action = action
         try:
             self._initialize_workers(self._worker_group)
         except SignalException as interruption:
@@ -194,15 +199,14 @@ class BambooElasticAgent(LocalElasticAgent):
 
     def _sweep(self, event: decisions.WorkerExited) -> None:
         """Remove what the worker left; after everything that others wait for."""
-        generation = int(event.worker.rpartition("-")[2])
-        pid = self._sessions[generation]
+        pid = self._sessions[event.worker]
         if event.code != 0:
             signal_session(pid, signal.SIGTERM)
         remove_shared_memory(
             worker_pid=pid,
             rank=self._slot.rank,
             master_addr=self._boot.master_addr,
-            master_port=self._boot.master_ports[generation],
+            master_port=self._boot.master_ports[generation_of(event.worker)],
         )
 
     def _kill(self, number: signal.Signals) -> None:
@@ -215,8 +219,8 @@ class BambooElasticAgent(LocalElasticAgent):
     def _on_change(self, change: Change) -> None:
         if change.kind == "agent":
             (self._agents.discard if change.value is None else self._agents.add)(change.worker)
-            if len(self._agents) >= self._slot.world_size:
-                self._was_complete = True
+            self._expected.discard(change.worker)
+            if not self._expected:
                 self._hooks.on_all_present()
         self._mailbox.put(decisions.Changed(change))
 
@@ -244,9 +248,9 @@ class BambooElasticAgent(LocalElasticAgent):
         """Hear the signals that end a program, except those that this process was started to ignore."""
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in _SIGNALS:
-            kept = number in self._kept_signals
-            signal.signal(number, self._on_signal if kept else signal.SIG_IGN)
+        for number in {*_SIGNALS, *self._notice_signals}:
+            heard = number in self._kept_signals or number in self._notice_signals
+            signal.signal(number, self._on_signal if heard else signal.SIG_IGN)
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._mailbox.put(decisions.Signalled(number))
@@ -264,12 +268,13 @@ class BambooElasticAgent(LocalElasticAgent):
             self._registration.withdraw()
         if self._settings.hosts_coordinator:
             self._wait_for_others()
-        if self._was_complete:  # otherwise some slot may be about to come, and must find out how it ended
+        if not self._expected:  # otherwise some slot may be about to come, and must find out how it ended
             Messenger.clean_up_if_last(self._coordinator)
 
     def _wait_for_others(self) -> None:
         """They need the coordinator until they have left: for as long as they like if all went well."""
-        patience = float("inf") if self._supervisor.finished and self.exit_code == 0 else _OTHERS_SECONDS
+        all_well = self.exit_code == 0 and (self._supervisor.finished or self._supervisor.drained)
+        patience = float("inf") if all_well else _OTHERS_SECONDS
         own = str(self._slot.rank)
         self._mailbox.wait_until(
             lambda event: not self._agents - {own} or isinstance(event, decisions.Signalled | decisions.LauncherGone),
@@ -279,23 +284,28 @@ class BambooElasticAgent(LocalElasticAgent):
     # -- inside ------------------------------------------------------------------------------------
 
     def _environment(self, error_file: str) -> dict[str, str]:
-        slot, boot = self._slot, self._boot
+        slot, boot, action = self._slot, self._boot, self._start_action
+        address = advertised_address(os.environ, master_addr=boot.master_addr, endpoints=boot.endpoints)
         return {
             "RANK": str(slot.rank),
             "LOCAL_RANK": str(slot.local_rank),
-            "WORLD_SIZE": str(slot.world_size),
-            "LOCAL_WORLD_SIZE": str(slot.local_world_size),
+            "WORLD_SIZE": str(max(slot.workers, slot.rank + 1)),
+            "LOCAL_WORLD_SIZE": str(min(slot.local_world_size, slot.workers)),
             "MASTER_ADDR": boot.master_addr,
-            "MASTER_PORT": str(boot.master_ports[self._generation]),
+            "MASTER_PORT": str(boot.master_ports[action.generation]),
             "BAMBOO_JOB": boot.job,
             "BAMBOO_ENDPOINTS": ",".join(boot.endpoints),
             "BAMBOO_PREFIX": boot.prefix,
-            "BAMBOO_WORKER": self._worker,
-            "BAMBOO_GENERATION": str(self._generation),
+            "BAMBOO_WORKER": action.worker,
+            "BAMBOO_GENERATION": str(action.generation),
+            "BAMBOO_JOINING": "1" if action.joining else "",
+            ADDRESS: address,
+            NOTICE_SIGNALS: ",".join(str(int(number)) for number in sorted(self._notice_signals)),
             "BAMBOO_NODE": slot.node,
             "BAMBOO_ZONE": slot.zone,
             "BAMBOO_AGENT_PID": str(os.getpid()),
             "BAMBOO_ERROR_FILE": error_file,
+            **dict(self._settings.environment),
         }
 
     def _say(self, text: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from deepspeed_bamboo.elastic.rules import Rules
 
 
 def _nothing() -> None:
@@ -15,11 +17,14 @@ class AgentSettings:
     """``lease_seconds``: coordinator.lease_seconds. ``hosts_coordinator``: others need this agent's etcd.
 
     ``launchers``: the processes without which there is no reason to go on (see ``launcher_chain``).
+    ``environment``: what workers find in theirs besides (how to reach a guarded etcd, for instance).
     """
 
     lease_seconds: float = 3.0
     hosts_coordinator: bool = False
     launchers: tuple[int, ...] = ()
+    rules: Rules = field(default_factory=Rules)
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

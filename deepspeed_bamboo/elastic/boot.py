@@ -16,6 +16,7 @@ class Boot:
 
     ``master_ports`` holds one port for each attempt to start: workers of different attempts never meet.
     ``host_pid`` is the process on rank 0's machine that runs the job's own etcd; 0 for the user's etcd.
+    ``ranks``: for a command that joins a running job, the rank in that job of each of its slots.
     """
 
     job: str
@@ -24,13 +25,16 @@ class Boot:
     master_addr: str
     master_ports: tuple[int, ...]
     host_pid: int = 0
+    ranks: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Boot:
-        return cls(**{**value, "endpoints": tuple(value["endpoints"]), "master_ports": tuple(value["master_ports"])})
+        lists = ("endpoints", "master_ports", "ranks")
+        fields: dict[str, Any] = {name: tuple(part) if name in lists else part for name, part in value.items()}
+        return cls(**fields)
 
 
 class Exchange(Protocol):

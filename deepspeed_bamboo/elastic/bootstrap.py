@@ -20,6 +20,7 @@ from types import TracebackType
 from deepspeed_bamboo.elastic.error_report import write_report
 from deepspeed_bamboo.elastic.orphans import die_with_agent
 
+NOTICE_SIGNALS = "BAMBOO_NOTICE_SIGNALS"
 _LINGER_SECONDS = 2.0
 
 
@@ -39,6 +40,7 @@ def guarded(function: Callable[[], object]) -> int:
     that is no daemon hangs, because its peers wait for news of it.
     """
     die_with_agent()
+    _leave_notices_to_agent()
     code = _call(function)
     if code != 0:
         timer = threading.Timer(_LINGER_SECONDS, os._exit, args=(code,))
@@ -64,6 +66,16 @@ def _call(function: Callable[[], object]) -> int:
         _report("".join(traceback.format_exception(type(error), error, _of_the_user(error.__traceback__))))
         return 1
     return 0
+
+
+def _leave_notices_to_agent() -> None:
+    """A scheduler signals all processes of a node; those that mean a notice are the agent's business.
+
+    A handler that the script sets later is its own business.
+    """
+    for text in os.environ.get(NOTICE_SIGNALS, "").split(","):
+        if text:
+            signal.signal(int(text), signal.SIG_IGN)
 
 
 def _report(text: str) -> None:

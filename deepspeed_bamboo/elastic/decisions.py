@@ -81,10 +81,11 @@ Event = WorkerExited | Changed | Signalled | LauncherGone | CoordinatorGone | Lo
 
 @dataclass(frozen=True)
 class StartWorker:
-    """Start a worker of this generation, with the id ``worker``."""
+    """Start a worker of this generation, with the id ``worker``; ``joining``: into a job that runs."""
 
     worker: WorkerId
     generation: int
+    joining: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,10 +126,11 @@ class CheckSuspect:
 
 @dataclass(frozen=True)
 class MarkEnded:
-    """Record that ``worker`` ended its script well, and remove its key."""
+    """Record that ``worker`` ended its script well, or was drained, and remove its key."""
 
     worker: WorkerId
     generation: int
+    drained: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,22 @@ class Withdraw:
     """Remove the key of ``worker``, whose process is gone, without a loss."""
 
     worker: WorkerId
+
+
+@dataclass(frozen=True)
+class RequestDrain:
+    """Ask the job to leave ``node`` within so many seconds."""
+
+    node: str
+    deadline_seconds: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class ForgetDrain:
+    """The workers of ``node`` have left it: take the request back once none is there any more."""
+
+    node: str
 
 
 @dataclass(frozen=True)
@@ -183,6 +201,8 @@ Action = (
     | CheckSuspect
     | MarkEnded
     | Withdraw
+    | RequestDrain
+    | ForgetDrain
     | Fail
     | Finish
     | Say

@@ -175,8 +175,16 @@ class _Server:
         self._lifeline.sendall(b"r")
         while True:
             for key, _ in self._selector.select():
-                if key.fileobj in self._selector.get_map():
+                if self._is_registered(key.fileobj):
                     key.data()
+
+    def _is_registered(self, file: Any) -> bool:
+        """Not any more, if an earlier event of the same round has closed it."""
+        try:
+            self._selector.get_key(file)
+        except (KeyError, ValueError):
+            return False
+        return True
 
     def _accept(self) -> None:
         client, _ = self._listener.accept()

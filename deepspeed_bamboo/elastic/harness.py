@@ -18,7 +18,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,6 +31,7 @@ from deepspeed_bamboo.elastic.boot import Boot
 from deepspeed_bamboo.elastic.errors import LaunchError
 from deepspeed_bamboo.elastic.fork_server import ForkedProcess, ForkRequest, ForkServer, reference
 from deepspeed_bamboo.elastic.leftovers import signal_session
+from deepspeed_bamboo.elastic.rules import Entry, Rules
 from deepspeed_bamboo.elastic.slot import Slot, key_part
 from deepspeed_bamboo.elastic.supervisor import MAX_RESTARTS
 
@@ -79,10 +80,16 @@ class Machine:
         endpoints: Sequence[str] = (),
         job: str | None = None,
         lease_seconds: float = 3.0,
+        nodes: Sequence[str] = (),
+        start_workers: int | None = None,
+        max_restarts: int = 0,
+        restart_seconds: float = 0.1,
     ) -> None:
         """Start. ``environment`` is added to that of agents and workers; without ``endpoints`` an etcd is started.
 
         Give the same ``endpoints`` and no ``job`` to many machines, one after the other, to save that time.
+        ``nodes``: what to call the node of each slot, for a job as of several machines. Slots from
+        ``start_workers`` on are standbys.
         """
         self.job = job or f"run-{os.getpid()}-{time.monotonic_ns()}"
         self._workers = workers
@@ -92,7 +99,11 @@ class Machine:
         self._store: EtcdStore | None = None
         self._agents: dict[int, ForkedProcess] = {}
         self._started = time.monotonic()
-        boot = Boot(
+        self._rules = Rules(max_restarts=max_restarts, restart_seconds=restart_seconds)
+        self._start_workers = start_workers
+        self._server, self._lease_seconds = server, lease_seconds
+        self._worker_main, self._argv, self._environment = worker_main, list(argv), dict(environment or {})
+        self._boot = Boot(
             job=self.job,
             prefix="/deepspeed_bamboo",
             endpoints=self.endpoints,
@@ -101,15 +112,8 @@ class Machine:
         )
         try:
             for rank in range(workers):
-                plan = self._plan(rank, boot, server, worker_main, argv, lease_seconds)
-                self._agents[rank] = server.fork(
-                    ForkRequest(
-                        target=reference(agent_main),
-                        arguments=(plan,),
-                        environment=dict(environment or {}),
-                        output=str(self._output(rank)),
-                    )
-                )
+                standby = start_workers is not None and rank >= start_workers
+                self._add(rank, node=nodes[rank] if nodes else "", entry=Entry.STANDBY if standby else Entry.START)
         except BaseException:
             self.close()
             raise
@@ -141,6 +145,14 @@ class Machine:
         """The agents' processes by rank."""
         return {rank: agent.pid for rank, agent in self._agents.items()}
 
+    def join(self, *, node: str = "") -> int:
+        """Start one more agent, as a command that joins the running job would; returns its rank."""
+        coordinator = self.coordinator
+        coordinator.reserve_ranks(self._workers)
+        rank = coordinator.next_rank()
+        self._add(rank, node=node, entry=Entry.JOIN)
+        return rank
+
     def worker_pid(self, rank: int, *, generation: int = 0, within_seconds: float = 30.0) -> int:
         """The process of a rank's worker, once it is started. Raises LaunchError when it is not in time."""
         deadline = time.monotonic() + within_seconds
@@ -152,7 +164,10 @@ class Machine:
         raise LaunchError(f"rank {rank} has no worker of generation {generation}:\n{self.output(rank)}")
 
     def kill_worker(self, rank: int, number: int = signal.SIGKILL, *, generation: int = 0) -> float:
-        """Send ``number`` to a rank's worker; returns the time (monotonic) just before."""
+        """Send ``number`` to a rank's worker; returns the time (monotonic) just before.
+
+        ``generation``: how many workers of this rank came before that one, for whatever reason.
+        """
         pid = self.worker_pid(rank, generation=generation)
         now = time.monotonic()
         os.kill(pid, number)
@@ -198,29 +213,46 @@ class Machine:
         except CoordinatorUnavailable:
             return  # the test has ended the server
 
-    def _plan(
-        self, rank: int, boot: Boot, server: ForkServer, worker_main: WorkerMain, argv: Sequence[str], lease: float
-    ) -> dict[str, Any]:
+    def _add(self, rank: int, *, node: str, entry: Entry) -> None:
+        plan = self._plan(rank, node=node or key_part(socket.gethostname()), entry=entry)
+        self._agents[rank] = self._server.fork(
+            ForkRequest(
+                target=reference(agent_main),
+                arguments=(plan,),
+                environment=self._environment,
+                output=str(self._output(rank)),
+            )
+        )
+
+    def _plan(self, rank: int, *, node: str, entry: Entry) -> dict[str, Any]:
+        own_command = entry is Entry.JOIN
+        size = 1 if own_command else self._workers
         slot = Slot(
             rank=rank,
-            local_rank=rank,
-            world_size=self._workers,
-            local_world_size=self._workers,
-            node=key_part(socket.gethostname()),
+            local_rank=0 if own_command else rank,
+            world_size=size,
+            local_world_size=size,
+            node=node,
             zone="unknown",
-            master_addr=boot.master_addr,
-            master_port=boot.master_ports[0],
+            master_addr=self._boot.master_addr,
+            master_port=self._boot.master_ports[0],
+            start_workers=None if own_command else self._start_workers,
         )
         return {
             "slot": vars(slot),
-            "boot": boot.to_json(),
-            "server": server.address,
-            "target": reference(worker_main),
-            "argv": list(argv),
+            "boot": replace(self._boot, ranks=(rank,) if own_command else ()).to_json(),
+            "server": self._server.address,
+            "target": reference(self._worker_main),
+            "argv": self._argv,
             "output": str(self._output(rank)),
             "pid_file": str(self._pid_file(rank)),
-            "lease_seconds": lease,
+            "lease_seconds": self._lease_seconds,
             "launcher": os.getpid(),
+            "rules": {
+                "entry": entry.value,
+                "max_restarts": self._rules.max_restarts,
+                "restart_seconds": self._rules.restart_seconds,
+            },
         }
 
     def _worker_pids(self, rank: int) -> list[int]:
@@ -253,7 +285,11 @@ def agent_main(plan: dict[str, Any]) -> int:
             output=plan["output"],
             pid_file=plan["pid_file"],
         ),
-        settings=AgentSettings(lease_seconds=plan["lease_seconds"], launchers=(plan["launcher"],)),
+        settings=AgentSettings(
+            lease_seconds=plan["lease_seconds"],
+            launchers=(plan["launcher"],),
+            rules=Rules(**{**plan["rules"], "entry": Entry(plan["rules"]["entry"])}),
+        ),
     )
     try:
         agent.run()

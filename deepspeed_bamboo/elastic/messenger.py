@@ -17,7 +17,7 @@ from deepspeed_bamboo.elastic import decisions
 from deepspeed_bamboo.elastic.courier import Courier, Errand
 from deepspeed_bamboo.elastic.losses import Presence, probe, settle_loss
 from deepspeed_bamboo.elastic.mailbox import Mailbox
-from deepspeed_bamboo.elastic.slot import Slot
+from deepspeed_bamboo.elastic.slot import Slot, generation_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,11 @@ class Messenger:
         elif isinstance(action, decisions.Withdraw):
             worker = action.worker
             self._endings.send(Errand(f"key of {worker}", lambda: self._coordinator.withdraw(worker), _ENDED_SECONDS))
+        elif isinstance(action, decisions.RequestDrain):
+            self._losses.send(Errand(f"drain of {action.node}", lambda: self._drain(action), _AS_LONG_AS_IT_TAKES))
+        elif isinstance(action, decisions.ForgetDrain):
+            node = action.node
+            self._endings.send(Errand(f"end of the drain of {node}", lambda: self._forget_drain(node), _ENDED_SECONDS))
         elif isinstance(action, decisions.Finish):
             summary = {"reason": action.reason}
             self._endings.send(Errand("finish", lambda: self._coordinator.finish(summary), _ENDED_SECONDS))
@@ -132,8 +137,17 @@ class Messenger:
         self._mailbox.put(decisions.LossSettled((worker,), epoch))
 
     def _mark_ended(self, action: decisions.MarkEnded) -> None:
-        self._coordinator.mark_ended(action.worker, {"generation": action.generation})
+        how = {"drained": True} if action.drained else {}
+        self._coordinator.mark_ended(action.worker, {"generation": action.generation, **how})
         self._coordinator.withdraw(action.worker)
+
+    def _drain(self, action: decisions.RequestDrain) -> None:
+        self._coordinator.request_drain(action.node, deadline_seconds=action.deadline_seconds, reason=action.reason)
+
+    def _forget_drain(self, node: str) -> None:
+        """Of several agents of the node the last one finds nobody there."""
+        if not any(member.node == node for member in self._coordinator.members().values()):
+            self._coordinator.cancel_drain(node)
 
     def _fail(self, failure: JobFailure) -> None:
         if failure.kind == "user_error" and self._is_starting_again(failure.worker):
@@ -143,7 +157,7 @@ class Messenger:
 
     def _is_starting_again(self, worker: WorkerId) -> bool:
         """Whether ``worker`` failed only because another was lost before there was an epoch."""
-        return not worker.endswith(f"-{self._coordinator.generation()}")
+        return generation_of(worker) != self._coordinator.generation()
 
     def _recorded(self, failure: JobFailure) -> None:
         self._mailbox.put(decisions.FailureRecorded(failure, first=True))

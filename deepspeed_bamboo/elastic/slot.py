@@ -16,7 +16,8 @@ class Slot:
 
     ``master_addr`` and ``master_port`` are the launcher's; the job's own workers get a port of their
     own (see ``boot.py``). ``passed_local_rank``: whether the launcher passed ``--local_rank`` on the
-    command line, which the script then expects too.
+    command line, which the script then expects too. ``start_workers``: how many slots form the job at its
+    start; None for all. A slot that joins a job has a rank of that job, which its launcher doesn't know.
     """
 
     rank: int
@@ -28,15 +29,21 @@ class Slot:
     master_addr: str
     master_port: int
     passed_local_rank: bool = False
+    start_workers: int | None = None
+
+    @property
+    def workers(self) -> int:
+        """How many workers the job starts with, for a slot of the command that starts it."""
+        return self.world_size if self.start_workers is None else self.start_workers
 
     @property
     def one_machine(self) -> bool:
         """Whether all slots of the job have the same launcher."""
         return self.local_world_size >= self.world_size
 
-    def worker(self, *, generation: int) -> str:
-        """The id of this slot's worker after ``generation`` restarts."""
-        return f"{self.node}-{self.rank}-{generation}"
+    def worker(self, *, generation: int, attempt: int = 0) -> str:
+        """The id of this slot's worker in a generation; ``attempt``: how many it has replaced since."""
+        return f"{self.node}-{self.rank}-{generation}" + (f".{attempt}" if attempt else "")
 
 
 def slot_from_environment(environment: Mapping[str, str], *, local_rank: int | None = None, zone: str = "auto") -> Slot:
@@ -67,6 +74,11 @@ def slot_from_environment(environment: Mapping[str, str], *, local_rank: int | N
         master_port=_number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else 29500,
         passed_local_rank=local_rank is not None,
     )
+
+
+def generation_of(worker: str) -> int:
+    """The generation in a worker's id."""
+    return int(worker.rpartition("-")[2].partition(".")[0])
 
 
 def key_part(text: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 from enum import Enum
 
-from deepspeed_bamboo.coordination import Change, EpochRecord, JobFailure, Member
+from deepspeed_bamboo.coordination import Change, Drain, EpochRecord, JobFailure, Member
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.elastic.decisions import (
     Action,
@@ -22,12 +22,14 @@ from deepspeed_bamboo.elastic.decisions import (
     Fail,
     FailureRecorded,
     Finish,
+    ForgetDrain,
     KillWorker,
     LauncherGone,
     Leave,
     LossSettled,
     MarkEnded,
     ReportLoss,
+    RequestDrain,
     Say,
     Signalled,
     StartWorker,
@@ -38,6 +40,7 @@ from deepspeed_bamboo.elastic.decisions import (
     how_it_ended,
 )
 from deepspeed_bamboo.elastic.error_report import last_line
+from deepspeed_bamboo.elastic.rules import EXIT_DRAINED, EXIT_EXPELLED, EXIT_JOB_FAILED, Entry, Rules
 from deepspeed_bamboo.elastic.slot import Slot
 
 MAX_RESTARTS = 3
@@ -46,56 +49,72 @@ MAX_RESTARTS = 3
 _SIGNALS_OF_THE_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _WAIT_FOR_OWN_SIGNAL_SECONDS = 0.3
 _WAIT_FOR_FAILURE_SECONDS = 2.0
-_EXIT_JOB_FAILED = 3  # a worker's own code for: the job failed elsewhere
+_WAIT_FOR_EPOCH_SECONDS = 2.0
 
 
 class Own(Enum):
     """What became of the own worker."""
 
+    WAITING = "waiting"  # not started yet: there is no job to join
     RUNNING = "running"
     UNEXPLAINED = "unexplained"  # gone; what for is about to be known
     REPLACED = "replaced"  # killed, to be started again
     ENDING = "ending"  # told to end, because the job ends
     ENDED = "ended"  # its script is over, without an error
     LOST = "lost"  # gone as a lost node
+    DRAINED = "drained"  # left as it was asked to
+    UNFIT = "unfit"  # its script raised before it had a part in the job
     FAILED = "failed"  # its script raised
 
 
 class Supervisor:
     """The state of one slot and what it knows of its job."""
 
-    def __init__(self, slot: Slot, *, lease_seconds: float) -> None:
+    def __init__(self, slot: Slot, *, lease_seconds: float, rules: Rules | None = None) -> None:
         self._slot = slot
         self._lease_seconds = lease_seconds
+        self._rules = rules or Rules()
         self._generation = 0
         self._next_generation = 0
-        self._own = Own.RUNNING
+        self._attempt = 0  # how many workers this slot has replaced since the job began
+        self._joining = self._rules.entry is not Entry.START
+        self._join_due = self._joining
+        self._own = Own.WAITING if self._joining else Own.RUNNING
+        self._synced = False  # whether all that there was has been told
+        self._draining = False
+        self._stopping = False
         self._exit: WorkerExited | None = None  # of an unexplained end
         self._epoch: EpochRecord | None = None
         self._was_member = False
         self._members: dict[WorkerId, Member] = {}
         self._ended: dict[WorkerId, int] = {}  # -> generation
+        self._drained: set[WorkerId] = set()
         self._failure: JobFailure | None = None
         self._finished = False
         self._offered: JobFailure | None = None  # the failure that this agent wants recorded, or has recorded
         self._offer_pending = False
         self._code_if_interrupted = 1
-        self._leaves_alone = False
+        self._leaves_alone: int | None = None  # with this code
         self._left = False
 
     @property
     def worker(self) -> WorkerId:
         """The id of the current worker."""
-        return self._slot.worker(generation=self._generation)
+        return self._slot.worker(generation=self._generation, attempt=self._attempt)
 
     @property
     def finished(self) -> bool:
         """Whether the job is complete."""
         return self._finished
 
+    @property
+    def drained(self) -> bool:
+        """Whether the job goes on elsewhere, as it was asked to."""
+        return self._own is Own.DRAINED or self._draining
+
     def start(self) -> list[Action]:
         """The first thing to do."""
-        return [StartWorker(self.worker, self._generation)]
+        return [] if self._own is Own.WAITING else [StartWorker(self.worker, self._generation)]
 
     def handle(self, event: Event) -> list[Action]:
         """What to do now. Nothing any more once it has returned a Leave."""
@@ -131,9 +150,11 @@ class Supervisor:
             return [Withdraw(event.worker)]
         if event.code == 0:
             return self._on_end_of_script(event)
-        if self._was_expelled():
+        if event.code == EXIT_DRAINED:
+            return self._on_left_node(event)
+        if self._was_expelled() or event.code == EXIT_EXPELLED:
             self._own = Own.LOST
-            return [Withdraw(event.worker)]
+            return [Withdraw(event.worker), *self._plan_restart()]
         if event.code < 0 and self._finished:
             return [
                 Say(f"worker {event.worker} {how_it_ended(event.code)} after the job was complete"),
@@ -141,7 +162,7 @@ class Supervisor:
             ]
         if event.code < 0 and -event.code in _SIGNALS_OF_THE_END:
             return self._wait_for_explanation(event, _WAIT_FOR_OWN_SIGNAL_SECONDS)
-        if event.code == _EXIT_JOB_FAILED and not event.report:
+        if event.code == EXIT_JOB_FAILED and not event.report:
             return self._wait_for_explanation(event, _WAIT_FOR_FAILURE_SECONDS)
         return self._conclude(event)
 
@@ -153,9 +174,17 @@ class Supervisor:
         """Take the exit for what it looks like: a signal is a lost node, everything else the script's own error."""
         if event.code < 0:
             self._own = Own.LOST
-            return [ReportLoss(event.worker, f"its process {how_it_ended(event.code)}", self._generation)]
-        self._own = Own.FAILED
+            loss = ReportLoss(event.worker, f"its process {how_it_ended(event.code)}", self._generation)
+            return [loss, *self._plan_restart()]
+        if event.code == EXIT_DRAINED:
+            self._own = Own.LOST
+            return [ReportLoss(event.worker, "it left before its part was taken over", self._generation)]
         report = event.report or f"(no traceback: the process {how_it_ended(event.code)})"
+        if self._joining and not self._was_member:
+            self._own = Own.UNFIT
+            text = f"worker {event.worker} could not join, the job goes on without it: {report}"
+            return [Withdraw(event.worker), Say(text)]
+        self._own = Own.FAILED
         message = f"worker {event.worker} (rank {self._slot.rank}) {how_it_ended(event.code)}: {last_line(report)}"
         failure = JobFailure(worker=event.worker, kind="user_error", message=message, traceback=report)
         return self._offer(failure)
@@ -167,6 +196,57 @@ class Supervisor:
     def _was_expelled(self) -> bool:
         return self._was_member and self._epoch is not None and self.worker not in self._epoch.members
 
+    def _on_left_node(self, event: WorkerExited) -> list[Action]:
+        """It left because its node is to be left; the epoch without it may not be known here yet."""
+        if self._epoch is not None and self.worker in self._epoch.members:
+            return self._wait_for_explanation(event, _WAIT_FOR_EPOCH_SECONDS)
+        self._own, self._exit = Own.DRAINED, None
+        return [
+            Say(f"worker {event.worker} has left; the job goes on without it, and nothing is lost"),
+            MarkEnded(event.worker, self._generation, drained=True),
+            ForgetDrain(self._slot.node),
+        ]
+
+    # -- joining a job that runs -------------------------------------------------------------------
+
+    def _plan_restart(self) -> list[Action]:
+        """After a loss: replace the worker in a while, if it may be replaced."""
+        if not self._rules.max_restarts or self._leaves_alone is not None:
+            return []
+        if self._attempt >= self._rules.max_restarts:
+            text = f"worker {self.worker} is not replaced: {self._attempt} were before it (topology.max_restarts)"
+            return [Say(text)]
+        return [WakeAfter(self._rules.restart_seconds * 2**self._attempt, "restart")]
+
+    def _join_if_due(self) -> list[Action]:
+        """Start a worker that joins, once the job runs and has settled the loss of the one before."""
+        if not self._join_due or not self._synced or self._own not in (Own.WAITING, Own.LOST):
+            return []
+        if self._rules.entry is Entry.JOIN and self._epoch is None and self._own is Own.WAITING:
+            self._leaves_alone = 1
+            return [Say("the job has ended before this machine could join it")]
+        if self._epoch is None or self._over or self._stopping or self._draining or self._leaves_alone is not None:
+            return []
+        if self._own is Own.LOST:
+            if self.worker in self._epoch.members:
+                return []
+            self._attempt += 1
+        self._generation = self._next_generation
+        self._join_due, self._joining, self._was_member, self._own = False, True, False, Own.RUNNING
+        return [StartWorker(self.worker, self._generation, joining=True)]
+
+    @property
+    def _over(self) -> bool:
+        return self._finished or self._failure is not None
+
+    def _on_drain(self, drain: Drain | None) -> list[Action]:
+        """The own node is to be left, or (None) not any more."""
+        before, self._draining = self._draining, drain is not None
+        if drain is None or before or self._over or self._slot.local_rank != 0:
+            return self._join_if_due()
+        time = "" if drain.deadline_seconds is None else f" within {drain.deadline_seconds:.0f} s"
+        return [Say(f"node {drain.node} is to be left{time}: {drain.reason}")]
+
     # -- the job -----------------------------------------------------------------------------------
 
     def _on_change(self, change: Change) -> list[Action]:
@@ -175,6 +255,9 @@ class Supervisor:
         if change.kind == "member":
             return self._on_member(change.worker, change.value)
         if change.kind == "ended" and change.value is not None:
+            if change.value.get("drained"):
+                self._drained.add(change.worker)
+                return []
             self._ended[change.worker] = int(change.value.get("generation", 0))
             return self._finish_if_all_ended()
         if change.kind == "generation" and change.value is not None:
@@ -184,7 +267,21 @@ class Supervisor:
         if change.kind == "failure" and isinstance(change.value, JobFailure):
             return self._on_failure(change.value)
         if change.kind == "finished" and change.value is not None:
-            self._finished = True
+            return self._on_finished()
+        if change.kind == "drain" and change.worker == self._slot.node:
+            return self._on_drain(change.value)
+        if change.kind == "stop" and change.value is not None:
+            self._stopping = True
+        if change.kind == "resync":
+            self._synced = True
+            return self._join_if_due()
+        return []
+
+    def _on_finished(self) -> list[Action]:
+        self._finished = True
+        if self._own is Own.RUNNING and self._joining and not self._was_member:
+            self._own = Own.ENDING  # it came too late
+            return [EndWorker()]
         return []
 
     def _on_epoch(self, epoch: EpochRecord) -> list[Action]:
@@ -193,14 +290,22 @@ class Supervisor:
             self._was_member = True
         actions: list[Action] = []
         if self._was_expelled() and self._own is Own.RUNNING and self._failure is None:
-            actions += [
-                Say(f"the job goes on without worker {self.worker} ({epoch.reason}); ending it"),
-                KillWorker("the job goes on without it"),
-            ]
+            # One that was not lost leaves by itself, as it was asked to.
+            sure = self.worker in epoch.lost
+            actions += self._end_expelled() if sure else [WakeAfter(self._lease_seconds, "expelled")]
+        if self._own is Own.UNEXPLAINED and self._exit is not None and self._exit.code == EXIT_DRAINED:
+            actions += self._on_left_node(self._exit) if self.worker not in epoch.members else []
         absent = [worker for worker in epoch.members if worker not in self._members and worker != self.worker]
         if absent and not self._finished:
             actions.append(WakeAfter(self._lease_seconds, "absent"))
-        return actions + self._finish_if_all_ended()
+        return actions + self._join_if_due() + self._finish_if_all_ended()
+
+    def _end_expelled(self) -> list[Action]:
+        reason = "" if self._epoch is None else f" ({self._epoch.reason})"
+        return [
+            Say(f"the job goes on without worker {self.worker}{reason}; ending it"),
+            KillWorker("the job goes on without it"),
+        ]
 
     def _on_member(self, worker: WorkerId, member: Member | None) -> list[Action]:
         if member is not None:
@@ -213,7 +318,7 @@ class Supervisor:
         """A member that is not there, and that nobody has explained, may be lost."""
         if self._epoch is None or worker not in self._epoch.members:
             return []
-        if worker in self._ended or self._finished or self._failure is not None:
+        if worker in self._ended or worker in self._drained or self._over:
             return []
         if worker == self.worker and self._own is not Own.RUNNING:
             return []
@@ -236,7 +341,7 @@ class Supervisor:
             return []
         if self._epoch is None:
             current = [worker for worker, generation in self._ended.items() if generation == self._generation]
-            complete = len(current) >= self._slot.world_size
+            complete = len(current) >= self._slot.workers
         else:
             complete = all(worker in self._ended for worker in self._epoch.members)
         return [Finish("every worker has ended its script")] if complete else []
@@ -247,6 +352,8 @@ class Supervisor:
         if generation <= self._next_generation or self._failure is not None:
             return []
         self._next_generation = generation
+        if self._own is Own.WAITING:
+            return []
         if self._own is Own.RUNNING:
             self._own = Own.REPLACED
             return [KillWorker(f"all workers start again (attempt {generation + 1})")]
@@ -266,6 +373,11 @@ class Supervisor:
         if self._finished and self._own is not Own.RUNNING:
             return []
         name = signal.Signals(number).name
+        if number in self._rules.notice_signals:
+            reason = f"{name} was sent to the agent of rank {self._slot.rank}"
+            return [RequestDrain(self._slot.node, self._rules.grace_seconds, reason)]
+        if self._rules.entry is Entry.JOIN:
+            return self._leave_alone(f"{name} was sent to its agent", code=128 + number)
         first = self._failure is None and self._offered is None
         if first:
             self._code_if_interrupted = 128 + number
@@ -280,12 +392,16 @@ class Supervisor:
     def _on_launcher_gone(self, event: LauncherGone) -> list[Action]:
         if self._finished and self._own is not Own.RUNNING:
             return []
-        if event.command or self._slot.one_machine:
+        if self._rules.entry is not Entry.JOIN and (event.command or self._slot.one_machine):
             return self._on_signal(signal.SIGHUP)
-        self._leaves_alone = True
-        if self._own is Own.RUNNING:
-            return [KillWorker("its launcher is gone, which is taken for the loss of this node")]
-        return []
+        return self._leave_alone("its launcher is gone, which is taken for the loss of this node", code=1)
+
+    def _leave_alone(self, reason: str, *, code: int) -> list[Action]:
+        """This slot leaves the job, which goes on."""
+        if self._leaves_alone is not None:
+            return []
+        self._leaves_alone = code
+        return [KillWorker(reason)] if self._own is Own.RUNNING else []
 
     def _on_coordinator_gone(self, event: CoordinatorGone) -> list[Action]:
         """Nothing can be recorded any more, so each agent ends on its own."""
@@ -335,13 +451,20 @@ class Supervisor:
     def _on_loss_settled(self, event: LossSettled) -> list[Action]:
         if event.epoch is None or self._failure is not None:
             return []
-        names = ", ".join(event.workers)
-        return [Say(f"lost {names} ({event.epoch.reason}); the job goes on in epoch {event.epoch.number}")]
+        names, epoch = ", ".join(event.workers), event.epoch
+        if not set(event.workers) & set(epoch.lost):
+            return [Say(f"lost {names}, which had no part in the job; that goes on in epoch {epoch.number}")]
+        return [Say(f"lost {names} ({epoch.reason}); the job goes on in epoch {epoch.number}")]
 
     def _on_woken(self, event: Woken) -> list[Action]:
         if event.reason == "explanation" and self._own is Own.UNEXPLAINED and self._exit is not None:
             exited, self._exit = self._exit, None
             return self._conclude(exited)
+        if event.reason == "restart" and self._own is Own.LOST:
+            self._join_due = True
+            return self._join_if_due()
+        if event.reason == "expelled" and self._own is Own.RUNNING and self._was_expelled():
+            return [] if self._draining or self._over else self._end_expelled()
         if event.reason == "absent" and self._epoch is not None:
             absent = [worker for worker in self._epoch.members if worker not in self._members]
             return [action for worker in absent for action in self._check_if_missed(worker)]
@@ -352,10 +475,14 @@ class Supervisor:
             return []
         if self._failure is not None:
             code = self._code_if_interrupted if self._failure.kind == "interrupted" else 1
-        elif self._finished:
+        elif self._finished or self._own is Own.DRAINED:
             code = 0
-        elif self._leaves_alone:
+        elif self._leaves_alone is not None:
+            code = self._leaves_alone
+        elif self._own is Own.UNFIT and self._rules.entry is Entry.JOIN and self._slot.world_size == 1:
             code = 1
+        elif self._own in (Own.WAITING, Own.LOST) and self._draining:
+            code = 0
         else:
             return []
         self._left = True

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from deepspeed_bamboo.coordination import Change, EpochRecord, JobCoordinator, Member, connect
@@ -14,6 +15,7 @@ from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.placement import Placement
 
 WORKER = "BAMBOO_WORKER"
+EXIT_DRAINED = 5
 
 
 class FakeTraining:
@@ -28,13 +30,19 @@ class FakeTraining:
         self.job: JobCoordinator = connect()
         self.worker = os.environ[WORKER]
         self.rank = int(os.environ["RANK"])
+        self.joining = os.environ.get("BAMBOO_JOINING") == "1"
         self.over = threading.Event()
+        self._was_member = False
+        self._known: set[str] = set()  # all that ever were members: a dead one's key may be there for a moment
+        self._news = threading.Event()
         self._epoch_seen = threading.Event()
         self.job.watch(self._on_change)
         self.registration = self.job.register(self._member(), lease_seconds=lease_seconds)
 
     def begin(self) -> None:
-        """Return in the job's first epoch, which rank 0 makes when all are there."""
+        """Return in the job's first epoch, which rank 0 makes when all are there; a joiner at once."""
+        if self.joining:
+            return
         world_size = int(os.environ["WORLD_SIZE"])
         if self.rank == 0:
             while len(members := self.job.members()) < world_size:
@@ -67,7 +75,46 @@ class FakeTraining:
             store_port=_listening_port(),
             pid=os.getpid(),
             rank=self.rank,
+            joining=self.joining,
         )
+
+    def come_and_go(self) -> int:
+        """Take in whoever joins, leave when the own node drains; returns the exit code when the job is over.
+
+        As the engine would, but for its iterations: the first member makes the epochs.
+        """
+        while not self.over.is_set():
+            self._news.wait(0.5)
+            self._news.clear()
+            epoch = self.job.epoch()
+            if epoch is None:
+                continue
+            self._known.update(epoch.members)
+            members, drains = self.job.members(), self.job.draining()
+            leaving = [w for w in epoch.members if w in members and members[w].node in drains]
+            coming = [w for w, member in members.items() if member.joining and w not in self._known]
+            coming = [w for w in coming if members[w].node not in drains]
+            stay = [w for w in epoch.members if w not in leaving]
+            if self.worker not in epoch.members and not self.joining and self._was_member:
+                return EXIT_DRAINED
+            if self.worker in epoch.members:
+                self._was_member, self.joining = True, False
+            if (leaving or coming) and stay and stay[0] == self.worker:
+                there, grid = [*stay, *coming], epoch.placement.grid
+                placement = Placement.initial(grid, there * len(grid), protected=len(there) >= len(grid))
+                self.job.propose(
+                    replace(
+                        epoch,
+                        number=epoch.number + 1,
+                        members=(*stay, *coming),
+                        placement=placement,
+                        reason="coming and going",
+                        lost=(),
+                        proposer=self.worker,
+                    ),
+                    expected=epoch.number,
+                )
+        return 0
 
     def _on_change(self, change: Change) -> None:
         if change.kind == "epoch" and change.value is not None:
@@ -75,6 +122,7 @@ class FakeTraining:
             self._epoch_seen.set()
         if change.kind in ("finished", "failure") and change.value is not None:
             self.over.set()
+        self._news.set()
 
 
 def _listening_port() -> int:
@@ -97,6 +145,30 @@ def train(argv: list[str]) -> None:
     training = FakeTraining()
     training.begin()
     training.wait()
+
+
+def train_elastically(argv: list[str]) -> int:
+    """Take part until the job is over or this node is left, and take in others meanwhile."""
+    training = FakeTraining()
+    print("joining" if training.joining else "starting", training.worker, flush=True)
+    training.begin()
+    return training.come_and_go()
+
+
+def cannot_join(argv: list[str]) -> None:
+    if os.environ["BAMBOO_JOINING"] == "1":
+        raise ImportError("no module of that name on this machine")
+    train(argv)
+
+
+def expelled_on_rank_1(argv: list[str]) -> int:
+    """Rank 1's first worker is cut off: the others have gone on when it finds out."""
+    training = FakeTraining()
+    training.begin()
+    if training.rank == 1 and not training.joining:
+        training.job.propose_loss([training.worker], reason="cut off", proposer="test")
+        return 4
+    return training.come_and_go()
 
 
 def train_ignoring_sigterm(argv: list[str]) -> None:

@@ -1,0 +1,34 @@
+"""What a slot does when, as far as the user decides: how it enters its job, and when a worker is replaced."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from enum import Enum
+
+# Exit codes of a worker that mean something here; the runtime has the same numbers.
+EXIT_JOB_FAILED = 3  # the job failed elsewhere
+EXIT_EXPELLED = 4  # the job went on without it
+EXIT_DRAINED = 5  # it left at a boundary, as it was asked to
+
+
+class Entry(Enum):
+    """How a slot's first worker comes into the job."""
+
+    START = "start"  # with all the others, at the job's beginning
+    STANDBY = "standby"  # once the job has its first epoch
+    JOIN = "join"  # by a command of its own, into a job that runs; it may leave again without ending the job
+
+
+@dataclass(frozen=True)
+class Rules:
+    """``max_restarts``: how often a slot replaces a lost worker, first after ``restart_seconds``, then twice that...
+
+    ``notice_signals`` to the agent are notices for its node, ``grace_seconds`` before its end.
+    """
+
+    entry: Entry = Entry.START
+    max_restarts: int = 0
+    restart_seconds: float = 5.0
+    notice_signals: frozenset[int] = frozenset({signal.SIGUSR1})
+    grace_seconds: float = 30.0
