@@ -12,8 +12,9 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from deepspeed_bamboo.cloud.scripted import parse_script
 from deepspeed_bamboo.config_messages import describe
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.faults import FaultScript
@@ -71,6 +72,21 @@ class CoordinatorConfig(Section):
     prefix: str = "/deepspeed_bamboo"
     """Under which etcd keys the job lives; starts with a slash."""
 
+    username: Annotated[str, Field(min_length=1)] | None = None
+    """User of an etcd with authentication; null: it has none."""
+
+    password_env: str | None = None
+    """Name of the environment variable, on every machine, that holds that user's password."""
+
+    ca_cert: Location | None = None
+    """PEM file of the authority that signed etcd's certificate; null: connections are not encrypted."""
+
+    cert: Location | None = None
+    """PEM file of this side's own certificate, if etcd asks for one."""
+
+    key: Location | None = None
+    """PEM file of the private key of ``cert``."""
+
     @property
     def suspicion_limit_seconds(self) -> float:
         """suspicion_seconds with its default filled in."""
@@ -85,6 +101,26 @@ class CoordinatorConfig(Section):
             raise ValueError("; ".join(sorted(wrong)))
         return endpoints
 
+    @field_validator("password_env")
+    @classmethod
+    def _check_password_env(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError("name the environment variable that holds the password, as in ETCD_PASSWORD; not itself")
+        return name
+
+    @model_validator(mode="after")
+    def _check_guards(self) -> CoordinatorConfig:
+        guards = [name for name in ("username", "ca_cert", "cert", "key") if getattr(self, name) is not None]
+        if guards and not self.endpoints:
+            raise ValueError(f"{', '.join(guards)} say how to reach your own etcd; name it in endpoints, too")
+        if (self.username is None) != (self.password_env is None):
+            raise ValueError("username and password_env go together; give both or none")
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("cert and key go together; give both or none")
+        if self.cert is not None and self.ca_cert is None:
+            raise ValueError("cert needs ca_cert as well, with which etcd's own certificate is checked")
+        return self
+
     @field_validator("prefix")
     @classmethod
     def _check_prefix(cls, prefix: str) -> str:
@@ -98,6 +134,47 @@ class TopologyConfig(Section):
 
     zones: Annotated[str, Field(min_length=1)] = "auto"
     """auto: ask BAMBOO_ZONE, then the cloud's metadata service; anything else: this machine's zone."""
+
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """How often a slot replaces a worker that was lost (never one whose script failed); 0: never."""
+
+    restart_seconds: Seconds = 5.0
+    """How long after the first loss of a slot its worker is replaced; twice as long after each further one."""
+
+
+class NoticesConfig(Section):
+    """Who warns that this machine is about to be taken; its workers then leave in time, and nothing is lost."""
+
+    source: Literal["auto", "none", "aws", "gcp", "azure", "scripted"] = "auto"
+    """auto: the cloud that this machine is in, if any; none: nobody; scripted: ``script``, for tests."""
+
+    base_url: Annotated[str, Field(pattern=r"^https?://[^/\s]+$")] | None = None
+    """Where the metadata service of ``source`` is; null: where that cloud has it."""
+
+    poll_seconds: Seconds | None = None
+    """How often to ask; null: as often as the cloud recommends."""
+
+    script: list[Any] | Location | None = None
+    """For ``scripted``: a list of notices, or the path of a JSON file with one (BAMBOO_NOTICES does the same)."""
+
+    rebalance: Literal["tell", "drain"] = "tell"
+    """What to do when a machine is only likelier than others to be taken soon."""
+
+    sigterm: Literal["abort", "drain"] = "abort"
+    """What SIGTERM to an agent means. abort: the job ends; drain: its node is about to go (SLURM, Kubernetes)."""
+
+    grace_seconds: Seconds = 30.0
+    """How long after such a signal, or SIGUSR1, the node goes."""
+
+    @model_validator(mode="after")
+    def _check_source(self) -> NoticesConfig:
+        if self.base_url is not None and self.source not in ("aws", "gcp", "azure"):
+            raise ValueError("base_url is that of one cloud; set source to aws, gcp or azure")
+        if (self.script is not None) != (self.source == "scripted"):
+            raise ValueError("script and source: scripted go together; give both or none")
+        if isinstance(self.script, list):
+            parse_script(self.script, where="notices.script")
+        return self
 
 
 class CheckpointConfig(Section):
@@ -124,6 +201,9 @@ class BambooConfig(Section):
 
     topology: TopologyConfig = Field(default_factory=TopologyConfig)
     """Where machines stand."""
+
+    notices: NoticesConfig = Field(default_factory=NoticesConfig)
+    """Who warns that this machine is about to be taken."""
 
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Asynchronous checkpoints."""

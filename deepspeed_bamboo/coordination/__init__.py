@@ -11,6 +11,7 @@ from deepspeed_bamboo.coordination.errors import (
     NoEpoch,
     ServerStartError,
 )
+from deepspeed_bamboo.coordination.guard import EtcdGuard
 from deepspeed_bamboo.coordination.job import DEFAULT_PREFIX, JobCoordinator
 from deepspeed_bamboo.coordination.memory import MemoryStore
 from deepspeed_bamboo.coordination.records import AgentRecord, Change, Drain, EpochRecord, JobFailure, Member
@@ -28,6 +29,7 @@ __all__ = [
     "EndpointError",
     "Entry",
     "EpochRecord",
+    "EtcdGuard",
     "JobCoordinator",
     "JobFailure",
     "JobNameTaken",

@@ -13,6 +13,7 @@ from deepspeed_bamboo.coordination.endpoints import Endpoint
 from deepspeed_bamboo.coordination.errors import LeaseExpired
 from deepspeed_bamboo.coordination.etcd_connection import EtcdConnection
 from deepspeed_bamboo.coordination.etcd_watch import EtcdWatch
+from deepspeed_bamboo.coordination.guard import EtcdGuard
 from deepspeed_bamboo.coordination.store import Entry, Snapshot, StoreEvent
 
 
@@ -29,9 +30,14 @@ class EtcdStore:
         *,
         call_timeout_seconds: float = 5.0,
         attempt_timeout_seconds: float = 1.0,
+        guard: EtcdGuard | None = None,
     ) -> None:
+        """``guard``: for servers with encryption or passwords. Raises EndpointError for a file of it."""
         self._connection = EtcdConnection(
-            endpoints, call_timeout_seconds=call_timeout_seconds, attempt_timeout_seconds=attempt_timeout_seconds
+            endpoints,
+            call_timeout_seconds=call_timeout_seconds,
+            attempt_timeout_seconds=attempt_timeout_seconds,
+            guard=guard,
         )
         self._watches: list[EtcdWatch] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ from etcd3 import etcdrpc
 
 from deepspeed_bamboo.coordination.endpoints import Endpoint
 from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable
+from deepspeed_bamboo.coordination.etcd_token import TokenInterceptor
+from deepspeed_bamboo.coordination.guard import EtcdGuard
 
 T = TypeVar("T")
 
@@ -46,6 +49,12 @@ class Stubs:
     kv: Any
     lease: Any
     watch: Any
+    token: TokenInterceptor | None = None
+
+    def forget_token(self) -> None:
+        """A call was refused, or ended, for what may be the token's age."""
+        if self.token is not None:
+            self.token.forget()
 
 
 class EtcdConnection:
@@ -56,9 +65,18 @@ class EtcdConnection:
     """
 
     def __init__(
-        self, endpoints: Sequence[Endpoint], *, call_timeout_seconds: float, attempt_timeout_seconds: float
+        self,
+        endpoints: Sequence[Endpoint],
+        *,
+        call_timeout_seconds: float,
+        attempt_timeout_seconds: float,
+        guard: EtcdGuard | None = None,
     ) -> None:
+        """Raises EndpointError when a file that ``guard`` names can't be read."""
         self.endpoints = tuple(endpoints)
+        self._guard = guard or EtcdGuard()
+        ca_cert, key, cert = self._guard.files()
+        self._credentials = None if ca_cert is None else grpc.ssl_channel_credentials(ca_cert, key, cert)
         self._call_timeout_seconds = call_timeout_seconds
         self._attempt_timeout_seconds = attempt_timeout_seconds
         self._lock = threading.Lock()
@@ -85,6 +103,10 @@ class EtcdConnection:
                 if error.code() is grpc.StatusCode.NOT_FOUND:
                     raise
                 reason = f"{error.code().name}: {error.details()}"
+                if stubs.token is not None and is_about_token(error):
+                    stubs.forget_token()
+                    time.sleep(_PAUSE_SECONDS)
+                    continue
                 if error.code() not in _PASSING:
                     raise self._unavailable(start, reason) from error
                 self.pass_over(stubs, renew=error.code() is grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -121,9 +143,25 @@ class EtcdConnection:
             self._stubs.clear()
 
     def _open(self, index: int) -> Stubs:
-        channel = grpc.insecure_channel(str(self.endpoints[index]), options=_CHANNEL_OPTIONS)
-        return Stubs(index, etcdrpc.KVStub(channel), etcdrpc.LeaseStub(channel), etcdrpc.WatchStub(channel))
+        address, token = str(self.endpoints[index]), None
+        if self._credentials is None:
+            channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        else:
+            channel = grpc.secure_channel(address, self._credentials, options=_CHANNEL_OPTIONS)
+        if self._guard.username is not None:
+            token = TokenInterceptor(
+                channel, username=self._guard.username, password=lambda: self._guard.password(os.environ)
+            )
+            channel = grpc.intercept_channel(channel, token)
+        return Stubs(index, etcdrpc.KVStub(channel), etcdrpc.LeaseStub(channel), etcdrpc.WatchStub(channel), token)
 
     def _unavailable(self, start: float, reason: str) -> CoordinatorUnavailable:
         names = [str(endpoint) for endpoint in self.endpoints]
         return CoordinatorUnavailable(endpoints=names, tried_seconds=time.monotonic() - start, reason=reason)
+
+
+def is_about_token(error: grpc.RpcError) -> bool:
+    """Whether another token may help: this one is too old, or from before etcd's users were changed."""
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        return True
+    return error.code() is grpc.StatusCode.INVALID_ARGUMENT and "revision of auth store" in (error.details() or "")

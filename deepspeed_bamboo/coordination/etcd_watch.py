@@ -61,6 +61,7 @@ class EtcdWatch:
                 reason = f"{error.code().name}: {error.details()}"
             if not self._stopped.is_set():
                 logger.info("watch of %s interrupted (%s), watching again", self._prefix, reason)
+                stubs.forget_token()
                 self._connection.pass_over(stubs, renew=True)
                 self._stopped.wait(_RETRY_SECONDS)
 

@@ -345,8 +345,9 @@ class JobCoordinator:
             newest = self._remember(record)
             if newest is None or (record is not None and record.number >= newest.number):
                 return record, revision
-            logger.warning("the coordinator lost epoch %d of job %s; putting it back", newest.number, self.job)
-            self._store.compare_and_swap(self._keys.epoch, encode(newest.to_json()), revision=revision)
+            # Fails when it was no loss: another thread has heard of the newest epoch since the entry was read.
+            if self._store.compare_and_swap(self._keys.epoch, encode(newest.to_json()), revision=revision):
+                logger.warning("the coordinator had lost epoch %d of job %s; put it back", newest.number, self.job)
 
     def _remember(self, record: EpochRecord | None) -> EpochRecord | None:
         """Note ``record`` if it is newer than what is known; returns the newest known."""

@@ -18,6 +18,7 @@ from types import TracebackType
 from deepspeed_bamboo.coordination.endpoints import Endpoint
 from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable, ServerStartError
 from deepspeed_bamboo.coordination.etcd import EtcdStore
+from deepspeed_bamboo.coordination.published import FOLDER_PREFIX
 
 _KEEPER = Path(__file__).with_name("server_keeper.py")
 _PORT_ATTEMPTS = 5
@@ -77,7 +78,7 @@ class PrivateEtcd:
 
     def _start(self) -> str | None:
         """One attempt. Returns None once the server answers, else why it does not."""
-        self.directory = Path(tempfile.mkdtemp(prefix="bamboo-etcd-"))
+        self.directory = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
         self.endpoint = Endpoint(f"[{self._host}]" if ":" in self._host else self._host, free_port(self._host))
         self._channel, theirs = socket.socketpair()
         self._ended = False

@@ -227,7 +227,7 @@ class BambooElasticAgent(LocalElasticAgent):
     def _needed_processes(self) -> list[int]:
         """Those on this machine without which this agent has nothing to do."""
         host = self._boot.host_pid if self._slot.one_machine and self._boot.host_pid != os.getpid() else 0
-        return [pid for pid in (*self._settings.launchers, host) if pid]
+        return [pid for pid in (*self._settings.launchers, host) if pid > 0]
 
     def _on_death(self, pid: int) -> None:
         if pid in self._settings.launchers:

@@ -9,6 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from deepspeed_bamboo.coordination.published import own_pid_namespace
 from deepspeed_bamboo.elastic.boot import Boot, pack, unpack
 from deepspeed_bamboo.elastic.errors import ExchangeError, LaunchError
 from deepspeed_bamboo.elastic.processes import ProcessIdentity
@@ -30,7 +31,7 @@ class FileExchange:
             raise ExchangeError(f"the launcher, process {launcher_pid}, is gone")
         self._launcher = launcher
         self._folder = Path(tempfile.gettempdir()) / f"deepspeed_bamboo-{os.getuid()}"
-        self._file = self._folder / f"{_namespace()}-{launcher.pid}-{launcher.start_ticks}"
+        self._file = self._folder / f"{own_pid_namespace()}-{launcher.pid}-{launcher.start_ticks}"
 
     def give(self, boot: Boot) -> None:
         self._write(pack(boot))
@@ -85,14 +86,9 @@ class FileExchange:
         """Remove the files of launchers that have ended."""
         for file in self._folder.glob("*-*-*"):
             namespace, pid, ticks = file.name.lstrip(".").split("-")[:3]
-            if namespace == _namespace() and pid.isdigit() and not ProcessIdentity(int(pid), int(ticks)).runs():
+            if namespace == own_pid_namespace() and pid.isdigit() and not ProcessIdentity(int(pid), int(ticks)).runs():
                 file.unlink(missing_ok=True)
 
     def _remove_folder(self) -> None:
         with contextlib.suppress(OSError):  # it is not empty: another job is about to start
             self._folder.rmdir()
-
-
-def _namespace() -> str:
-    """Process numbers mean something only inside one pid namespace (one container)."""
-    return str(Path("/proc/self/ns/pid").stat().st_ino)

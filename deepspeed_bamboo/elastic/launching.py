@@ -10,12 +10,14 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 
 from deepspeed_bamboo.config import BambooConfig
-from deepspeed_bamboo.coordination import CoordinationError, JobCoordinator, parse_endpoints
+from deepspeed_bamboo.coordination import CoordinationError, EtcdGuard, JobCoordinator
 from deepspeed_bamboo.coordination.endpoints import Endpoint
 from deepspeed_bamboo.coordination.etcd import EtcdStore
+from deepspeed_bamboo.coordination.published import PublishedJob, own_pid_namespace, publish
 from deepspeed_bamboo.coordination.server import PrivateEtcd, free_ports
 from deepspeed_bamboo.elastic.agent_settings import AgentHooks, AgentSettings
 from deepspeed_bamboo.elastic.boot import Boot, Exchange
@@ -24,6 +26,8 @@ from deepspeed_bamboo.elastic.errors import LaunchError, RefusedError
 from deepspeed_bamboo.elastic.exchange_file import FileExchange
 from deepspeed_bamboo.elastic.exchange_socket import SocketExchange
 from deepspeed_bamboo.elastic.processes import launcher_chain
+from deepspeed_bamboo.elastic.rules import Entry, Rules
+from deepspeed_bamboo.elastic.running_job import RunningJob, can_be_joined, open_store, private_job
 from deepspeed_bamboo.elastic.settings_source import find_source, load_section
 from deepspeed_bamboo.elastic.slot import Slot, key_part, slot_from_environment
 from deepspeed_bamboo.elastic.supervisor import MAX_RESTARTS
@@ -34,7 +38,6 @@ WORKER_MODULE = "deepspeed_bamboo.runtime.main"
 EXIT_CANNOT_START = 2
 _BOOT_SECONDS = 120.0
 _CLAIM_SECONDS = 60.0
-_CALL_SECONDS = 1.0
 # The launcher ends all slots when one fails, so those with nothing to say leave that to the one that speaks.
 _SILENT_SLOTS_WAIT_SECONDS = 3.0
 
@@ -53,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if config is None or not config.enabled:
             return run_plain(line)
         slot = slot_from_environment(os.environ, local_rank=line.local_rank, zone=config.topology.zones)
+        slot = replace(slot, start_workers=_start_workers(line.workers, slot.world_size))
+        guard_of(config).check(os.environ)
         speaks = True
         return run_slot(slot, line, config)
     except BambooError as error:
@@ -93,32 +98,93 @@ def run_slot(slot: Slot, line: CommandLine, config: BambooConfig) -> int:
 def _lead(
     slot: Slot, line: CommandLine, config: BambooConfig, *, exchange: Exchange, launchers: tuple[int, ...]
 ) -> int:
-    """As rank 0: provide the coordinator, tell the others, be an agent like them; end the coordinator last."""
+    """As rank 0: find or start the job, tell the others of this command, be an agent like them.
+
+    Whoever started the job's own etcd ends it last.
+    """
     with contextlib.ExitStack() as until_the_end, contextlib.ExitStack() as until_registered:
         try:
-            endpoints = tuple(config.coordinator.endpoints)
-            hosts = not endpoints
-            if hosts:
-                server = until_the_end.enter_context(PrivateEtcd(listen_host=_listen_host(slot)))
-                endpoints = (str(_reachable(server.endpoint, slot)),)
-            boot = Boot(
-                job=line.job or _job_name(line.script),
-                prefix=config.coordinator.prefix,
-                endpoints=endpoints,
-                master_addr=slot.master_addr,
-                master_ports=tuple(free_ports("", count=MAX_RESTARTS + 1)),
-                host_pid=os.getpid() if hosts else 0,
-            )
-            store = until_the_end.enter_context(contextlib.closing(_open(endpoints, config)))
-            coordinator = JobCoordinator(store, job=boot.job, prefix=boot.prefix)
-            until_registered.enter_context(coordinator.claim_name(lease_seconds=_CLAIM_SECONDS))
+            running = _find_running(line, config, until_the_end)
+            if running is not None:
+                boot, coordinator = _join(running, slot), running.coordinator
+            else:
+                boot, coordinator = _start(slot, line, config, until_the_end, until_registered)
             exchange.give(boot)
         except BambooError:
             exchange.refuse()
             raise
-        settings = AgentSettings(config.coordinator.lease_seconds, hosts_coordinator=hosts, launchers=launchers)
+        hosts = boot.host_pid == os.getpid()
         hooks = AgentHooks(on_registered=until_registered.close, on_all_present=exchange.close)
-        return _be_agent(slot, boot, line, coordinator=coordinator, settings=settings, hooks=hooks)
+        settings = _settings(_placed(slot, boot), boot, config, launchers=launchers, hosts_coordinator=hosts)
+        return _be_agent(_placed(slot, boot), boot, line, coordinator=coordinator, settings=settings, hooks=hooks)
+
+
+def _find_running(line: CommandLine, config: BambooConfig, opened: contextlib.ExitStack) -> RunningJob | None:
+    """The job that the command names, if it runs. Raises LaunchError when it must and does not."""
+    if line.job is None:
+        return None
+    within, endpoints = config.coordinator.connect_timeout_seconds, tuple(config.coordinator.endpoints)
+    if not endpoints:
+        running = opened.enter_context(private_job(line.job, within_seconds=within))
+        if running is None and line.join:
+            raise LaunchError(
+                f"no job {line.job!r} with an etcd of its own runs on this machine; such a job can be joined by the "
+                "same user on its first machine only. For one that runs elsewhere set coordinator.endpoints, there "
+                "and here, to an etcd that both machines reach"
+            )
+        return running
+    store = opened.enter_context(contextlib.closing(_open(endpoints, config)))
+    coordinator = JobCoordinator(store, job=line.job, prefix=config.coordinator.prefix)
+    if can_be_joined(coordinator):
+        return RunningJob(coordinator, config.coordinator.prefix, endpoints)
+    if line.join:
+        raise LaunchError(
+            f"no job {line.job!r} runs at {', '.join(endpoints)} under {config.coordinator.prefix}; check its name, "
+            "or leave --join out to start it"
+        )
+    return None
+
+
+def _join(running: RunningJob, slot: Slot) -> Boot:
+    """Ranks in the running job for all slots of this command."""
+    return Boot(
+        job=running.coordinator.job,
+        prefix=running.prefix,
+        endpoints=running.endpoints,
+        master_addr=slot.master_addr,
+        master_ports=tuple(free_ports("", count=MAX_RESTARTS + 1)),
+        host_pid=running.host_pid,
+        ranks=tuple(running.coordinator.next_rank() for _ in range(slot.world_size)),
+    )
+
+
+def _start(
+    slot: Slot,
+    line: CommandLine,
+    config: BambooConfig,
+    until_the_end: contextlib.ExitStack,
+    until_registered: contextlib.ExitStack,
+) -> tuple[Boot, JobCoordinator]:
+    """Provide the coordinator of a new job, and make sure that its name is free."""
+    endpoints, server = tuple(config.coordinator.endpoints), None
+    if not endpoints:
+        server = until_the_end.enter_context(PrivateEtcd(listen_host=_listen_host(slot)))
+        endpoints = (str(_reachable(server.endpoint, slot)),)
+    boot = Boot(
+        job=line.job or _job_name(line.script),
+        prefix=config.coordinator.prefix,
+        endpoints=endpoints,
+        master_addr=slot.master_addr,
+        master_ports=tuple(free_ports("", count=MAX_RESTARTS + 1)),
+        host_pid=os.getpid() if server else 0,
+    )
+    store = until_the_end.enter_context(contextlib.closing(_open(endpoints, config)))
+    coordinator = JobCoordinator(store, job=boot.job, prefix=boot.prefix)
+    until_registered.enter_context(coordinator.claim_name(lease_seconds=_CLAIM_SECONDS))
+    coordinator.reserve_ranks(slot.world_size)
+    if server is not None:
+        publish(server.directory, PublishedJob(boot.job, boot.prefix, endpoints[0], os.getpid(), own_pid_namespace()))
+    return boot, coordinator
 
 
 def _follow(
@@ -131,8 +197,34 @@ def _follow(
     boot = exchange.take(within_seconds=_BOOT_SECONDS)
     with contextlib.closing(_open(boot.endpoints, config)) as store:
         coordinator = JobCoordinator(store, job=boot.job, prefix=boot.prefix)
-        settings = AgentSettings(config.coordinator.lease_seconds, launchers=launchers)
-        return _be_agent(slot, boot, line, coordinator=coordinator, settings=settings, hooks=AgentHooks())
+        settings = _settings(_placed(slot, boot), boot, config, launchers=launchers)
+        return _be_agent(_placed(slot, boot), boot, line, coordinator=coordinator, settings=settings)
+
+
+def _placed(slot: Slot, boot: Boot) -> Slot:
+    """``slot`` as the job knows it."""
+    return replace(slot, rank=boot.ranks[slot.rank], start_workers=None) if boot.ranks else slot
+
+
+def _settings(
+    slot: Slot, boot: Boot, config: BambooConfig, *, launchers: tuple[int, ...], hosts_coordinator: bool = False
+) -> AgentSettings:
+    entry = Entry.STANDBY if slot.rank >= slot.workers else Entry.START
+    notices = config.notices
+    rules = Rules(
+        entry=Entry.JOIN if boot.ranks else entry,
+        max_restarts=config.topology.max_restarts,
+        restart_seconds=config.topology.restart_seconds,
+        notice_signals=frozenset({signal.SIGUSR1, *([signal.SIGTERM] if notices.sigterm == "drain" else [])}),
+        grace_seconds=notices.grace_seconds,
+    )
+    return AgentSettings(
+        config.coordinator.lease_seconds,
+        hosts_coordinator=hosts_coordinator,
+        launchers=launchers,
+        rules=rules,
+        environment=tuple(guard_of(config).to_environment().items()),
+    )
 
 
 def _be_agent(
@@ -142,7 +234,7 @@ def _be_agent(
     *,
     coordinator: JobCoordinator,
     settings: AgentSettings,
-    hooks: AgentHooks,
+    hooks: AgentHooks | None = None,
 ) -> int:
     from deepspeed_bamboo.elastic.agent import BambooElasticAgent
     from deepspeed_bamboo.elastic.starting import CommandStarter
@@ -156,11 +248,20 @@ def _be_agent(
     return agent.exit_code
 
 
+def guard_of(config: BambooConfig) -> EtcdGuard:
+    """How the user's etcd is reached, as far as that is not open to everybody."""
+    return EtcdGuard(**config.coordinator.model_dump(include={field.name for field in fields(EtcdGuard)}))
+
+
 def _open(endpoints: Sequence[str], config: BambooConfig) -> EtcdStore:
-    """A store that answers. Raises CoordinatorUnavailable naming the endpoints and how long they were tried."""
-    store = EtcdStore(parse_endpoints(endpoints), call_timeout_seconds=_CALL_SECONDS, attempt_timeout_seconds=0.5)
-    store.ping(within_seconds=config.coordinator.connect_timeout_seconds)
-    return store
+    return open_store(endpoints, within_seconds=config.coordinator.connect_timeout_seconds, guard=guard_of(config))
+
+
+def _start_workers(wanted: int | None, slots: int) -> int | None:
+    """The option --workers. Raises LaunchError when there are not so many slots."""
+    if wanted is not None and not 1 <= wanted <= slots:
+        raise LaunchError(f"--workers is {wanted}, but this command has {slots} slots; give a number from 1 to {slots}")
+    return wanted
 
 
 def _listen_host(slot: Slot) -> str:

@@ -24,6 +24,9 @@ PRELUDE = """
 """
 
 
+NO_RESTARTS = {"bamboo": {"topology": {"max_restarts": 0}}}
+
+
 class LaunchedJob:
     """``python -m deepspeed.launcher.launch ... --module tests.elastic.fast_launch train.py``, as the command runs it.
 
@@ -50,7 +53,7 @@ class LaunchedJob:
         file = folder / "train.py"
         file.write_text(textwrap.dedent(PRELUDE) + textwrap.dedent(script), encoding="utf-8")
         settings = folder / "ds.json"
-        settings.write_text(json.dumps({"bamboo": {}} if config is None else config), encoding="utf-8")
+        settings.write_text(json.dumps(NO_RESTARTS if config is None else config), encoding="utf-8")
         tail = ["--module", "tests.elastic.fast_launch", *options, str(file), "--deepspeed_config", str(settings)]
         if command:
             head = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(slots)]

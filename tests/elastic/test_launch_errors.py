@@ -90,7 +90,7 @@ def test_a_job_name_in_use(tmp_path: Path) -> None:
         store = EtcdStore([server.endpoint])
         agent = JobCoordinator(store, job="busy").register_agent(AgentRecord(0, "n1", 1), lease_seconds=60)
         result = run(tmp_path, {"bamboo": {"coordinator": {"endpoints": [str(server.endpoint)]}}}, "--job", "busy")
-        check(result, "a job named 'busy' is running", "--job NAME")
+        check(result, "a job named 'busy' is just starting", "--job NAME")
         agent.withdraw()
         store.close()
 
@@ -101,7 +101,7 @@ def test_of_several_endpoints_one_is_enough(tmp_path: Path) -> None:
         agent = JobCoordinator(store, job="busy").register_agent(AgentRecord(0, "n1", 1), lease_seconds=60)
         endpoints = [str(Endpoint("127.0.0.1", free_port("127.0.0.1"))), str(server.endpoint)]
         result = run(tmp_path, {"bamboo": {"coordinator": {"endpoints": endpoints}}}, "--job", "busy")
-        check(result, "a job named 'busy' is running")
+        check(result, "a job named 'busy' is just starting")
         agent.withdraw()
         store.close()
 

@@ -84,37 +84,39 @@ class FakeTraining:
         As the engine would, but for its iterations: the first member makes the epochs.
         """
         while not self.over.is_set():
-            self._news.wait(0.5)
-            self._news.clear()
-            epoch = self.job.epoch()
-            if epoch is None:
-                continue
-            self._known.update(epoch.members)
-            members, drains = self.job.members(), self.job.draining()
-            leaving = [w for w in epoch.members if w in members and members[w].node in drains]
-            coming = [w for w, member in members.items() if member.joining and w not in self._known]
-            coming = [w for w in coming if members[w].node not in drains]
-            stay = [w for w in epoch.members if w not in leaving]
-            if self.worker not in epoch.members and not self.joining and self._was_member:
+            if not self.take_in(within_seconds=0.5):
                 return EXIT_DRAINED
-            if self.worker in epoch.members:
-                self._was_member, self.joining = True, False
-            if (leaving or coming) and stay and stay[0] == self.worker:
-                there, grid = [*stay, *coming], epoch.placement.grid
-                placement = Placement.initial(grid, there * len(grid), protected=len(there) >= len(grid))
-                self.job.propose(
-                    replace(
-                        epoch,
-                        number=epoch.number + 1,
-                        members=(*stay, *coming),
-                        placement=placement,
-                        reason="coming and going",
-                        lost=(),
-                        proposer=self.worker,
-                    ),
-                    expected=epoch.number,
-                )
         return 0
+
+    def take_in(self, *, within_seconds: float) -> bool:
+        """Wait for news so long, then make the epoch that they ask for. False once this worker was left out."""
+        self._news.wait(within_seconds)
+        self._news.clear()
+        epoch = self.job.epoch()
+        if epoch is None:
+            return True
+        self._known.update(epoch.members)
+        members, drains = self.job.members(), self.job.draining()
+        leaving = [w for w in epoch.members if w in members and members[w].node in drains]
+        coming = [w for w, member in members.items() if member.joining and w not in self._known]
+        coming = [w for w in coming if members[w].node not in drains]
+        stay = [w for w in epoch.members if w not in leaving]
+        if self.worker not in epoch.members and self._was_member:
+            return False
+        self._was_member = self._was_member or self.worker in epoch.members
+        if (leaving or coming) and stay and stay[0] == self.worker:
+            there, grid = [*stay, *coming], epoch.placement.grid
+            following = replace(
+                epoch,
+                number=epoch.number + 1,
+                members=tuple(there),
+                placement=Placement.initial(grid, there * len(grid), protected=len(there) >= len(grid)),
+                reason="coming and going",
+                lost=(),
+                proposer=self.worker,
+            )
+            self.job.propose(following, expected=epoch.number)
+        return True
 
     def _on_change(self, change: Change) -> None:
         if change.kind == "epoch" and change.value is not None:

@@ -1,0 +1,90 @@
+"""Finding the running job that a command names, so that its slots join instead of starting another."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from deepspeed_bamboo.coordination import (
+    CoordinatorUnavailable,
+    EtcdGuard,
+    JobCoordinator,
+    JobNameTaken,
+    parse_endpoints,
+)
+from deepspeed_bamboo.coordination.etcd import EtcdStore
+from deepspeed_bamboo.coordination.published import PublishedJob, published_jobs
+
+_CALL_SECONDS = 1.0
+_OWNER_ELSEWHERE = -1  # in another pid namespace: its etcd may end, but its process can't be watched
+
+
+@dataclass(frozen=True)
+class RunningJob:
+    """A job that can be joined, where its etcd is, and the process that keeps it (0: nobody's of the job)."""
+
+    coordinator: JobCoordinator
+    prefix: str
+    endpoints: tuple[str, ...]
+    host_pid: int = 0
+
+
+def open_store(endpoints: Sequence[str], *, within_seconds: float, guard: EtcdGuard | None = None) -> EtcdStore:
+    """A store that answers. Raises CoordinatorUnavailable naming the endpoints and how long they were tried."""
+    store = EtcdStore(
+        parse_endpoints(endpoints), call_timeout_seconds=_CALL_SECONDS, attempt_timeout_seconds=0.5, guard=guard
+    )
+    try:
+        store.ping(within_seconds=within_seconds)
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def can_be_joined(coordinator: JobCoordinator) -> bool:
+    """Whether the job runs and has begun to train.
+
+    Raises JobNameTaken when it is alive but can't be joined now, because it is about to begin or to end.
+    """
+    if not coordinator.agents():
+        return False
+    ending = coordinator.stop_requested() is not None or coordinator.finished() is not None
+    if ending or coordinator.failure() is not None:
+        raise JobNameTaken(f"the job {coordinator.job!r} is about to end; start this again in a moment, or give --job")
+    if coordinator.epoch() is None:
+        raise JobNameTaken(
+            f"a job named {coordinator.job!r} is just starting and can't be joined before it trains; start this again "
+            "in a moment, or give this one another name with --job NAME"
+        )
+    return True
+
+
+@contextmanager
+def private_job(name: str, *, within_seconds: float) -> Iterator[RunningJob | None]:
+    """The job ``name`` of this user and machine that has an etcd of its own; None when there is none.
+
+    Raises JobNameTaken as :func:`can_be_joined` does.
+    """
+    with contextlib.ExitStack() as opened:
+        for found in published_jobs(name):
+            running = _look_at(found, opened, within_seconds=within_seconds)
+            if running is not None:
+                yield running
+                return
+        yield None
+
+
+def _look_at(found: PublishedJob, opened: contextlib.ExitStack, *, within_seconds: float) -> RunningJob | None:
+    try:
+        store = open_store([found.endpoint], within_seconds=within_seconds)
+    except CoordinatorUnavailable:
+        return None  # it is about to go
+    opened.callback(store.close)
+    coordinator = JobCoordinator(store, job=found.job, prefix=found.prefix)
+    if not can_be_joined(coordinator):
+        return None
+    owner = found.owner_pid if found.same_namespace else _OWNER_ELSEWHERE
+    return RunningJob(coordinator, found.prefix, (found.endpoint,), owner)

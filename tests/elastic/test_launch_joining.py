@@ -1,0 +1,111 @@
+"""Commands that join a running job under DeepSpeed's real launcher, and slots that stand by."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from deepspeed_bamboo.coordination.published import published_jobs
+from deepspeed_bamboo.coordination.server import PrivateEtcd
+from tests.elastic.launched import LaunchedJob
+
+TRAIN = """
+    training = FakeTraining()
+    print("joining" if training.joining else "starting", training.worker, os.environ["BAMBOO_ENDPOINTS"], flush=True)
+    training.begin()
+    print("in an epoch", flush=True)
+    if training.rank == 0:
+        wanted = int(sys.argv[-1])
+        while training.job.epoch() is None or len(training.job.epoch().members) < wanted:
+            training.take_in(within_seconds=0.5)
+        print("all", sorted(m.rank for m in training.job.members().values()), flush=True)
+        training.job.finish({})
+    sys.exit(training.come_and_go())
+"""
+ONE_MORE = ("--job", "grows")
+
+
+def config(**coordinator: Any) -> Mapping[str, object]:
+    return {"bamboo": {"topology": {"max_restarts": 0}, "coordinator": coordinator}}
+
+
+@pytest.mark.parametrize("external", [False, True])
+def test_the_same_command_again_joins_the_running_job(tmp_path: Path, external: bool) -> None:
+    server = PrivateEtcd() if external else None
+    settings = config(endpoints=[str(server.endpoint)]) if server else config()
+    more: dict[str, Any] = {"options": ONE_MORE, "config": settings, "arguments": ("5",)}
+    with LaunchedJob(tmp_path / "a", TRAIN, **more) as first:
+        first.wait_for("in an epoch", times=2)
+        before = {process.pid for process in psutil.Process(first.process.pid).children(recursive=True)}
+        if not external:
+            (job,) = published_jobs("grows")
+            (file,) = Path(tempfile.gettempdir()).glob("bamboo-etcd-*/job-grows")
+            assert stat.S_IMODE(file.stat().st_mode) == 0o600 and json.loads(file.read_text())["job"] == job.job
+        with (
+            LaunchedJob(tmp_path / "b", TRAIN, **more) as second,
+            LaunchedJob(tmp_path / "c", TRAIN, slots=1, **more) as third,
+        ):
+            second.wait_for("joining", times=2)
+            third.wait_for("joining")
+            assert before <= {process.pid for process in psutil.Process(first.process.pid).children(recursive=True)}
+            assert second.wait(within_seconds=120) == 0, second.output
+            assert third.wait(within_seconds=120) == 0, third.output
+        assert first.wait(within_seconds=120) == 0, first.output
+    found = re.search(r"all \[(.*)\]", first.output)
+    assert found and found[1] == "0, 1, 2, 3, 4", first.output
+    workers = re.findall(r"(?:joining|starting) (\S+)", first.output + second.output + third.output)
+    assert len(set(workers)) == 5
+    assert len({*re.findall(r"(127\S+:\d+)", first.output + second.output + third.output)}) == 1
+    if server:
+        server.stop()
+    assert published_jobs("grows") == []
+
+
+def test_slots_beyond_the_wanted_workers_stand_by(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"options": ("--workers", "2"), "arguments": ("3",)}
+    with LaunchedJob(tmp_path, TRAIN, slots=3, **more) as job:
+        assert job.wait(within_seconds=120) == 0, job.output
+    assert job.output.count("starting") == 2 and job.output.count("joining") == 1, job.output
+    assert "all [0, 1, 2]" in job.output, job.output
+
+
+def test_a_job_that_is_just_starting_cannot_be_joined(tmp_path: Path) -> None:
+    script = """
+        training = FakeTraining()
+        print("registered", flush=True)
+        training.wait()
+    """
+    with LaunchedJob(tmp_path / "a", script, options=ONE_MORE) as first:
+        first.wait_for("registered", times=2)
+        with LaunchedJob(tmp_path / "b", script, options=ONE_MORE) as second:
+            assert second.wait(within_seconds=120) != 0
+        assert "'grows' is just starting" in second.output and "--job NAME" in second.output, second.output
+        assert second.output.count("cannot start") == 1, second.output
+        first.process.terminate()
+        first.wait(within_seconds=60)
+
+
+def test_who_only_wants_to_join_is_told_where_a_job_must_be(tmp_path: Path) -> None:
+    with LaunchedJob(tmp_path / "a", TRAIN, options=(*ONE_MORE, "--join")) as job:
+        assert job.wait(within_seconds=120) != 0
+    assert "no job 'grows' with an etcd of its own runs on this machine" in job.output, job.output
+    assert "set coordinator.endpoints" in job.output, job.output
+    with PrivateEtcd() as server:
+        settings = config(endpoints=[str(server.endpoint)])
+        with LaunchedJob(tmp_path / "b", TRAIN, options=(*ONE_MORE, "--join"), config=settings) as job:
+            assert job.wait(within_seconds=120) != 0
+        assert f"no job 'grows' runs at {server.endpoint}" in job.output, job.output
+
+
+def test_more_workers_than_slots_is_an_error(tmp_path: Path) -> None:
+    with LaunchedJob(tmp_path, TRAIN, options=("--workers", "3")) as job:
+        assert job.wait(within_seconds=120) != 0
+    assert "--workers is 3, but this command has 2 slots" in job.output, job.output
