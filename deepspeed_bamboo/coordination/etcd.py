@@ -11,7 +11,7 @@ from etcd3 import etcdrpc, utils
 
 from deepspeed_bamboo.coordination.endpoints import Endpoint
 from deepspeed_bamboo.coordination.errors import LeaseExpired
-from deepspeed_bamboo.coordination.etcd_connection import EtcdConnection
+from deepspeed_bamboo.coordination.etcd_connection import EtcdConnection, Stubs
 from deepspeed_bamboo.coordination.etcd_watch import EtcdWatch
 from deepspeed_bamboo.coordination.guard import EtcdGuard
 from deepspeed_bamboo.coordination.store import Entry, Snapshot, StoreEvent
@@ -44,9 +44,15 @@ class EtcdStore:
     def ping(self, *, within_seconds: float) -> None:
         """Return once a server answers. Raises CoordinatorUnavailable when none does in time."""
         request = etcdrpc.RangeRequest(key=b"\0", count_only=True)
-        self._connection.call(
-            lambda stubs, timeout: stubs.kv.Range(request, timeout=timeout), budget_seconds=within_seconds
-        )
+
+        def ask(stubs: Stubs, timeout: float) -> None:
+            try:
+                stubs.kv.Range(request, timeout=timeout)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.PERMISSION_DENIED:  # which is an answer, too
+                    raise
+
+        self._connection.call(ask, budget_seconds=within_seconds)
 
     def get(self, key: str) -> Entry | None:
         answer = self._range(etcdrpc.RangeRequest(key=key.encode()))

@@ -12,13 +12,27 @@ from pathlib import Path
 from deepspeed_bamboo.coordination.endpoints import Endpoint
 from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable
 from deepspeed_bamboo.coordination.etcd import EtcdStore
+from deepspeed_bamboo.coordination.guard import EtcdGuard
 from deepspeed_bamboo.coordination.server import find_etcd, free_port
 
 
 class ManualEtcd:
-    """A server of its own, or the member ``number`` of a cluster whose members' peer ports are ``peer_ports``."""
+    """A server of its own, or the member ``number`` of a cluster whose members' peer ports are ``peer_ports``.
 
-    def __init__(self, folder: Path, *, peer_ports: Sequence[int] = (), number: int = 0) -> None:
+    ``options`` come on top of the command line; ``guard`` is how a client reaches it then.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        peer_ports: Sequence[int] = (),
+        number: int = 0,
+        options: Sequence[str] = (),
+        guard: EtcdGuard | None = None,
+    ) -> None:
+        self._options = tuple(options)
+        self._guard = guard
         self.endpoint = Endpoint("127.0.0.1", free_port("127.0.0.1"))
         self._folder = folder
         folder.mkdir(exist_ok=True)
@@ -34,7 +48,7 @@ class ManualEtcd:
 
     def launch(self) -> None:
         """Start, without waiting."""
-        url = f"http://{self.endpoint}"
+        url = f"{'https' if self._guard and self._guard.ca_cert else 'http'}://{self.endpoint}"
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [
@@ -50,6 +64,7 @@ class ManualEtcd:
                     "--election-timeout=500",
                     "--unsafe-no-fsync",
                     "--log-level=warn",
+                    *self._options,
                 ],
                 cwd=self._folder,
                 stdout=log,
@@ -58,7 +73,7 @@ class ManualEtcd:
 
     def wait_until_ready(self) -> None:
         """Return once this server answers, which needs a majority of its cluster."""
-        probe = EtcdStore([self.endpoint])
+        probe = EtcdStore([self.endpoint], guard=self._guard)
         try:
             probe.ping(within_seconds=10)
         except CoordinatorUnavailable:
