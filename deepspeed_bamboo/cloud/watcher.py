@@ -32,8 +32,11 @@ class NoticeWatcher:
         *,
         first_pause_seconds: float = _FIRST_PAUSE_SECONDS,
         longest_pause_seconds: float = 10.0,
+        interval_seconds: float | None = None,
     ) -> None:
+        """``interval_seconds``: how long to wait between two questions; None for what the source recommends."""
         self._source = source
+        self._interval_seconds = source.interval_seconds if interval_seconds is None else interval_seconds
         self._on_notice = on_notice
         self._first_pause_seconds = first_pause_seconds
         self._longest_pause_seconds = longest_pause_seconds
@@ -106,7 +109,7 @@ class NoticeWatcher:
     def _next_pause_seconds(self, problem: str) -> float:
         if not problem:
             self._pause_seconds = self._first_pause_seconds
-            return self._source.interval_seconds
+            return self._interval_seconds
         pause_seconds = self._pause_seconds
         self._pause_seconds = min(2 * pause_seconds, self._longest_pause_seconds)
         return pause_seconds

@@ -27,6 +27,7 @@ from deepspeed_bamboo.elastic.error_report import ErrorReport
 from deepspeed_bamboo.elastic.leftovers import remove_shared_memory, signal_session
 from deepspeed_bamboo.elastic.mailbox import Mailbox
 from deepspeed_bamboo.elastic.messenger import Messenger
+from deepspeed_bamboo.elastic.notices import NodeNotices
 from deepspeed_bamboo.elastic.processes import DeathWatch
 from deepspeed_bamboo.elastic.rendezvous import LauncherRendezvous
 from deepspeed_bamboo.elastic.slot import Slot, generation_of
@@ -113,10 +114,13 @@ class BambooElasticAgent(LocalElasticAgent):
         watch = self._coordinator.watch(self._on_change)
         others = DeathWatch(self._needed_processes(), self._on_death)
         self._take_signals()
+        notices = self._watch_notices()
         try:
             self._work()
             self._say_goodbye()
         finally:
+            if notices is not None:
+                notices.stop()
             others.stop()
             watch.stop()
             registration.withdraw()
@@ -223,6 +227,12 @@ class BambooElasticAgent(LocalElasticAgent):
             if not self._expected:
                 self._hooks.on_all_present()
         self._mailbox.put(decisions.Changed(change))
+
+    def _watch_notices(self) -> NodeNotices | None:
+        plan = self._settings.notices
+        if plan is None or self._slot.local_rank != 0:
+            return None
+        return NodeNotices(plan, coordinator=self._coordinator, node=self._slot.node, say=self._say)
 
     def _needed_processes(self) -> list[int]:
         """Those on this machine without which this agent has nothing to do."""

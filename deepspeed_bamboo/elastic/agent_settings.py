@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from deepspeed_bamboo.elastic.notices import NoticePlan
 from deepspeed_bamboo.elastic.rules import Rules
 
 
@@ -17,6 +18,7 @@ class AgentSettings:
     """``lease_seconds``: coordinator.lease_seconds. ``hosts_coordinator``: others need this agent's etcd.
 
     ``launchers``: the processes without which there is no reason to go on (see ``launcher_chain``).
+    ``notices``: for the first agent of a node, who warns that the node is about to go.
     ``environment``: what workers find in theirs besides (how to reach a guarded etcd, for instance).
     """
 
@@ -25,6 +27,7 @@ class AgentSettings:
     launchers: tuple[int, ...] = ()
     rules: Rules = field(default_factory=Rules)
     environment: tuple[tuple[str, str], ...] = ()
+    notices: NoticePlan | None = None
 
 
 @dataclass(frozen=True)

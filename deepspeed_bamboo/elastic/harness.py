@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from deepspeed_bamboo.config import NoticesConfig
 from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobCoordinator, parse_endpoints
 from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.server import PrivateEtcd, free_ports
@@ -31,6 +32,7 @@ from deepspeed_bamboo.elastic.boot import Boot
 from deepspeed_bamboo.elastic.errors import LaunchError
 from deepspeed_bamboo.elastic.fork_server import ForkedProcess, ForkRequest, ForkServer, reference
 from deepspeed_bamboo.elastic.leftovers import signal_session
+from deepspeed_bamboo.elastic.notices import NoticePlan, look_around, notice_plan
 from deepspeed_bamboo.elastic.rules import Entry, Rules
 from deepspeed_bamboo.elastic.slot import Slot, key_part
 from deepspeed_bamboo.elastic.supervisor import MAX_RESTARTS
@@ -84,12 +86,13 @@ class Machine:
         start_workers: int | None = None,
         max_restarts: int = 0,
         restart_seconds: float = 0.1,
+        notices: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Start. ``environment`` is added to that of agents and workers; without ``endpoints`` an etcd is started.
 
         Give the same ``endpoints`` and no ``job`` to many machines, one after the other, to save that time.
         ``nodes``: what to call the node of each slot, for a job as of several machines. Slots from
-        ``start_workers`` on are standbys.
+        ``start_workers`` on are standbys. ``notices``: the section of that name, by node.
         """
         self.job = job or f"run-{os.getpid()}-{time.monotonic_ns()}"
         self._workers = workers
@@ -101,6 +104,7 @@ class Machine:
         self._started = time.monotonic()
         self._rules = Rules(max_restarts=max_restarts, restart_seconds=restart_seconds)
         self._start_workers = start_workers
+        self._nodes, self._notices = list(nodes), dict(notices or {})
         self._server, self._lease_seconds = server, lease_seconds
         self._worker_main, self._argv, self._environment = worker_main, list(argv), dict(environment or {})
         self._boot = Boot(
@@ -113,7 +117,8 @@ class Machine:
         try:
             for rank in range(workers):
                 standby = start_workers is not None and rank >= start_workers
-                self._add(rank, node=nodes[rank] if nodes else "", entry=Entry.STANDBY if standby else Entry.START)
+                node = nodes[rank] if nodes else ""
+                self._add(rank, node=node, entry=Entry.STANDBY if standby else Entry.START)
         except BaseException:
             self.close()
             raise
@@ -229,7 +234,7 @@ class Machine:
         size = 1 if own_command else self._workers
         slot = Slot(
             rank=rank,
-            local_rank=0 if own_command else rank,
+            local_rank=0 if own_command else self._local_rank(rank),
             world_size=size,
             local_world_size=size,
             node=node,
@@ -248,12 +253,17 @@ class Machine:
             "pid_file": str(self._pid_file(rank)),
             "lease_seconds": self._lease_seconds,
             "launcher": os.getpid(),
+            "notices": self._notices.get(node),
             "rules": {
                 "entry": entry.value,
                 "max_restarts": self._rules.max_restarts,
                 "restart_seconds": self._rules.restart_seconds,
             },
         }
+
+    def _local_rank(self, rank: int) -> int:
+        """By node, if there are several."""
+        return self._nodes[:rank].count(self._nodes[rank]) if self._nodes else rank
 
     def _worker_pids(self, rank: int) -> list[int]:
         """Of all attempts so far."""
@@ -289,6 +299,7 @@ def agent_main(plan: dict[str, Any]) -> int:
             lease_seconds=plan["lease_seconds"],
             launchers=(plan["launcher"],),
             rules=Rules(**{**plan["rules"], "entry": Entry(plan["rules"]["entry"])}),
+            notices=_notice_plan(plan["notices"]),
         ),
     )
     try:
@@ -296,3 +307,10 @@ def agent_main(plan: dict[str, Any]) -> int:
     finally:
         store.close()
     return agent.exit_code
+
+
+def _notice_plan(section: dict[str, Any] | None) -> NoticePlan | None:
+    if section is None:
+        return None
+    notices = NoticesConfig(**section)
+    return notice_plan(notices, look_around(notices, zones="auto", environment=os.environ))

@@ -25,6 +25,7 @@ from deepspeed_bamboo.elastic.command_line import CommandLine, parse_command_lin
 from deepspeed_bamboo.elastic.errors import LaunchError, RefusedError
 from deepspeed_bamboo.elastic.exchange_file import FileExchange
 from deepspeed_bamboo.elastic.exchange_socket import SocketExchange
+from deepspeed_bamboo.elastic.notices import NoticePlan, look_around, notice_plan
 from deepspeed_bamboo.elastic.processes import launcher_chain
 from deepspeed_bamboo.elastic.rules import Entry, Rules
 from deepspeed_bamboo.elastic.running_job import RunningJob, can_be_joined, open_store, private_job
@@ -57,9 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run_plain(line)
         slot = slot_from_environment(os.environ, local_rank=line.local_rank, zone=config.topology.zones)
         slot = replace(slot, start_workers=_start_workers(line.workers, slot.world_size))
+        surroundings = look_around(config.notices, zones=config.topology.zones, environment=os.environ)
+        slot = replace(slot, zone=surroundings.identity.zone)
         guard_of(config).check(os.environ)
         speaks = True
-        return run_slot(slot, line, config)
+        return run_slot(slot, line, config, notices=notice_plan(config.notices, surroundings))
     except BambooError as error:
         if speaks and not isinstance(error, RefusedError):
             print(f"deepspeed_bamboo cannot start: {error}", file=sys.stderr, flush=True)
@@ -76,7 +79,7 @@ def run_plain(line: CommandLine) -> int:
     return 0
 
 
-def run_slot(slot: Slot, line: CommandLine, config: BambooConfig) -> int:
+def run_slot(slot: Slot, line: CommandLine, config: BambooConfig, *, notices: NoticePlan | None = None) -> int:
     """Find the job's coordinator, or start it, and be this slot's agent until the job is over."""
     launchers = launcher_chain()
     exchange: Exchange
@@ -88,15 +91,21 @@ def run_slot(slot: Slot, line: CommandLine, config: BambooConfig) -> int:
         )
     try:
         if slot.rank == 0:
-            return _lead(slot, line, config, exchange=exchange, launchers=launchers)
-        return _follow(slot, line, config, exchange=exchange, launchers=launchers)
+            return _lead(slot, line, config, exchange=exchange, launchers=launchers, notices=notices)
+        return _follow(slot, line, config, exchange=exchange, launchers=launchers, notices=notices)
     finally:
         if slot.rank == 0:
             exchange.close()
 
 
 def _lead(
-    slot: Slot, line: CommandLine, config: BambooConfig, *, exchange: Exchange, launchers: tuple[int, ...]
+    slot: Slot,
+    line: CommandLine,
+    config: BambooConfig,
+    *,
+    exchange: Exchange,
+    launchers: tuple[int, ...],
+    notices: NoticePlan | None,
 ) -> int:
     """As rank 0: find or start the job, tell the others of this command, be an agent like them.
 
@@ -115,7 +124,9 @@ def _lead(
             raise
         hosts = boot.host_pid == os.getpid()
         hooks = AgentHooks(on_registered=until_registered.close, on_all_present=exchange.close)
-        settings = _settings(_placed(slot, boot), boot, config, launchers=launchers, hosts_coordinator=hosts)
+        settings = replace(
+            _settings(_placed(slot, boot), boot, config), launchers=launchers, hosts_coordinator=hosts, notices=notices
+        )
         return _be_agent(_placed(slot, boot), boot, line, coordinator=coordinator, settings=settings, hooks=hooks)
 
 
@@ -188,7 +199,13 @@ def _start(
 
 
 def _follow(
-    slot: Slot, line: CommandLine, config: BambooConfig, *, exchange: Exchange, launchers: tuple[int, ...]
+    slot: Slot,
+    line: CommandLine,
+    config: BambooConfig,
+    *,
+    exchange: Exchange,
+    launchers: tuple[int, ...],
+    notices: NoticePlan | None,
 ) -> int:
     """As any other rank: learn where the coordinator is, and be an agent."""
     # Imports torch, which takes a second, while rank 0 starts the coordinator.
@@ -197,7 +214,7 @@ def _follow(
     boot = exchange.take(within_seconds=_BOOT_SECONDS)
     with contextlib.closing(_open(boot.endpoints, config)) as store:
         coordinator = JobCoordinator(store, job=boot.job, prefix=boot.prefix)
-        settings = _settings(_placed(slot, boot), boot, config, launchers=launchers)
+        settings = replace(_settings(_placed(slot, boot), boot, config), launchers=launchers, notices=notices)
         return _be_agent(_placed(slot, boot), boot, line, coordinator=coordinator, settings=settings)
 
 
@@ -206,22 +223,18 @@ def _placed(slot: Slot, boot: Boot) -> Slot:
     return replace(slot, rank=boot.ranks[slot.rank], start_workers=None) if boot.ranks else slot
 
 
-def _settings(
-    slot: Slot, boot: Boot, config: BambooConfig, *, launchers: tuple[int, ...], hosts_coordinator: bool = False
-) -> AgentSettings:
+def _settings(slot: Slot, boot: Boot, config: BambooConfig) -> AgentSettings:
+    """What the configuration says."""
     entry = Entry.STANDBY if slot.rank >= slot.workers else Entry.START
-    notices = config.notices
     rules = Rules(
         entry=Entry.JOIN if boot.ranks else entry,
         max_restarts=config.topology.max_restarts,
         restart_seconds=config.topology.restart_seconds,
-        notice_signals=frozenset({signal.SIGUSR1, *([signal.SIGTERM] if notices.sigterm == "drain" else [])}),
-        grace_seconds=notices.grace_seconds,
+        notice_signals=frozenset({signal.SIGUSR1, *([signal.SIGTERM] if config.notices.sigterm == "drain" else [])}),
+        grace_seconds=config.notices.grace_seconds,
     )
     return AgentSettings(
         config.coordinator.lease_seconds,
-        hosts_coordinator=hosts_coordinator,
-        launchers=launchers,
         rules=rules,
         environment=tuple(guard_of(config).to_environment().items()),
     )

@@ -103,7 +103,9 @@ class FakeTraining:
         stay = [w for w in epoch.members if w not in leaving]
         if self.worker not in epoch.members and self._was_member:
             return False
-        self._was_member = self._was_member or self.worker in epoch.members
+        if not self._was_member and self.worker in epoch.members:
+            self._was_member = True
+            print("taken in", flush=True)
         if (leaving or coming) and stay and stay[0] == self.worker:
             there, grid = [*stay, *coming], epoch.placement.grid
             following = replace(
