@@ -14,6 +14,7 @@ from deepspeed_bamboo.errors import BambooError
 COMMAND_MODULES = (
     "deepspeed_bamboo.check_cli",
     "deepspeed_bamboo.compare_cli",
+    "deepspeed_bamboo.job_cli",
     "deepspeed_bamboo.plan_cli",
     "deepspeed_bamboo.schedule_cli",
     "deepspeed_bamboo.sim.cli",

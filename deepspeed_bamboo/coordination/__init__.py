@@ -12,7 +12,7 @@ from deepspeed_bamboo.coordination.errors import (
     ServerStartError,
 )
 from deepspeed_bamboo.coordination.guard import EtcdGuard
-from deepspeed_bamboo.coordination.job import DEFAULT_PREFIX, JobCoordinator
+from deepspeed_bamboo.coordination.job import DEFAULT_PREFIX, JobCoordinator, running_jobs
 from deepspeed_bamboo.coordination.memory import MemoryStore
 from deepspeed_bamboo.coordination.records import AgentRecord, Change, Drain, EpochRecord, JobFailure, Member
 from deepspeed_bamboo.coordination.registration import Registration
@@ -45,4 +45,5 @@ __all__ = [
     "WatchHandle",
     "connect",
     "parse_endpoints",
+    "running_jobs",
 ]

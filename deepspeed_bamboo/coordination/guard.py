@@ -29,6 +29,11 @@ class EtcdGuard:
     key: str | None = None
 
     @classmethod
+    def of(cls, settings: object) -> EtcdGuard:
+        """From the "coordinator" part of the configuration, which has attributes of the same names."""
+        return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
+
+    @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> EtcdGuard:
         """What :meth:`to_environment` wrote."""
         return cls(**{field.name: environment.get(_variable(field.name)) or None for field in fields(cls)})

@@ -119,6 +119,11 @@ class JobCoordinator:
         """
         return self._read_epoch()[0]
 
+    def peek_epoch(self) -> EpochRecord | None:
+        """The current epoch as the store has it, for onlookers: nothing is put back."""
+        entry = self._store.get(self._keys.epoch)
+        return None if entry is None else EpochRecord.from_json(decode(entry.value))
+
     def propose(self, record: EpochRecord, *, expected: int | None) -> bool:
         """Make ``record`` the current epoch if the current one is still ``expected`` (None: none yet).
 
@@ -208,6 +213,16 @@ class JobCoordinator:
                 return True
 
     # -- who comes and who goes --------------------------------------------------------------------
+
+    def record_start(self, *, slots: int) -> None:
+        """The job begins now, with so many slots."""
+        self._store.compare_and_swap(self._keys.started, encode({"time_seconds": time.time()}), revision=0)
+        self.reserve_ranks(slots)
+
+    def started_seconds(self) -> float | None:
+        """The wall clock of whoever started the job, at that time, for people to read; None if it isn't known."""
+        entry = self._store.get(self._keys.started)
+        return None if entry is None else float(decode(entry.value)["time_seconds"])
 
     def reserve_ranks(self, count: int) -> None:
         """Keep ranks 0 to ``count`` - 1 for the slots that start the job; :meth:`next_rank` gives later ones."""
@@ -373,3 +388,10 @@ class JobCoordinator:
             self._store.delete_prefix(self._keys.all_suspicions(epoch_number))
         except CoordinatorUnavailable as error:
             logger.info("reports of epoch %d not removed: %s", epoch_number, error)
+
+
+def running_jobs(store: KeyValueStore, *, prefix: str = DEFAULT_PREFIX) -> list[str]:
+    """The names of the jobs under ``prefix`` that have a live agent, in alphabetical order."""
+    root = f"/{prefix.strip('/')}/"
+    parts = (entry.key.removeprefix(root).split("/") for entry in store.read(root).entries)
+    return sorted({part[0] for part in parts if part[1:2] == ["agent"]})

@@ -43,6 +43,7 @@ class JobKeys:
         self.generation = self.root + "generation"
         self.failure = self.root + "failure"
         self.finished = self.root + "finished"
+        self.started = self.root + "started"
         self.stop = self.root + "stop"
         self.next_rank = self.root + "next_rank"
         self.members = self.root + "member/"

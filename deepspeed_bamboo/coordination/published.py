@@ -56,9 +56,9 @@ def published_jobs(name: str | None = None) -> list[PublishedJob]:
     for folder in sorted(Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*")):
         if not _is_private(folder):
             continue
-        for file in sorted(folder.glob(f"{_FILE_PREFIX}*" if name is None else f"{_FILE_PREFIX}{name}")):
+        for file in sorted(folder.glob(f"{_FILE_PREFIX}*")):
             job = _read(file)
-            if job is not None:
+            if job is not None and name in (None, job.job):
                 found.append(job)
     return found
 

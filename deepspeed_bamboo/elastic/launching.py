@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from deepspeed_bamboo.config import BambooConfig
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         slot = replace(slot, start_workers=_start_workers(line.workers, slot.world_size))
         surroundings = look_around(config.notices, zones=config.topology.zones, environment=os.environ)
         slot = replace(slot, zone=surroundings.identity.zone)
-        guard_of(config).check(os.environ)
+        EtcdGuard.of(config.coordinator).check(os.environ)
         speaks = True
         return run_slot(slot, line, config, notices=notice_plan(config.notices, surroundings))
     except BambooError as error:
@@ -192,7 +192,7 @@ def _start(
     store = until_the_end.enter_context(contextlib.closing(_open(endpoints, config)))
     coordinator = JobCoordinator(store, job=boot.job, prefix=boot.prefix)
     until_registered.enter_context(coordinator.claim_name(lease_seconds=_CLAIM_SECONDS))
-    coordinator.reserve_ranks(slot.world_size)
+    coordinator.record_start(slots=slot.world_size)
     if server is not None:
         publish(server.directory, PublishedJob(boot.job, boot.prefix, endpoints[0], os.getpid(), own_pid_namespace()))
     return boot, coordinator
@@ -236,7 +236,7 @@ def _settings(slot: Slot, boot: Boot, config: BambooConfig) -> AgentSettings:
     return AgentSettings(
         config.coordinator.lease_seconds,
         rules=rules,
-        environment=tuple(guard_of(config).to_environment().items()),
+        environment=tuple(EtcdGuard.of(config.coordinator).to_environment().items()),
     )
 
 
@@ -261,13 +261,10 @@ def _be_agent(
     return agent.exit_code
 
 
-def guard_of(config: BambooConfig) -> EtcdGuard:
-    """How the user's etcd is reached, as far as that is not open to everybody."""
-    return EtcdGuard(**config.coordinator.model_dump(include={field.name for field in fields(EtcdGuard)}))
-
-
 def _open(endpoints: Sequence[str], config: BambooConfig) -> EtcdStore:
-    return open_store(endpoints, within_seconds=config.coordinator.connect_timeout_seconds, guard=guard_of(config))
+    return open_store(
+        endpoints, within_seconds=config.coordinator.connect_timeout_seconds, guard=EtcdGuard.of(config.coordinator)
+    )
 
 
 def _start_workers(wanted: int | None, slots: int) -> int | None:

@@ -1,0 +1,143 @@
+"""What there is to see of a running job: read once from its coordinator, shown as a table or as JSON."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from deepspeed_bamboo.coordination import Drain, EpochRecord, JobCoordinator, Member
+from deepspeed_bamboo.core.placement import WorkerId
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """One worker. ``state``: active, standby, joining, leaving (its node drains) or silent (its key is gone)."""
+
+    worker: WorkerId
+    node: str
+    zone: str
+    state: str
+    hosts: tuple[str, ...]
+    shadows: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class JobView:
+    """A job at one moment. Times are in seconds since then by this machine's clock; None for what isn't known.
+
+    ``state``: starting, running, stopping, finished, failed, or dead (nobody is left to run it).
+    """
+
+    job: str
+    state: str
+    detail: str
+    epoch: int | None
+    reason: str
+    age_seconds: float | None
+    epoch_seconds: float | None
+    agents: int
+    workers: tuple[WorkerView, ...]
+    draining: tuple[Drain, ...]
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing will change any more."""
+        return self.state in ("finished", "failed", "dead")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def look(coordinator: JobCoordinator) -> JobView:
+    """Read the job's state. Raises CoordinatorUnavailable."""
+    epoch, members, drains = coordinator.peek_epoch(), coordinator.members(), coordinator.draining()
+    agents = coordinator.agents()
+    state, detail = _state(coordinator, alive=bool(agents or members), epoch=epoch)
+    started = coordinator.started_seconds()
+    return JobView(
+        job=coordinator.job,
+        state=state,
+        detail=detail,
+        epoch=None if epoch is None else epoch.number,
+        reason="" if epoch is None else epoch.reason,
+        age_seconds=None if started is None else max(0.0, time.time() - started),
+        epoch_seconds=None if epoch is None else max(0.0, time.time() - epoch.time_seconds),
+        agents=len(agents),
+        workers=tuple(_workers(epoch, members, set(drains))),
+        draining=tuple(drains.values()),
+    )
+
+
+def lines(view: JobView) -> list[str]:
+    """``view`` as text."""
+    age = "" if view.age_seconds is None else f", started {_duration(view.age_seconds)} ago"
+    found = [f"job {view.job}: {view.state}{age}, {view.agents} agents{_after(view.detail)}"]
+    if view.epoch is not None and view.epoch_seconds is not None:
+        found.append(f"epoch {view.epoch}, since {_duration(view.epoch_seconds)}: {view.reason}")
+    for drain in view.draining:
+        hurry = "" if drain.deadline_seconds is None else f", {drain.deadline_seconds:.0f} s from the request on"
+        found.append(f"node {drain.node} is to be left{hurry}: {drain.reason}")
+    rows = [(w.worker, w.node, w.zone, w.state, _short(w.hosts), _short(w.shadows)) for w in view.workers]
+    if rows:
+        found += ["", *_table([("worker", "node", "zone", "state", "hosts", "shadows"), *rows])]
+    return found
+
+
+def _state(coordinator: JobCoordinator, *, alive: bool, epoch: EpochRecord | None) -> tuple[str, str]:
+    failure, stop = coordinator.failure(), coordinator.stop_requested()
+    if failure is not None:
+        return "failed", failure.message
+    if coordinator.finished() is not None:
+        return "finished", ""
+    if not alive:
+        return "dead", "it has ended" if epoch is None else "nobody runs it any more"
+    if stop is not None:
+        return "stopping", stop
+    return ("starting", "") if epoch is None else ("running", "")
+
+
+def _workers(epoch: EpochRecord | None, members: dict[WorkerId, Member], drains: set[str]) -> Iterator[WorkerView]:
+    """Those of the epoch first, in its order."""
+    taking_part = () if epoch is None else epoch.members
+    for worker in (*taking_part, *(worker for worker in members if worker not in taking_part)):
+        member = members.get(worker)
+        owned = () if epoch is None else tuple(str(c) for c, owner in epoch.placement.owners if owner == worker)
+        shadows = () if epoch is None else tuple(str(c) for c, host in epoch.placement.shadows if host == worker)
+        if member is None:
+            state = "silent"
+        elif member.node in drains:
+            state = "leaving"
+        elif worker not in taking_part:
+            state = "joining" if member.joining else "starting"
+        else:
+            state = "active" if owned or shadows else "standby"
+        node, zone = ("?", "?") if member is None else (member.node, member.zone)
+        yield WorkerView(worker, node, zone, state, owned, shadows)
+
+
+def _short(coordinates: Sequence[str]) -> str:
+    more = f" and {len(coordinates) - _SHOWN} more" if len(coordinates) > _SHOWN else ""
+    return " ".join(coordinates[:_SHOWN]) + more if coordinates else "-"
+
+
+def _after(detail: str) -> str:
+    return f" ({detail})" if detail else ""
+
+
+def _duration(seconds: float) -> str:
+    """In the two largest units."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

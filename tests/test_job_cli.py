@@ -1,0 +1,145 @@
+"""ds_bamboo status, drain and stop on jobs in a real etcd."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deepspeed_bamboo.cli import main
+from deepspeed_bamboo.coordination.etcd import EtcdStore
+from deepspeed_bamboo.coordination.job import JobCoordinator
+from deepspeed_bamboo.coordination.published import PublishedJob, own_pid_namespace, publish, published_jobs
+from deepspeed_bamboo.coordination.records import AgentRecord, JobFailure
+from deepspeed_bamboo.coordination.server import PrivateEtcd
+from deepspeed_bamboo.job_view import look
+from tests.coordination.helpers import first_epoch, member
+
+WORKERS = ["a-0-0", "a-1-0", "b-2-0", "c-3-0"]
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PrivateEtcd]:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with PrivateEtcd() as etcd:
+        yield etcd
+
+
+@pytest.fixture
+def job(server: PrivateEtcd) -> Iterator[JobCoordinator]:
+    """A job of four workers, the last one a standby, to which a fifth has come."""
+    store = EtcdStore([server.endpoint])
+    coordinator = JobCoordinator(store, job="busy")
+    coordinator.record_start(slots=4)
+    registrations = []
+    for rank, worker in enumerate([*WORKERS, "d-4-0"]):
+        registrations.append(coordinator.register_agent(AgentRecord(rank, worker[0], 1), lease_seconds=60))
+        entered = replace(member(worker, rank=rank), node=worker[0], zone=f"z{rank}", joining=rank == 4)
+        registrations.append(coordinator.register(entered, lease_seconds=60))
+    coordinator.propose(first_epoch(WORKERS, stages=3), expected=None)
+    yield coordinator
+    for registration in registrations:
+        registration.withdraw()
+    store.close()
+
+
+def test_status_shows_who_hosts_what(
+    job: JobCoordinator, server: PrivateEtcd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.request_drain("b", deadline_seconds=90.0, reason="EC2 takes it")
+    assert main(["status", "--job", "busy", "--endpoints", str(server.endpoint)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("job busy: running, started ") and lines[0].endswith("s ago, 5 agents")
+    assert lines[1].startswith("epoch 0, since ") and lines[1].endswith("start")
+    assert lines[2] == "node b is to be left, 90 s from the request on: EC2 takes it"
+    assert [line.split() for line in lines[4:]] == [
+        ["worker", "node", "zone", "state", "hosts", "shadows"],
+        ["a-0-0", "a", "z0", "active", "0.0", "0.1"],
+        ["a-1-0", "a", "z1", "active", "0.1", "0.2"],
+        ["b-2-0", "b", "z2", "leaving", "0.2", "0.0"],
+        ["c-3-0", "c", "z3", "standby", "-", "-"],
+        ["d-4-0", "d", "z4", "joining", "-", "-"],
+    ]
+
+
+def test_status_as_json(job: JobCoordinator, server: PrivateEtcd, capsys: pytest.CaptureFixture[str]) -> None:
+    job.withdraw("a-1-0")
+    assert main(["status", "--job", "busy", "--endpoints", str(server.endpoint), "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert (seen["state"], seen["epoch"], seen["agents"]) == ("running", 0, 5)
+    assert [worker["state"] for worker in seen["workers"]] == ["active", "silent", "active", "standby", "joining"]
+    assert seen["workers"][0]["hosts"] == ["0.0"]
+
+
+@pytest.mark.parametrize("how", ["finished", "failed", "stopping"])
+def test_status_says_how_it_ended(job: JobCoordinator, how: str) -> None:
+    if how == "finished":
+        job.finish({})
+    elif how == "failed":
+        job.fail(JobFailure(worker="a-0-0", kind="user_error", message="boom", traceback=""))
+    else:
+        job.request_stop("enough")
+    view = look(job)
+    assert view.state == how and view.over is (how != "stopping")
+    assert view.detail == {"finished": "", "failed": "boom", "stopping": "enough"}[how]
+
+
+def test_watching_ends_with_the_job_and_leaves_nothing_in_its_place(server: PrivateEtcd, job: JobCoordinator) -> None:
+    command = [sys.executable, "-m", "deepspeed_bamboo.cli", "status", "--job", "busy", "--watch", "--json"]
+    with subprocess.Popen(
+        [*command, "--endpoints", str(server.endpoint)], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    ) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["state"] == "running"
+        job.clean_up()
+        states = [json.loads(line)["state"] for line in process.stdout]
+        assert process.wait() == 0 and states[-1] == "dead"
+    assert job.peek_epoch() is None
+
+
+def test_drain_and_stop_ask_the_job(
+    job: JobCoordinator, server: PrivateEtcd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = tmp_path / "ds.json"
+    settings.write_text(json.dumps({"bamboo": {"coordinator": {"endpoints": [str(server.endpoint)]}}}))
+    where = ["--job", "busy", "--deepspeed_config", str(settings)]
+    assert main(["drain", "b", *where, "--deadline-seconds", "45"]) == 0
+    assert job.draining()["b"].deadline_seconds == 45.0
+    assert main(["drain", "b", *where, "--cancel"]) == 0
+    assert job.draining() == {}
+    assert main(["drain", "x", *where]) == 1
+    assert "no node 'x' takes part in job 'busy'; its nodes are a, b, c, d" in capsys.readouterr().err
+    assert main(["stop", *where]) == 0
+    assert job.stop_requested() == "ds_bamboo stop"
+
+
+def test_a_job_that_is_not_there_is_named_with_those_that_are(
+    job: JobCoordinator, server: PrivateEtcd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "--job", "bussy", "--endpoints", str(server.endpoint)]) == 1
+    assert f"no job 'bussy' at {server.endpoint} under /deepspeed_bamboo; there run busy" in capsys.readouterr().err
+    assert main(["stop", "--job", "busy"]) == 1
+    assert "no job 'busy' of yours" in capsys.readouterr().err
+
+
+def test_a_private_job_is_found_on_its_machine(
+    job: JobCoordinator, server: PrivateEtcd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = PublishedJob("busy", "/deepspeed_bamboo", str(server.endpoint), os.getpid(), own_pid_namespace())
+    publish(server.directory, about)
+    assert published_jobs() == published_jobs("busy") == [about] and about.same_namespace
+    assert main(["status", "--job", "busy"]) == 0
+    assert "job busy: running" in capsys.readouterr().out
+    assert main(["status", "--job", "other"]) == 1
+    assert "there run busy" in capsys.readouterr().err
+    server.directory.chmod(0o755)
+    assert published_jobs() == [], "others could have written there"
+    server.directory.chmod(0o700)
