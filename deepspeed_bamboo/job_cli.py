@@ -136,6 +136,8 @@ def _find_here(job: str, opened: contextlib.ExitStack) -> JobCoordinator:
         with contextlib.suppress(BambooError):
             return _find(job, [found.endpoint], prefix=found.prefix, guard=None, opened=opened)
     there = sorted({found.job for found in published_jobs()})
+    if job in there:
+        raise NoSuchJobError(f"the job {job!r} on this machine is about to begin or to end; ask again in a moment")
     raise NoSuchJobError(
         f"no job {job!r} of yours with an etcd of its own on this machine; {_those(there)}. "
         "For a job that uses your own etcd give --endpoints or --deepspeed_config"

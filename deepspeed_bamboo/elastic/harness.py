@@ -83,6 +83,7 @@ class Machine:
         job: str | None = None,
         lease_seconds: float = 3.0,
         nodes: Sequence[str] = (),
+        zones: Sequence[str] = (),
         start_workers: int | None = None,
         max_restarts: int = 0,
         restart_seconds: float = 0.1,
@@ -91,7 +92,7 @@ class Machine:
         """Start. ``environment`` is added to that of agents and workers; without ``endpoints`` an etcd is started.
 
         Give the same ``endpoints`` and no ``job`` to many machines, one after the other, to save that time.
-        ``nodes``: what to call the node of each slot, for a job as of several machines. Slots from
+        ``nodes``, ``zones``: of each slot, for a job as of several machines. Slots from
         ``start_workers`` on are standbys. ``notices``: the section of that name, by node.
         """
         self.job = job or f"run-{os.getpid()}-{time.monotonic_ns()}"
@@ -118,7 +119,8 @@ class Machine:
             for rank in range(workers):
                 standby = start_workers is not None and rank >= start_workers
                 node = nodes[rank] if nodes else ""
-                self._add(rank, node=node, entry=Entry.STANDBY if standby else Entry.START)
+                zone = zones[rank] if zones else "unknown"
+                self._add(rank, node=node, zone=zone, entry=Entry.STANDBY if standby else Entry.START)
         except BaseException:
             self.close()
             raise
@@ -150,12 +152,12 @@ class Machine:
         """The agents' processes by rank."""
         return {rank: agent.pid for rank, agent in self._agents.items()}
 
-    def join(self, *, node: str = "") -> int:
+    def join(self, *, node: str = "", zone: str = "unknown", environment: Mapping[str, str] | None = None) -> int:
         """Start one more agent, as a command that joins the running job would; returns its rank."""
         coordinator = self.coordinator
         coordinator.reserve_ranks(self._workers)
         rank = coordinator.next_rank()
-        self._add(rank, node=node, entry=Entry.JOIN)
+        self._add(rank, node=node, zone=zone, entry=Entry.JOIN, environment=environment or {})
         return rank
 
     def worker_pid(self, rank: int, *, generation: int = 0, within_seconds: float = 30.0) -> int:
@@ -218,18 +220,20 @@ class Machine:
         except CoordinatorUnavailable:
             return  # the test has ended the server
 
-    def _add(self, rank: int, *, node: str, entry: Entry) -> None:
-        plan = self._plan(rank, node=node or key_part(socket.gethostname()), entry=entry)
+    def _add(
+        self, rank: int, *, node: str, zone: str, entry: Entry, environment: Mapping[str, str] | None = None
+    ) -> None:
+        plan = self._plan(rank, node=node or key_part(socket.gethostname()), zone=zone, entry=entry)
         self._agents[rank] = self._server.fork(
             ForkRequest(
                 target=reference(agent_main),
                 arguments=(plan,),
-                environment=self._environment,
+                environment={**self._environment, **(environment or {})},
                 output=str(self._output(rank)),
             )
         )
 
-    def _plan(self, rank: int, *, node: str, entry: Entry) -> dict[str, Any]:
+    def _plan(self, rank: int, *, node: str, zone: str, entry: Entry) -> dict[str, Any]:
         own_command = entry is Entry.JOIN
         size = 1 if own_command else self._workers
         slot = Slot(
@@ -238,7 +242,7 @@ class Machine:
             world_size=size,
             local_world_size=size,
             node=node,
-            zone="unknown",
+            zone=zone,
             master_addr=self._boot.master_addr,
             master_port=self._boot.master_ports[0],
             start_workers=None if own_command else self._start_workers,

@@ -64,6 +64,28 @@ def test_an_expelled_worker_comes_back_as_a_new_one(fork_server: ForkServer) -> 
     assert outcome.exit_codes == ALL_WELL, outcome.output
 
 
+def test_a_stopped_worker_is_replaced_after_its_lease(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.train_elastically, max_restarts=1, **leased(short_lease())) as machine:
+        epoch_of(machine, 0)
+        machine.kill_worker(2, signal.SIGSTOP)
+        epoch = epoch_of(machine, 2)
+        assert ranks(epoch) == [0, 1, 3, 2] and epoch.members[-1].endswith("-2-0.1")
+        outcome = finish(machine)
+    assert outcome.exit_codes == ALL_WELL, outcome.output
+
+
+def test_those_who_join_say_where_they_are(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.train_elastically, workers=2, nodes=["a", "b"], zones=["z1", "z2"]) as machine:
+        epoch_of(machine, 0)
+        machine.join(node="c", zone="z3")
+        epoch_of(machine, 1)
+        members = machine.coordinator.members().values()
+        places = sorted((member.rank, member.node, member.zone, member.joining) for member in members)
+        assert places == [(0, "a", "z1", False), (1, "b", "z2", False), (2, "c", "z3", True)]
+        outcome = finish(machine)
+    assert outcome.exit_codes == {0: 0, 1: 0, 2: 0}, outcome.output
+
+
 def test_a_drained_node_is_left_without_a_loss(fork_server: ForkServer) -> None:
     nodes = ["a", "b", "b", "c"]
     with Machine(fork_server, workers.train_elastically, nodes=nodes) as machine:
