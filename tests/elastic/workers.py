@@ -61,6 +61,7 @@ class FakeTraining:
                 expected=None,
             )
         self._epoch_seen.wait()
+        self._was_member = True
 
     def wait(self) -> None:
         """Return when the job is finished or has failed."""
@@ -103,7 +104,7 @@ class FakeTraining:
         stay = [w for w in epoch.members if w not in leaving]
         if self.worker not in epoch.members and self._was_member:
             return False
-        if not self._was_member and self.worker in epoch.members:
+        if self.joining and not self._was_member and self.worker in epoch.members:
             self._was_member = True
             print("taken in", flush=True)
         if (leaving or coming) and stay and stay[0] == self.worker:
