@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from deepspeed_bamboo.coordination import EpochRecord, JobFailure
+from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.errors import ExpelledError, JobFailedError
 
 
@@ -39,6 +40,7 @@ class Interruption:
         self._expelled = False
         self._active: EpochRecord | None = None
         self._changes = 0
+        self._expected: tuple[tuple[str, ...], Placement] | None = None
 
     @property
     def epoch(self) -> int:
@@ -56,6 +58,11 @@ class Interruption:
             self._active = record
             if self._record is None or record.number > self._record.number:
                 self._record = record
+
+    def expect(self, members: tuple[str, ...] | None, placement: Placement | None = None) -> None:
+        """An epoch with just these is what the main thread works towards, and no interruption; None: no longer."""
+        with self.condition:
+            self._expected = None if members is None or placement is None else (members, placement)
 
     def announce_epoch(self, record: EpochRecord) -> None:
         """Called by the monitor for every epoch record it sees; older ones are ignored."""
@@ -133,14 +140,16 @@ class Interruption:
             raise JobFailedError(self._failure.message, origin=self._failure.worker)
         if self._expelled:
             raise ExpelledError("this worker was expelled from the job: its lease ran out or a peer reported it dead")
-        if self._record is not None and self._record.number > self.epoch and not self._is_mere_protection():
+        if self._record is not None and self._record.number > self.epoch and not self._is_foreseen():
             raise EpochChangedError(f"epoch {self._record.number} replaces epoch {self.epoch}")
 
-    def _is_mere_protection(self) -> bool:
-        """True when the new epoch only lists more shadows: members and owners are as they were."""
+    def _is_foreseen(self) -> bool:
+        """True for the epoch expected, and when a new one only has more: nobody was lost, owners are as they were."""
         if self._active is None or self._record is None:
             return False
+        if self._expected == (self._record.members, self._record.placement):
+            return True
         return (
-            self._active.members == self._record.members
+            set(self._active.members) <= set(self._record.members)
             and self._active.placement.owners == self._record.placement.owners
         )

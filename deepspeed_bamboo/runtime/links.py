@@ -48,6 +48,18 @@ class Links:
         self._order = tuple(order)
         self._name = name
 
+    def extend(self, *, members: Mapping[WorkerId, Member], order: Sequence[WorkerId], name: str) -> None:
+        """Go on with the channels there are; those to workers outside ``order`` are dropped, new ones made as above.
+
+        Every worker of the new epoch calls this with the same ``order`` and ``name``, at an iteration boundary.
+        """
+        for peer in [peer for peer in self._channels if peer not in order]:
+            self._channels.pop(peer).close()
+            self._aside.pop(peer, None)
+        self._members = dict(members)
+        self._order = tuple(order)
+        self._name = name
+
     def connect(self, peers: Iterable[WorkerId], *, with_lanes: Iterable[WorkerId] = ()) -> None:
         """Build a channel to every worker in ``peers``, all at once; each of them does the same for this one.
 

@@ -1,0 +1,134 @@
+"""Reconfiguration: which workers take part from the next iteration on, and who hosts what then (DESIGN 6).
+
+A pure decision that one worker makes for all: from who is there, who wants to join and who has to leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.core.placing import decide
+from deepspeed_bamboo.core.separation import count_pairs
+from deepspeed_bamboo.core.sites import Sites, WorkerSite
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a reconfiguration leads to. ``joining`` are new among ``members``; ``leaving`` are not among them."""
+
+    members: tuple[WorkerId, ...]
+    joining: tuple[WorkerId, ...]
+    leaving: tuple[WorkerId, ...]
+    placement: Placement
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """A value that ``json`` can write and :meth:`from_json` reads back equal."""
+        return {
+            "members": list(self.members),
+            "joining": list(self.joining),
+            "leaving": list(self.leaving),
+            "placement": self.placement.to_json(),
+            "reason": self.reason,
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Target:
+        """Inverse of :meth:`to_json`. Raises KeyError or ValueError for anything else."""
+        return cls(
+            members=tuple(value["members"]),
+            joining=tuple(value["joining"]),
+            leaving=tuple(value["leaving"]),
+            placement=Placement.from_json(value["placement"]),
+            reason=value["reason"],
+        )
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """State of ``coordinate`` that goes from ``source``, its owner, to ``destination``, who has none of it."""
+
+    coordinate: Coordinate
+    source: WorkerId
+    destination: WorkerId
+
+
+def next_target(
+    placement: Placement,
+    *,
+    members: Sequence[WorkerSite],
+    joining: Sequence[WorkerSite] = (),
+    draining: Collection[str] = (),
+    protected: bool = True,
+    rearrange: bool = False,
+) -> Target | None:
+    """What to change at the next iteration boundary, or None when everything is as it should be.
+
+    Args:
+        placement: the current one.
+        members: the workers that take part, in their order; one whose node is in ``draining`` leaves.
+        joining: workers that want to take part. Those on a draining node are left waiting.
+        draining: nodes to be emptied. When no worker would be left, nobody leaves: training where a node may
+            vanish beats not training.
+        protected: False for no shadows.
+        rearrange: also change owners only to separate neighbours better. Otherwise owners change when workers
+            come or leave, or stand by while others host more than their share.
+    """
+    leaving = tuple(site.worker for site in members if site.node in draining)
+    new = tuple(site for site in joining if site.node not in draining)
+    staying = tuple(site for site in members if site.worker not in leaving)
+    if not staying and not new:
+        leaving, staying = (), tuple(members)
+    sites = (*staying, *new)
+    uneven = _most_hosted(placement) > -(-len(placement.grid) // len(sites))
+    if not (leaving or new or uneven or rearrange):
+        return None
+    decision = decide(placement.grid, sites, current=placement, protected=protected and len(sites) > 1)
+    if not (leaving or new):
+        same = decision.placement.owners == placement.owners
+        numbered = Sites.of(members)
+        pairs = count_pairs(placement.grid, placement.owners, numbered)
+        better = (decision.pairs.node, decision.pairs.zone) < (pairs.node, pairs.zone)
+        if same or not (uneven or better):
+            return None
+    names = tuple(site.worker for site in new)
+    return Target(
+        members=tuple(site.worker for site in sites),
+        joining=names,
+        leaving=leaving,
+        placement=decision.placement,
+        reason=_reason(joining=names, leaving=leaving, uneven=uneven),
+    )
+
+
+def transfers(before: Placement, after: Placement) -> tuple[Transfer, ...]:
+    """The state that has to move, in grid order, owners first. Whoever holds a replica already gets nothing."""
+    result: list[Transfer] = []
+    for coordinate in before.grid:
+        source = before.owner(coordinate)
+        held = {source, before.shadow(coordinate)}
+        for destination in (after.owner(coordinate), after.shadow(coordinate)):
+            if destination is not None and destination not in held:
+                result.append(Transfer(coordinate, source, destination))
+                held.add(destination)
+    return tuple(result)
+
+
+def _most_hosted(placement: Placement) -> int:
+    owners = [worker for _, worker in placement.owners]
+    return max(owners.count(worker) for worker in set(owners))
+
+
+def _reason(*, joining: tuple[WorkerId, ...], leaving: tuple[WorkerId, ...], uneven: bool) -> str:
+    parts = []
+    if joining:
+        parts.append(f"joined: {', '.join(joining)}")
+    if leaving:
+        parts.append(f"drained: {', '.join(leaving)}")
+    if not parts:
+        parts.append("work for a worker that stood by" if uneven else "neighbours further apart")
+    return "; ".join(parts)
