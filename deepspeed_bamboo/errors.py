@@ -7,7 +7,9 @@
     ├── MemoryLimitError    redundancy needs more memory than the configuration allows
     ├── ShadowError         a shadow that differs from its owner (debug_check_shadows)
     ├── JobFailedError      another worker ended the job; names it and its cause
-    └── ExpelledError       this worker is no longer part of the job; its process has to end
+    ├── ExpelledError       this worker is no longer part of the job; its process has to end
+    ├── DrainedError        this worker has left the job as it was asked to; its process ends, and nothing is lost
+    └── JobStoppedError     the job was asked to stop, and has come to a boundary
 
 Messages for users carry three things: the value, the rule it breaks, and the remedy.
 """
@@ -57,6 +59,14 @@ class JobFailedError(BambooError):
 
 class ExpelledError(BambooError):
     """The others have gone on without this worker: it was silent for too long. Nothing it holds counts any more."""
+
+
+class DrainedError(BambooError):
+    """This worker's node is to be left, and everything that it held is on other workers now."""
+
+
+class JobStoppedError(BambooError):
+    """Somebody asked the job to stop; raised by every worker's ``train_batch`` at the same iteration boundary."""
 
 
 def _list_problems(problems: Sequence[str], *, where: str) -> str:

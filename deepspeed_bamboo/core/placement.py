@@ -88,6 +88,11 @@ class Placement:
         by_rank = sorted(self.owners, key=lambda pair: self.grid.rank(pair[0]))
         return tuple(dict.fromkeys(worker for _, worker in by_rank))
 
+    @property
+    def holders(self) -> frozenset[WorkerId]:
+        """The workers that own or shadow a coordinate; others stand by."""
+        return frozenset(worker for _, worker in (*self.owners, *self.shadows))
+
     def without(self, lost: Iterable[WorkerId]) -> tuple[Placement | None, tuple[Coordinate, ...]]:
         """The placement after the workers in ``lost`` are gone, and the coordinates nobody alive holds.
 

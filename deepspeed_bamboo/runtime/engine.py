@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -31,12 +31,14 @@ from deepspeed_bamboo.runtime.failover import Failover
 from deepspeed_bamboo.runtime.hosting import StageHost, stock_twins, use_logical_groups
 from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.iteration_end import IterationEnd
+from deepspeed_bamboo.runtime.joining import join
 from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.logical import Exchange
 from deepspeed_bamboo.runtime.losses import aggregate_losses, agreed_losses
 from deepspeed_bamboo.runtime.micro_batches import DataFactory, PipelineData, check_complete, missing_data
 from deepspeed_bamboo.runtime.offload import HostOffload
 from deepspeed_bamboo.runtime.protection import build_initial_shadows
+from deepspeed_bamboo.runtime.reconfiguration import Reconfiguration
 from deepspeed_bamboo.runtime.replica import StageReplica, count_in_global_norm, tied_groups
 from deepspeed_bamboo.runtime.session import WorkerSession
 from deepspeed_bamboo.runtime.shadow_check import check_shadows
@@ -85,7 +87,7 @@ class BambooPipelineEngine(PipelineEngine):
         self._evaluation_factory: DataFactory | None = None
         self.last_losses: list[Any] = []
         self._take_over_stock_state(grid)
-        self._seed = self._agreed_seed()
+        self.forward_seed = self._agreed_seed()
         self.iteration_end = IterationEnd(self)
         limit = session.config.redundancy.memory_limit_gigabytes
         self.host_offload = HostOffload(device=self.device, limit_bytes=None if limit is None else int(limit * 2**30))
@@ -94,14 +96,18 @@ class BambooPipelineEngine(PipelineEngine):
             host=self.host,
             links=self.links,
             me=session.worker,
-            seed=self._seed,
+            seed=lambda: self.forward_seed,
             before=self._before_instruction,
             after=self._after_instruction,
             offload=self._offloading,
         )
         self.failover = Failover(self)
+        self.reconfiguration = Reconfiguration(self)
         self._place_data()
-        self.placement = self._enter_first_epoch(grid)
+        if session.identity.joining:
+            join(self, grid)
+        else:
+            self.placement = self._enter_first_epoch(grid)
 
     @property
     def host(self) -> StageHost:
@@ -163,11 +169,17 @@ class BambooPipelineEngine(PipelineEngine):
         return _combined_digest([parts[str(coordinate)] for coordinate in self.job_grid])
 
     def close(self) -> None:
-        """Leave the job after a last agreement that everybody is done. Called when the script ends; once is enough."""
+        """End the job after a last agreement that everybody is done. Called when the script ends; once is enough."""
         if self.session.closed:
             return
         self.barrier()
         self.session.coordinator.finish({"step": self.global_steps})
+        self.leave()
+
+    def leave(self) -> None:
+        """Leave the job at once; the others need this worker no more."""
+        if self.session.closed:
+            return
         # The first worker's last messages must be out before its process is.
         self.links.flush(within_seconds=_LAST_MESSAGES_SECONDS)
         self.links.close()
@@ -271,12 +283,13 @@ class BambooPipelineEngine(PipelineEngine):
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self._require_data()
+        self.reconfiguration.run_if_wished()
         for replica in self.host.replicas():
             with self.host.hosting(replica):
                 self.module.train()
                 self.total_loss = None
                 self.total_additional_losses = None
-        self._activate_first()
+        self.activate_first()
         loss = super().train_batch()
         self.session.log(
             "step",
@@ -324,13 +337,14 @@ class BambooPipelineEngine(PipelineEngine):
                 self.failover.run(cause)
         self.activity.finish()
 
-    def agree(self, value: Any) -> Round:
-        """Everybody's value by worker; seen by nobody before all have handed in theirs."""
+    def agree(self, value: Any, *, among: Container[str] | None = None) -> Round:
+        """Everybody's value by worker; seen by nobody before all have handed in theirs. ``among``: of these only."""
         record = self.session.interruption.active
         if record is None:
             raise RuntimeError("no epoch has been entered")
         label = f"{self.activity.index}/{len(self.activity.rounds)}"
-        return agree(value, links=self.links, me=self.session.worker, workers=record.members, label=label)
+        workers = [worker for worker in record.members if among is None or worker in among]
+        return agree(value, links=self.links, me=self.session.worker, workers=workers, label=label)
 
     def _train_iteration(self) -> None:
         for replica in self.host.replicas():
@@ -341,10 +355,13 @@ class BambooPipelineEngine(PipelineEngine):
                 self.fwd_outputs = []
         self.perform("train", self._train_body)
         self.last_losses = agreed_losses(self)
+        self.reconfiguration.note()
         self.iteration_end.forget()
         self.failover.log_if_any()
         self.data.forget()
-        self._activate_first()
+        if not self.host.replicas():
+            self._count_iteration()
+        self.activate_first()
         self.failover.protect_again()
         every = self.session.config.debug_check_shadows
         if every and self.global_steps % every == 0:
@@ -355,7 +372,7 @@ class BambooPipelineEngine(PipelineEngine):
             context = self.context(training=True, micro_batches=self.micro_batches)
             for replica in self.host.owners():
                 self.strike_if_scripted(replica.coordinate, "idle", None)
-            for instruction in self.program(training=True).program(self.session.worker):
+            for instruction in self.instructions(training=True):
                 if instruction.coordinate is not None:
                     self.executor.execute(instruction, context)
                 elif instruction.op is not Op.STEP:
@@ -372,6 +389,12 @@ class BambooPipelineEngine(PipelineEngine):
             training=training,
             micro_batches=micro_batches,
         )
+
+    def instructions(self, *, training: bool) -> tuple[Instruction, ...]:
+        """What this worker has to execute; one that stands by only takes part in the agreement."""
+        if self.session.worker not in self.placement.holders:
+            return (Instruction(Op.COMMIT),) if training else ()
+        return self.program(training=training).program(self.session.worker)
 
     def program(self, *, training: bool) -> Plan:
         if self.activity.planned == self.activity.index and self.activity.plan is not None:
@@ -435,11 +458,17 @@ class BambooPipelineEngine(PipelineEngine):
             self.failover.enter_world(record)
         return record.placement
 
-    def _activate_first(self) -> None:
-        """Between iterations the engine shows the first stage that this worker hosts."""
-        owners = self.host.owners()
-        if owners:
-            self.host.activate(owners[0])
+    def activate_first(self) -> None:
+        """Between iterations the engine shows the first stage that this worker hosts, or else shadows."""
+        held = self.host.replicas()
+        if held:
+            self.host.activate(held[0])
+
+    def _count_iteration(self) -> None:
+        """On a worker that stands by, what stock counts in its optimizer step."""
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        self.micro_steps += self.micro_batches
 
     def _offloading(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         if self.session.config.redundancy.offload == "cpu":

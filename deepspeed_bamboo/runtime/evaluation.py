@@ -72,7 +72,7 @@ def _run_forwards(engine: BambooPipelineEngine, request: EvaluationRequest) -> N
         engine.host.restart(replica, micro_batches=request.micro_batches, training=False)
     context = engine.context(training=False, micro_batches=request.micro_batches)
     with torch.no_grad():
-        for instruction in engine.program(training=False).program(engine.session.worker):
+        for instruction in engine.instructions(training=False):
             engine.executor.execute(instruction, context)
     engine.host.save()
 
@@ -113,4 +113,4 @@ def _clean_up(engine: BambooPipelineEngine, request: EvaluationRequest) -> None:
         with engine.host.hosting(replica):
             engine.outputs = None
             engine.fwd_outputs = []
-    engine._activate_first()
+    engine.activate_first()

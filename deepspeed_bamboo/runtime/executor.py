@@ -45,7 +45,7 @@ class Executor:
         host: the replicas.
         links: messages to other workers.
         me: this worker's id.
-        seed: the job's seed for forwards.
+        seed: returns the job's seed for forwards.
         before: called before every instruction with the instruction and the replica it concerns.
         after: called after it.
         offload: wraps a redundant forward of a module; decides where what it keeps for its backward goes.
@@ -58,7 +58,7 @@ class Executor:
         host: StageHost,
         links: Links,
         me: WorkerId,
-        seed: int,
+        seed: Callable[[], int],
         before: Callable[[Instruction, StageReplica], None],
         after: Callable[[Instruction, StageReplica], None],
         offload: Callable[[torch.nn.Module], AbstractContextManager[None]],
@@ -115,7 +115,7 @@ class Executor:
     def _forward(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
         engine = self._engine
         seed = forward_seed(
-            self._seed,
+            self._seed(),
             step=context.step if context.training else replica.micro_offset,
             coordinate=replica.coordinate,
             micro_batch=micro_batch,

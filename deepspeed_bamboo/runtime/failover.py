@@ -28,7 +28,7 @@ from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.protection import copy_from_other_pipeline, copy_shadows
 from deepspeed_bamboo.runtime.recovery import PauseClock, Recovery
 from deepspeed_bamboo.runtime.replica import StageReplica
-from deepspeed_bamboo.runtime.world import replace_default_group
+from deepspeed_bamboo.runtime.world import WorldGroup, replace_default_group
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
@@ -74,7 +74,7 @@ class Failover:
         engine = self._engine
         rank = record.members.index(engine.session.worker)
         engine.global_rank = rank
-        replace_default_group(rank=rank, size=len(record.members), gather=self._gather)
+        replace_default_group(WorldGroup(rank, len(record.members), gather=self._gather))
         engine.host.name_ranks(rank)
 
     def run(self, cause: EpochChangedError | PeerLostError) -> None:
@@ -85,9 +85,9 @@ class Failover:
         after = record.placement
         taken = [c for c in after.hosted_by(engine.session.worker) if c not in engine.host.owned]
         self._to_copy = [coordinate for coordinate in taken if coordinate not in engine.host.shadows]
-        for coordinate in taken:
-            if coordinate in engine.host.shadows:
-                engine.host.promote(coordinate)
+        engine.host.take_roles(
+            owned=after.hosted_by(engine.session.worker), shadows=after.shadowed_by(engine.session.worker)
+        )
         engine.placement = after
         self._lost_coordinates = tuple(c for c in after.grid if after.owner(c) != before.owner(c))
         for coordinate in self._lost_coordinates:
@@ -95,7 +95,6 @@ class Failover:
         self._clock = clock
         self._lost_at = record.time_seconds
         self.enter_world(record)
-        self._drop_unlisted_shadows()
         self._settle(settlement, before=before, after=after, taken=taken)
 
     def _settle(self, settlement: Settlement, *, before: Placement, after: Placement, taken: list[Coordinate]) -> None:

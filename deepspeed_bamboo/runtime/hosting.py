@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,8 @@ class StageHost:
         self.building = False
         self.owned: dict[Coordinate, StageReplica] = {}
         self.shadows: dict[Coordinate, StageReplica] = {}
+        # Built already and not in use: what a worker that joins made at its start.
+        self._spare: dict[Coordinate, StageReplica] = {}
 
     @property
     def active(self) -> StageReplica | None:
@@ -118,6 +120,8 @@ class StageHost:
         The random number generators are where they were, and no other worker takes part.
         """
         engine = self._engine
+        if coordinate in self._spare:
+            return self._spare.pop(coordinate)
         template = next(iter(self.owned.values())) if self.owned else self._active
         if template is None:
             raise RuntimeError("a worker without any stage has nothing to build another one from")
@@ -152,11 +156,20 @@ class StageHost:
         self._prepare(replica)
         return replica
 
-    def promote(self, coordinate: Coordinate) -> StageReplica:
-        """The shadow of a lost coordinate becomes its owner, at the start of the running iteration."""
-        replica = self.shadows.pop(coordinate)
-        self.owned[coordinate] = replica
-        return replica
+    def set_aside(self) -> None:
+        """This worker owns nothing yet; what it has built waits to be of use."""
+        self._spare, self.owned = {**self._spare, **self.owned}, {}
+
+    def take_roles(self, *, owned: Iterable[Coordinate], shadows: Iterable[Coordinate]) -> None:
+        """Own and shadow these from now on, with the replicas there are; all others are dropped.
+
+        A coordinate without a replica here is left out: its state has to be copied (see ``copied_from``).
+        """
+        held = {**self.shadows, **self.owned}
+        self.owned = {c: held[c] for c in owned if c in held}
+        self.shadows = {c: held[c] for c in shadows if c in held and c not in self.owned}
+        if self.owned or self.shadows:
+            self._spare.clear()
 
     def empty_buffers(self, replica: StageReplica) -> None:
         """Drop inputs, labels, outputs and graphs; stored redundant forwards with them."""

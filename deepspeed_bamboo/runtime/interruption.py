@@ -64,6 +64,11 @@ class Interruption:
         with self.condition:
             self._expected = None if members is None or placement is None else (members, placement)
 
+    def foresees(self, record: EpochRecord) -> bool:
+        """True when ``record`` is the one that the main thread works towards."""
+        with self.condition:
+            return self._expected == (record.members, record.placement)
+
     def announce_epoch(self, record: EpochRecord) -> None:
         """Called by the monitor for every epoch record it sees; older ones are ignored."""
         with self.condition:

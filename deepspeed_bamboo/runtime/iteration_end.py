@@ -67,7 +67,8 @@ class IterationEnd:
                 engine.strike_if_scripted(replica.coordinate, "step", None)
         while pending := calls.pending():
             if activity.delivered == len(activity.rounds):
-                activity.rounds.append(engine.agree({"contributions": self._contributions(calls)}))
+                value = {"contributions": self._contributions(calls)}
+                activity.rounds.append(engine.agree(value, among=engine.placement.holders))
             agreed = activity.rounds[activity.delivered]
             contributions = {c: part for value in agreed.values() for c, part in value["contributions"].items()}
             activity.delivered += 1
@@ -165,7 +166,10 @@ class IterationEnd:
             engine.data.complete(engine.micro_batches, step=engine.global_steps, transform=engine.batch_fn)
         self._step_calls = CallSet(engine.host, engine.host.replicas(), self._take_step, device=engine.device)
         self._advance(self._step_calls, None)
-        value = {"contributions": self._contributions(self._step_calls), "losses": stage_losses(engine)}
+        value: dict[str, Any] = {"contributions": self._contributions(self._step_calls), "losses": stage_losses(engine)}
+        wish = engine.reconfiguration.wish()
+        if wish is not None:
+            value["wish"] = wish
         engine.activity.rounds.append(engine.agree(value))
 
     def _contributions(self, calls: CallSet) -> dict[Any, Contribution]:

@@ -11,21 +11,23 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 
 import deepspeed_bamboo
-from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobFailure
-from deepspeed_bamboo.errors import ExpelledError, JobFailedError
+from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobFailure, connect
+from deepspeed_bamboo.errors import DrainedError, ExpelledError, JobFailedError, JobStoppedError
 from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 from deepspeed_bamboo.runtime.initialize import initialize_with
+from deepspeed_bamboo.runtime.joining import alone_in_the_group
 
 EXIT_USER_ERROR = 1
 EXIT_JOB_FAILED = 3
 EXIT_EXPELLED = 4
+EXIT_DRAINED = 5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,11 +72,17 @@ def supervised(function: Callable[[], Any]) -> int:
     deepspeed.initialize = initialize
     deepspeed_bamboo.initialize = initialize
     try:
-        code = _exit_code(function)
+        with _joining_if_told():
+            code = _exit_code(function)
         if code == 0:
             for engine in engines:
                 engine.close()
         return code
+    except DrainedError as error:
+        print(error, file=sys.stderr, flush=True)
+        for engine in engines:
+            engine.leave()
+        return EXIT_DRAINED
     except JobFailedError as error:
         print(error, file=sys.stderr, flush=True)
         return EXIT_JOB_FAILED
@@ -92,9 +100,21 @@ def supervised(function: Callable[[], Any]) -> int:
         deepspeed.initialize = stock
 
 
+@contextlib.contextmanager
+def _joining_if_told() -> Iterator[None]:
+    """In a worker that comes to a running job, the script sees the job's process group without taking part in it."""
+    if os.environ.get("BAMBOO_JOINING") != "1":
+        yield
+        return
+    with contextlib.closing(connect(os.environ)) as coordinator, alone_in_the_group(os.environ, coordinator):
+        yield
+
+
 def _exit_code(function: Callable[[], Any]) -> int:
     try:
         function()
+    except JobStoppedError as stopped:
+        print(stopped, file=sys.stderr, flush=True)
     except SystemExit as leaving:
         if leaving.code is None or isinstance(leaving.code, int):
             return leaving.code or 0

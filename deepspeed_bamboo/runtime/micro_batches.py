@@ -58,6 +58,17 @@ class PipelineData:
         self._user = MicroBatchSource()
         self._factory: DataFactory | None = None
         self._made: dict[int, tuple[int, MicroBatchSource]] = {}
+        self._joined_late = False
+        self._to_skip = 0
+
+    def start_at(self, step: int, *, micro_batches: int) -> None:
+        """This worker begins at global step ``step``, with data that begin at step 0.
+
+        With a factory, which positions itself, the user's iterator is not used at all. Without one, the iterator
+        is taken to begin at step 0, as on the workers that did, and what those have used is skipped.
+        """
+        self._joined_late = True
+        self._to_skip = step * micro_batches
 
     @property
     def iterator(self) -> Iterator[Any] | None:
@@ -73,6 +84,15 @@ class PipelineData:
         """Use the user's ``iterator`` for the home pipeline from the next micro-batch on."""
         self._user.set_iterator(iterator)
 
+    def _skip(self) -> None:
+        iterator = self._user.iterator
+        while self._to_skip and iterator is not None:
+            next(iterator)
+            self._to_skip -= 1
+
+    def _uses_iterator(self) -> bool:
+        return self._user.iterator is not None and not (self._joined_late and self._factory is not None)
+
     def set_factory(self, factory: DataFactory | None) -> None:
         """Use ``factory`` from the next iteration on."""
         self._factory = factory
@@ -84,13 +104,16 @@ class PipelineData:
 
     def get(self, pipeline: int, micro_batch: int, *, step: int, transform: Transform = None) -> Any:
         """Micro-batch ``micro_batch`` of ``pipeline`` in ``step``. Raises what iterator or factory raise."""
+        if self._uses_iterator():
+            self._skip()
         return self._source(pipeline, step).get(micro_batch, transform=transform)
 
     def complete(self, micro_batches: int, *, step: int, transform: Transform = None) -> None:
         """Pull what this worker did not need of ``step``, so that every worker's iterator agrees."""
         if not micro_batches:
             return
-        if self._user.iterator is not None:
+        if self._uses_iterator():
+            self._skip()
             self._user.get(micro_batches - 1, transform=transform)
         for pipeline, (made_for, source) in list(self._made.items()):
             if made_for == step:
@@ -104,7 +127,7 @@ class PipelineData:
             source.forget()
 
     def _source(self, pipeline: int, step: int) -> MicroBatchSource:
-        if pipeline == self._home and self._user.iterator is not None:
+        if pipeline == self._home and self._uses_iterator():
             return self._user
         made_for, source = self._made.get(pipeline, (None, None))
         if source is None or made_for != step:

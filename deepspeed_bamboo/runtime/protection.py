@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from deepspeed_bamboo.coordination import EpochRecord, Member
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.placement import Placement, WorkerId
-from deepspeed_bamboo.errors import BambooError
+from deepspeed_bamboo.errors import BambooError, ShadowError
 from deepspeed_bamboo.runtime.agreement import agree
 from deepspeed_bamboo.runtime.channel import Message
 from deepspeed_bamboo.runtime.interruption import PeerLostError
 from deepspeed_bamboo.runtime.recovery import peers_of, tensor_peers
 from deepspeed_bamboo.runtime.replica import StageReplica
-from deepspeed_bamboo.runtime.transfer import PackedState, pack_state, unpack_state
+from deepspeed_bamboo.runtime.transfer import PackedState, checksum, pack_state, unpack_state
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
@@ -60,7 +60,7 @@ def copy_shadows(
     engine: BambooPipelineEngine, placement: Placement, *, shadows: Mapping[Coordinate, WorkerId], label: str
 ) -> None:
     """Build the replicas in ``shadows`` that are for this worker, and move state from owners to holders."""
-    host, links, me = engine.host, engine.links, engine.session.worker
+    host, me = engine.host, engine.session.worker
     host.save()
     for coordinate, holder in shadows.items():
         if holder == me:
@@ -68,13 +68,35 @@ def copy_shadows(
     host.save()
     for coordinate, holder in shadows.items():
         if placement.owner(coordinate) == me:
-            packed = pack_state(host.owned[coordinate])
-            links.send(holder, Message(f"{label}/state/{coordinate}", packed.structure, packed.tensors))
+            send_replica(engine, coordinate, to=holder, label=label)
     for coordinate, holder in shadows.items():
         if holder == me:
-            message = links.receive(placement.owner(coordinate), f"{label}/state/{coordinate}")
-            unpack_state(host.shadows[coordinate], PackedState(message.data, message.tensors))
-            _refresh(engine, host.shadows[coordinate])
+            receive_replica(engine, coordinate, source=placement.owner(coordinate), label=label)
+
+
+def send_replica(engine: BambooPipelineEngine, coordinate: Coordinate, *, to: WorkerId, label: str) -> None:
+    """Send the state of ``coordinate``, which this worker owns; it must not change before the next agreement."""
+    packed = pack_state(engine.host.owned[coordinate])
+    data = (packed.structure, checksum(packed.tensors))
+    engine.links.send(to, Message(f"{label}/state/{coordinate}", data, packed.tensors))
+
+
+def receive_replica(engine: BambooPipelineEngine, coordinate: Coordinate, *, source: WorkerId, label: str) -> None:
+    """Bring this worker's shadow of ``coordinate`` to the state that its owner sends.
+
+    Raises ShadowError when what arrives is not what was sent, and what interrupts the wait.
+    """
+    message = engine.links.receive(source, f"{label}/state/{coordinate}")
+    structure, expected = message.data
+    arrived = checksum(message.tensors)
+    if arrived != expected:
+        raise ShadowError(
+            f"the state of {coordinate} from worker {source} arrived damaged: checksum {arrived}, sent with {expected}"
+            "; suspect the network or the memory of one of the two machines"
+        )
+    replica = engine.host.shadows[coordinate]
+    unpack_state(replica, PackedState(structure, message.tensors))
+    _refresh(engine, replica)
 
 
 def copy_from_other_pipeline(engine: BambooPipelineEngine, coordinate: Coordinate) -> None:

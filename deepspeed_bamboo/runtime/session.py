@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from deepspeed_bamboo.config import BambooConfig
-from deepspeed_bamboo.coordination import Change, EpochRecord, JobCoordinator, Member, Registration
+from deepspeed_bamboo.coordination import Change, Drain, EpochRecord, JobCoordinator, Member, Registration
 from deepspeed_bamboo.coordination.server import PrivateEtcd
 from deepspeed_bamboo.errors import BambooError, ConfigError
 from deepspeed_bamboo.events import EventLog
@@ -32,6 +32,7 @@ class WorkerIdentity:
     endpoints: tuple[str, ...]
     prefix: str
     address: str
+    joining: bool = False
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> WorkerIdentity:
@@ -51,6 +52,7 @@ class WorkerIdentity:
             endpoints=endpoints,
             prefix=environment.get("BAMBOO_PREFIX", "/deepspeed_bamboo"),
             address=environment.get("BAMBOO_ADDRESS") or _own_address(environment.get("MASTER_ADDR", "127.0.0.1")),
+            joining=environment.get("BAMBOO_JOINING") == "1",
         )
 
 
@@ -88,6 +90,10 @@ class WorkerSession:
             identity.address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
         self._registration: Registration | None = None
+        # What the watch has told last; read by the main thread.
+        self._present: dict[str, Member] = {}
+        self._draining: dict[str, Drain] = {}
+        self._stop: str | None = None
         self._watch: Any = None
         self.closed = False
 
@@ -108,6 +114,7 @@ class WorkerSession:
                 store_port=self.store.port,
                 pid=os.getpid(),
                 rank=rank,
+                joining=self.identity.joining,
             ),
             lease_seconds=self.config.coordinator.lease_seconds,
         )
@@ -127,6 +134,21 @@ class WorkerSession:
             self.interruption.check()
             time.sleep(0.02)
 
+    @property
+    def present(self) -> dict[str, Member]:
+        """The registered workers, as last heard of; those that wait to be taken in among them."""
+        return dict(self._present)
+
+    @property
+    def draining(self) -> dict[str, Drain]:
+        """The nodes that are to be left, as last heard of."""
+        return dict(self._draining)
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the job is to end at the next boundary, as last heard of; None: it is not."""
+        return self._stop
+
     def log(self, event: str, *, step: int, **fields: Any) -> None:
         """Write an event to this worker's event log."""
         self.events.log(event, epoch=self.interruption.epoch, step=step, **fields)
@@ -137,6 +159,10 @@ class WorkerSession:
         number = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP, "TERM": signal.SIGTERM}.get(fault.signal)
         if number is not None:
             os.kill(os.getpid(), number)
+        elif fault.signal == "NOTICE":
+            self.coordinator.request_drain(
+                self.identity.node, deadline_seconds=fault.seconds, reason=f"scripted notice at step {step}"
+            )
 
     def close(self) -> None:
         """Withdraw and stop watching. The job goes on without this worker."""
@@ -150,12 +176,28 @@ class WorkerSession:
     def _on_change(self, change: Change) -> None:
         if change.kind in ("epoch", "resync"):
             record = change.value if isinstance(change.value, EpochRecord) else self.coordinator.epoch()
-            if record is not None and self.interruption.epoch >= 0:
+            taken_in = self.identity.joining and record is not None and self.worker in record.members
+            if record is not None and (self.interruption.epoch >= 0 or taken_in):
                 self.interruption.announce_epoch(record)
-                if self.worker not in record.members:
+                if self.worker not in record.members and not self.interruption.foresees(record):
                     self.interruption.announce_expulsion()
+        self._note_who_comes_and_goes(change)
         if change.kind in ("failure", "resync"):
             failure = self.coordinator.failure()
             if failure is not None:
                 self.interruption.announce_failure(failure)
         self.interruption.notify()
+
+    def _note_who_comes_and_goes(self, change: Change) -> None:
+        if change.kind == "member":
+            self._present = _changed(self._present, change)
+        elif change.kind == "drain":
+            self._draining = _changed(self._draining, change)
+        elif change.kind == "stop":
+            self._stop = change.value
+
+
+def _changed(known: dict[str, Any], change: Change) -> dict[str, Any]:
+    """A new mapping, since another thread may be reading the one there is."""
+    rest = {name: value for name, value in known.items() if name != change.worker}
+    return rest if change.value is None else {**rest, change.worker: change.value}

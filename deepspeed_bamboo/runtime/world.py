@@ -72,21 +72,43 @@ class WorldGroup(ProcessGroup):
         return FinishedWork()
 
 
-def replace_default_group(*, rank: int, size: int, gather: Gather) -> None:
-    """Drop every stock process group and make the live workers the default one."""
+class AloneGroup(WorldGroup):
+    """A group of which only this process is there: collectives give back what they are given, nothing is sent.
+
+    What a worker that joins a running job sees until it has been taken in.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size, gather=lambda tensor: [tensor.detach().clone() for _ in range(size)])
+
+    def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> FinishedWork:
+        return FinishedWork()
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> FinishedWork:
+        return FinishedWork()
+
+
+def replace_default_group(group: WorldGroup) -> None:
+    """Drop every stock process group and make ``group`` the default one."""
     if c10d.is_initialized():
         distributed_c10d._abort_process_group()
     if BACKEND not in c10d.Backend.backend_list:
         # torch keeps one creator per backend name, so the group itself travels through the options of each call.
         c10d.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
-    c10d.init_process_group(
+    distributed_c10d.init_process_group(
         BACKEND,
         store=c10d.HashStore(),
-        rank=rank,
-        world_size=size,
-        pg_options=WorldGroup(rank, size, gather=gather),
+        rank=group.rank(),
+        world_size=group.size(),
+        pg_options=group,
     )
 
 
-def _create(_options: Any, group: WorldGroup) -> WorldGroup:
-    return group
+def _create(options: Any, group: WorldGroup | None) -> WorldGroup:
+    if group is not None:
+        return group
+    if isinstance(distributed_c10d._get_default_group(), AloneGroup):
+        return AloneGroup(options.group_rank, options.group_size)
+    raise NotImplementedError(
+        "new process groups can't be made while workers may be lost; use the default group, which survives losses"
+    )

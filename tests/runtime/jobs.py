@@ -26,6 +26,9 @@ Body = Callable[..., Any]
 _PRELOAD = ["torch", "deepspeed", "deepspeed_bamboo.runtime.main", "tests.runtime.scenarios"]
 
 
+EXIT_DRAINED = 5
+
+
 @dataclass(frozen=True)
 class JobResult:
     """How a job ended: exit codes and what the bodies returned, both by first rank; output for messages."""
@@ -60,8 +63,13 @@ class Jobs:
         self._count = 0
         self._context = multiprocessing.get_context("forkserver")
 
-    def run(self, body: Body, *, world: int, timeout_seconds: float = 120.0, **arguments: Any) -> JobResult:
-        """Call ``body(**arguments)`` in ``world`` workers. Fails when one is still running after the time-out."""
+    def run(
+        self, body: Body, *, world: int, joining: int = 0, timeout_seconds: float = 120.0, **arguments: Any
+    ) -> JobResult:
+        """Call ``body(**arguments)`` in ``world`` workers. Fails when one is still running after the time-out.
+
+        ``joining`` more workers come as soon as the job has its first epoch, as those of further agents would.
+        """
         self._count += 1
         directory = self._directory / f"job{self._count}"
         directory.mkdir()
@@ -81,7 +89,13 @@ class Jobs:
         ]
         for process in processes:
             process.start()
-        self._watch(processes, directory, timeout_seconds=timeout_seconds)
+        late = [
+            self._context.Process(
+                target=_work, args=(rank, {**environment, "BAMBOO_JOINING": "1"}, directory, body, arguments)
+            )
+            for rank in range(world, world + joining)
+        ]
+        self._watch(processes, late, directory, timeout_seconds=timeout_seconds)
         stuck = [rank for rank, process in enumerate(processes) if process.exitcode is None]
         for process in processes:
             if process.exitcode is None:
@@ -91,19 +105,35 @@ class Jobs:
         assert not stuck, f"ranks {stuck} still ran after {timeout_seconds:.0f} s\n{result.transcript()}"
         return result
 
-    def _watch(self, processes: Sequence[Any], directory: Path, *, timeout_seconds: float) -> None:
-        """What agents do: tell the job who died, and why it fails, until all processes have ended."""
+    def _watch(self, processes: list[Any], late: Sequence[Any], directory: Path, *, timeout_seconds: float) -> None:
+        """What agents do: tell the job who died, and why it fails, until all processes have ended.
+
+        Those of ``late`` are started, and added to ``processes``, when there is something to join.
+        """
         store = EtcdStore([self._etcd.endpoint])
         deadline = time.monotonic() + timeout_seconds
         running = dict(enumerate(processes))
         while running and time.monotonic() < deadline:
+            if late and self._has_epoch(store, directory):
+                for process in late:
+                    running[len(processes)] = process
+                    processes.append(process)
+                    process.start()
+                late = []
             for rank, process in list(running.items()):
                 if process.exitcode is not None:
                     del running[rank]
-                    if process.exitcode:
+                    if process.exitcode and process.exitcode != EXIT_DRAINED:
                         self._tell(store, directory, rank=rank, code=process.exitcode)
             time.sleep(0.02)
         store.close()
+
+    @staticmethod
+    def _has_epoch(store: EtcdStore, directory: Path) -> bool:
+        name = directory / "job"
+        if not name.exists():
+            return False
+        return JobCoordinator(store, job=name.read_text(encoding="utf-8"), prefix="/tests").epoch() is not None
 
     def _tell(self, store: EtcdStore, directory: Path, *, rank: int, code: int) -> None:
         name = directory / "job"
@@ -131,6 +161,8 @@ def _work(rank: int, environment: Mapping[str, str], directory: Path, body: Body
 
     from deepspeed_bamboo.runtime.main import supervised
 
+    if environment.get("BAMBOO_JOINING"):
+        environment = {**environment, "BAMBOO_JOB": (directory / "job").read_text(encoding="utf-8")}
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), BAMBOO_WORKER=f"w{rank}")
     # Helpers of data loaders must notice that their worker is gone: children of a fork server would not.
     multiprocessing.set_start_method("fork", force=True)

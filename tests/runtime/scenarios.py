@@ -6,7 +6,9 @@ import copy
 import hashlib
 import itertools
 import os
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -80,8 +82,10 @@ def build(training: Training) -> Any:
         layers=layers, loss_fn=loss, num_stages=training.stages, partition_method="uniform", **training.module
     )
     os.environ["BAMBOO_JOB"] = f"{os.environ['BAMBOO_JOB'].split('--')[0]}--{training.name}"
-    with open(f"{os.environ['TEST_DIRECTORY']}/job", "w", encoding="utf-8") as file:  # noqa: PTH123
-        file.write(os.environ["BAMBOO_JOB"])
+    name = Path(os.environ["TEST_DIRECTORY"], "job")
+    partial = name.with_suffix(f".{os.environ['RANK']}")
+    partial.write_text(os.environ["BAMBOO_JOB"], encoding="utf-8")
+    partial.rename(name)
     data = {"training_data": Samples()} if training.training_data else {}
     engine, *_ = deepspeed.initialize(
         model=module, model_parameters=list(module.parameters()), config=settings_of(training), **data
@@ -92,6 +96,9 @@ def build(training: Training) -> Any:
 def _fresh_process_group(name: str) -> None:
     """Process groups as at the start of a process: the plugin's engine has replaced them if one ran before."""
     torch.set_num_threads(1)
+    if os.environ.get("BAMBOO_JOINING") == "1":
+        deepspeed.init_distributed(dist_backend="gloo")
+        return
     if deepspeed.comm.is_initialized():
         torch.distributed.destroy_process_group()
         deepspeed.utils.groups._WORLD_GROUP = None
@@ -128,6 +135,56 @@ def train(training: Training) -> dict[str, Any]:
         result["skipped"] = engine.skipped_steps
         engine.close()
     return result
+
+
+def train_with_joiners(training: Training, waits: dict[str, int], own_iterator: bool = False) -> dict[str, Any]:
+    """As :func:`train`, by the engine's own step, so that a worker that joins enters where the others are.
+
+    Before each step in ``waits`` the reporter waits until so many workers are there that have yet to be taken in.
+    """
+    engine = build(training)
+    first = engine.global_steps
+
+    def source(pipeline: int, step: int) -> Any:
+        return models.micro_batches(models.vectors, pipeline=pipeline, first_step=step, count=training.micro_batches)
+
+    if not own_iterator:
+        engine.set_data_source(source)
+    iterator = source(engine.home, 0)
+    losses: dict[str, float] = {}
+    members, pauses = [], {}
+    while engine.global_steps < training.steps:
+        step = engine.global_steps
+        _wait_for_joiners(engine, waits.get(str(step), 0))
+        started = time.perf_counter()
+        losses[str(step)] = float(engine.train_batch(iterator))
+        pauses[str(step)] = time.perf_counter() - started
+        record = engine.session.interruption.active
+        members.append(sorted(record.members))
+    result = {
+        "losses": losses,
+        "digest": engine.state_digest(),
+        "steps": engine.global_steps,
+        "first": first,
+        "members": members,
+        "placement": engine.placement.to_json(),
+        "hosted": [str(c) for c in engine.placement.hosted_by(engine.session.worker)],
+        "pauses": pauses,
+        "pid": os.getpid(),
+    }
+    engine.close()
+    return result
+
+
+def _wait_for_joiners(engine: Any, count: int) -> None:
+    deadline = time.monotonic() + 60.0
+    while count and engine.is_reporter:
+        present, members = engine.session.present, engine.session.interruption.active.members
+        if len([w for w, member in present.items() if member.joining and w not in members]) >= count:
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{count} workers did not come within 60 s")
+        time.sleep(0.01)
 
 
 def train_all(trainings: list[Training]) -> dict[str, Any]:
