@@ -64,10 +64,18 @@ class Jobs:
         self._context = multiprocessing.get_context("forkserver")
 
     def run(
-        self, body: Body, *, world: int, joining: int = 0, timeout_seconds: float = 120.0, **arguments: Any
+        self,
+        body: Body,
+        *,
+        world: int,
+        joining: int = 0,
+        sites: Sequence[str] = (),
+        timeout_seconds: float = 120.0,
+        **arguments: Any,
     ) -> JobResult:
         """Call ``body(**arguments)`` in ``world`` workers. Fails when one is still running after the time-out.
 
+        ``sites`` has a "node/zone" for each; without it all are on one node in one zone.
         ``joining`` more workers come as soon as the job has its first epoch, as those of further agents would.
         """
         self._count += 1
@@ -83,15 +91,18 @@ class Jobs:
             "MASTER_PORT": str(_free_port()),
             "TEST_DIRECTORY": str(directory),
         }
+        where = [dict(zip(("BAMBOO_NODE", "BAMBOO_ZONE"), site.split("/"), strict=True)) for site in sites]
+        where += [{} for _ in range(world + joining - len(sites))]
         processes = [
-            self._context.Process(target=_work, args=(rank, environment, directory, body, arguments))
+            self._context.Process(target=_work, args=(rank, {**environment, **where[rank]}, directory, body, arguments))
             for rank in range(world)
         ]
         for process in processes:
             process.start()
         late = [
             self._context.Process(
-                target=_work, args=(rank, {**environment, "BAMBOO_JOINING": "1"}, directory, body, arguments)
+                target=_work,
+                args=(rank, {**environment, **where[rank], "BAMBOO_JOINING": "1"}, directory, body, arguments),
             )
             for rank in range(world, world + joining)
         ]

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import itertools
 import os
+import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ import deepspeed
 import torch
 from deepspeed.pipe import PipelineModule
 
+from deepspeed_bamboo.runtime.reconfiguration import Reconfiguration
 from tests.runtime import models
 
 ADAM = {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}
@@ -137,11 +139,16 @@ def train(training: Training) -> dict[str, Any]:
     return result
 
 
-def train_with_joiners(training: Training, waits: dict[str, int], own_iterator: bool = False) -> dict[str, Any]:
+def train_with_joiners(
+    training: Training, waits: dict[str, int], own_iterator: bool = False, dies: tuple[int, str] | None = None
+) -> dict[str, Any]:
     """As :func:`train`, by the engine's own step, so that a worker that joins enters where the others are.
 
     Before each step in ``waits`` the reporter waits until so many workers are there that have yet to be taken in.
+    ``dies``: the worker of that rank is killed when it comes to that method of its reconfiguration.
     """
+    if dies is not None and dies[0] == int(os.environ["RANK"]):
+        setattr(Reconfiguration, dies[1], lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     engine = build(training)
     first = engine.global_steps
 

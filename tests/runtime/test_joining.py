@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.runtime.jobs import JobResult, Jobs
 from tests.runtime.scenarios import Training, train_with_joiners
 
@@ -34,3 +36,67 @@ def test_two_join_after_two_were_lost(jobs: Jobs) -> None:
     check_equal(result, expected)
     assert [len(result.values[rank]["hosted"]) for rank in result.survivors] == [1, 1, 1, 1]
     assert result.values[4]["first"] == 5
+
+
+def test_a_stand_by_takes_the_place_of_a_lost_worker(jobs: Jobs) -> None:
+    training = Training(
+        "stand-by-2x2", 2, steps=8, settings={"gradient_clipping": 0.05}, faults=[kill(4, 1, 0, "backward", 1)]
+    )
+    expected = undisturbed(jobs, training, world=4)
+    result = jobs.run(train_with_joiners, world=4, joining=1, training=training, waits={"1": 1})
+    assert result.survivors == [0, 2, 3, 4], result.transcript()
+    check_equal(result, expected)
+    members = result.values[0]["members"]
+    assert [len(now) for now in members] == [4, 4, 5, 5, 4, 4, 4, 4]
+    assert [len(result.values[rank]["hosted"]) for rank in result.survivors] == [1, 1, 1, 1]
+
+
+def test_a_notice_moves_everything_elsewhere_before_the_node_goes(jobs: Jobs) -> None:
+    notice = {**kill(2, 0, 0, "forward", 1), "signal": "NOTICE", "seconds": 30.0}
+    training = Training("notice-1x3", 3, steps=6, faults=[notice])
+    expected = undisturbed(jobs, training, world=3)
+    result = jobs.run(train_with_joiners, world=3, sites=["a/1", "b/1", "c/1"], training=training, waits={})
+    assert (result.survivors, result.codes) == ([1, 2], [5, 0, 0]), result.transcript()
+    check_equal(result, expected)
+    assert [len(now) for now in result.values[1]["members"]] == [3, 3, 3, 2, 2, 2]
+
+
+def test_a_worker_that_joins_and_has_only_an_iterator_skips_what_was_used(jobs: Jobs) -> None:
+    training = Training("iterator-1x2", 2, steps=6, faults=[kill(1, 0, 0, "step")])
+    expected = undisturbed(jobs, training, world=2)
+    result = jobs.run(train_with_joiners, world=2, joining=1, training=training, waits={"3": 1}, own_iterator=True)
+    assert result.survivors == [1, 2], result.transcript()
+    check_equal(result, expected)
+    assert sorted(len(result.values[rank]["hosted"]) for rank in (1, 2)) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("rank", "method"),
+    [(3, "_move"), (3, "_adopt"), (0, "_take_in"), (0, "_move"), (1, "_move"), (1, "_adopt"), (0, "_adopt")],
+)
+def test_a_loss_in_the_middle_of_joining_costs_no_more_than_any_other(jobs: Jobs, rank: int, method: str) -> None:
+    """Rank 3 is the one that joins, rank 0 the one that decides, rank 1 another."""
+    training = Training(f"die{rank}{method}-1x3", 3, steps=5, faults=[])
+    expected = undisturbed(jobs, training, world=3)
+    result = jobs.run(
+        train_with_joiners,
+        world=3,
+        joining=1,
+        training=training,
+        waits={"1": 1},
+        dies=(rank, method),
+        sites=["a/1", "b/1", "a/1", "b/1"],
+    )
+    assert result.survivors == sorted({0, 1, 2, 3} - {rank}), result.transcript()
+    check_equal(result, expected)
+
+
+def test_neighbours_are_put_into_different_zones_at_the_first_boundary(jobs: Jobs) -> None:
+    training = Training("zones-1x4", 4, steps=3, faults=[])
+    expected = undisturbed(jobs, training, world=4)
+    result = jobs.run(train_with_joiners, world=4, sites=["a/1", "b/1", "c/2", "d/2"], training=training, waits={})
+    assert result.survivors == [0, 1, 2, 3], result.transcript()
+    check_equal(result, expected)
+    owners = result.common("placement")["owners"]
+    zones = [{"w0": 1, "w1": 1, "w2": 2, "w3": 2}[owners[f"0.{stage}"]] for stage in range(4)]
+    assert all(zone != zones[stage - 1] for stage, zone in enumerate(zones)), owners
