@@ -50,6 +50,8 @@ class Reconfiguration:
         self._engine = engine
         self._wish: Wish | None = None
         self._arranged = False
+        # Workers that were taken in once. One of them that is no member any more was lost, and never comes back.
+        self._taken_in: set[WorkerId] = set()
 
     # -- wishes ------------------------------------------------------------------------------------
 
@@ -65,7 +67,7 @@ class Reconfiguration:
         members = [site_of(present[worker]) for worker in record.members if worker in present]
         if len(members) < len(record.members):
             return None  # somebody is about to be found lost
-        waiting = [m for worker, m in sorted(present.items()) if m.joining and worker not in record.members]
+        waiting = [m for worker, m in sorted(present.items()) if m.joining and worker not in self._taken_in]
         # The launcher's ranks know nothing of zones; once, at the start of a job, that is put right.
         first, self._arranged = not self._arranged and record.number == 0, True
         target = next_target(
@@ -158,6 +160,7 @@ class Reconfiguration:
         agreed = engine.agree({"joined": proposed})
         engine.activity.rounds.append(agreed)
         record: EpochRecord = next(value["joined"] for value in agreed.values() if value["joined"] is not None)
+        self._taken_in.update(target.joining)
         session.interruption.enter(record)
         engine.links.extend(
             members=session.coordinator.members(), order=record.members, name=f"{session.identity.job}/{record.number}"

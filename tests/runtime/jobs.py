@@ -156,6 +156,7 @@ class Jobs:
             coordinator.fail(JobFailure(worker=worker, kind="user_error", message=f"exit code {code}", traceback=""))
         elif coordinator.epoch() is not None:
             coordinator.propose_loss([worker], reason=f"signal {-code}", proposer="test")
+            coordinator.withdraw(worker)
 
 
 @contextmanager
