@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -169,6 +169,12 @@ def vectors(step: int, pipeline: int, micro_batch: int, *, size: int = 2) -> tup
     """Input and target of one micro-batch, [B, W] each."""
     numbers = generator("vectors", step, pipeline, micro_batch)
     return torch.randn(size, WIDTH, generator=numbers), torch.randn(size, WIDTH, generator=numbers)
+
+
+def spiked(steps: Sequence[int], step: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+    """As :func:`vectors`, with targets so far away in ``steps`` that gradients overflow in half precision."""
+    x, target = vectors(step, pipeline, micro_batch)
+    return x, target * (1e9 if step in steps else 1.0)
 
 
 def tokens(step: int, pipeline: int, micro_batch: int, *, size: int = 2) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import itertools
 import os
@@ -23,7 +24,8 @@ SGD = {"type": "SGD", "params": {"lr": 0.1}}
 class Training:
     """One training run. ``layers`` names a function of :mod:`tests.runtime.models`, ``settings`` is DeepSpeed's JSON.
 
-    ``faults`` None: with DeepSpeed's own engine; a list: with the plugin's.
+    ``faults`` None: with DeepSpeed's own engine; a list: with the plugin's. ``spikes`` are steps whose gradients
+    overflow in half precision.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Training:
     training_data: bool = False
     batches: int | None = None
     evaluate_before: tuple[int, ...] = ()
+    spikes: tuple[int, ...] = ()
     faults: list[dict[str, Any]] | None = None
 
 
@@ -104,7 +107,7 @@ def _fresh_process_group(name: str) -> None:
 def train(training: Training) -> dict[str, Any]:
     """Run it: losses by step, evaluations, hashes of this worker's parameters and buffers, digest."""
     engine = build(training)
-    make = models.tokens if training.layers == "tied" else models.vectors
+    make = models.tokens if training.layers == "tied" else functools.partial(models.spiked, training.spikes)
     pipeline = engine.grid.get_data_parallel_id()
 
     def source(pipeline: int, step: int) -> Any:
@@ -124,7 +127,7 @@ def train(training: Training) -> dict[str, Any]:
     if training.faults is not None:
         result["digest"] = engine.state_digest()
         result["norm"] = str(engine.get_global_grad_norm())
-        result["scale"] = float(getattr(engine.optimizer, "cur_scale", 1.0) or 1.0)
+        result["scale"] = float(getattr(engine.optimizer, "loss_scale", 1.0))
         result["skipped"] = engine.skipped_steps
         engine.close()
     return result
