@@ -7,12 +7,15 @@ import functools
 import hashlib
 import itertools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from tests.runtime import models
 
@@ -25,7 +28,8 @@ class Training:
     """One training run. ``layers`` names a function of :mod:`tests.runtime.models`, ``settings`` is DeepSpeed's JSON.
 
     ``faults`` None: with DeepSpeed's own engine; a list: with the plugin's. ``spikes`` are steps whose gradients
-    overflow in half precision.
+    overflow in half precision; ``loader_helpers`` is how many processes read ``training_data`` (None: DeepSpeed's
+    default).
     """
 
     name: str
@@ -39,6 +43,7 @@ class Training:
     bamboo: dict[str, Any] = field(default_factory=dict)
     module: dict[str, Any] = field(default_factory=dict)
     training_data: bool = False
+    loader_helpers: int | None = 0
     batches: int | None = None
     evaluate_before: tuple[int, ...] = ()
     spikes: tuple[int, ...] = ()
@@ -72,24 +77,40 @@ def settings_of(training: Training) -> dict[str, Any]:
     return settings
 
 
-def build(training: Training) -> Any:
-    """The engine of a run."""
+def build(training: Training, *, module_class: type[PipelineModule] = PipelineModule, **arguments: Any) -> Any:
+    """The engine of a run; further ``arguments`` go to ``deepspeed.initialize``."""
     _fresh_process_group(training.name)
     torch.manual_seed(11)
     make = getattr(models, training.layers)
     layers = make(training.count, **({"dropout": training.dropout} if training.dropout else {}))
     loss = models.token_error if training.layers == "tied" else models.squared_error
-    module = PipelineModule(
-        layers=layers, loss_fn=loss, num_stages=training.stages, partition_method="uniform", **training.module
-    )
+    options = {"loss_fn": loss, "num_stages": training.stages, "partition_method": "uniform", **training.module}
+    module = module_class(layers=layers, **options)
     os.environ["BAMBOO_JOB"] = f"{os.environ['BAMBOO_JOB'].split('--')[0]}--{training.name}"
     with open(f"{os.environ['TEST_DIRECTORY']}/job", "w", encoding="utf-8") as file:  # noqa: PTH123
         file.write(os.environ["BAMBOO_JOB"])
-    data = {"training_data": Samples()} if training.training_data else {}
-    engine, *_ = deepspeed.initialize(
-        model=module, model_parameters=list(module.parameters()), config=settings_of(training), **data
-    )
+    if training.training_data:
+        arguments["training_data"] = Samples()
+    with _loader_helpers(training.loader_helpers):
+        engine, *_ = deepspeed.initialize(
+            model=module, model_parameters=list(module.parameters()), config=settings_of(training), **arguments
+        )
     return engine
+
+
+@contextmanager
+def _loader_helpers(count: int | None) -> Iterator[None]:
+    """Inside the block, engines that are built read their data with ``count`` processes; as DeepSpeed's own tests do."""
+    stock = DeepSpeedEngine.deepspeed_io
+
+    def deepspeed_io(*args: Any, **kwargs: Any) -> Any:
+        return stock(*args, **{**kwargs, "num_local_io_workers": count})
+
+    DeepSpeedEngine.deepspeed_io = deepspeed_io
+    try:
+        yield
+    finally:
+        DeepSpeedEngine.deepspeed_io = stock
 
 
 def _fresh_process_group(name: str) -> None:

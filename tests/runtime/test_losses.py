@@ -46,6 +46,13 @@ DEFAULT = [
         Training("three-pipelines-3x1", 1, steps=4, settings=BF16),
         [kill(1, 0, 0, "reduce"), kill(2, 2, 0, "step")],
     ),
+    (6, Training("three-pipelines-3x2", 2, settings=CLIPPED), TWO_BY_TWO[:1]),
+    # The first and the last stage's worker, which feed the pipeline.
+    (
+        3,
+        Training("data-set-1x3", 3, steps=4, training_data=True),
+        [kill(1, 0, 2, "backward", 1), kill(2, 0, 0, "forward", 2)],
+    ),
     (
         3,
         Training("few-micro-batches-1x3", 3, steps=4, micro_batches=2, dropout=0.3),
@@ -99,7 +106,6 @@ SWEEP = [
     ),
     (2, Training("one-stage-2x1", 1, steps=4, settings={**CLIPPED, **BF16}), [kill(1, 1, 0, "reduce")]),
     (4, Training("tied-dropout-2x2", 2, steps=5, layers="tied", dropout=0.3), TWO_BY_TWO),
-    (6, Training("three-pipelines-3x2", 2, steps=4, settings=CLIPPED), TWO_BY_TWO[:2]),
 ]
 
 
