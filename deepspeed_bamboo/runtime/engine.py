@@ -98,6 +98,7 @@ class BambooPipelineEngine(PipelineEngine):
             before=self._before_instruction,
             after=self._after_instruction,
             offload=self._offloading,
+            recompute=session.config.redundancy.offload == "recompute",
         )
         self.failover = Failover(self)
         self._place_data()

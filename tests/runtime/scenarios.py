@@ -100,7 +100,7 @@ def build(training: Training, *, module_class: type[PipelineModule] = PipelineMo
 
 @contextmanager
 def _loader_helpers(count: int | None) -> Iterator[None]:
-    """Inside the block, engines that are built read their data with ``count`` processes; as DeepSpeed's own tests do."""
+    """Engines built inside the block read their data with ``count`` processes; as DeepSpeed's own tests do."""
     stock = DeepSpeedEngine.deepspeed_io
 
     def deepspeed_io(*args: Any, **kwargs: Any) -> Any:

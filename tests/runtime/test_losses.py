@@ -19,6 +19,8 @@ SPIKES = (1, 3)
 # A small bucket: several reductions in an iteration, and no gigabyte for each of them.
 ZERO = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}, "zero_allow_untested_optimizer": True}
 CHECKED = {"debug_check_shadows": 1}
+EAGER = {"redundancy": {"mode": "eager", "offload": "recompute"}}
+FULL = {"redundancy": {"mode": "full", "offload": "recompute"}}
 ACCUMULATE_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 
@@ -68,6 +70,18 @@ DEFAULT = [
         Training("buffers-1x4", 4, steps=5, layers="normalised", module={"activation_checkpoint_interval": 1}),
         ONE_BY_FOUR,
     ),
+    (
+        4,
+        Training(
+            "recomputed-1x4",
+            4,
+            steps=5,
+            layers="normalised",
+            module={"activation_checkpoint_interval": 1},
+            bamboo={**EAGER, **CHECKED},
+        ),
+        ONE_BY_FOUR,
+    ),
     (4, Training("fp16-1x4", 4, steps=6, settings={**CLIPPED, **FP16}, spikes=SPIKES, bamboo=CHECKED), ONE_BY_FOUR),
     (4, Training("fp16-zero-2x2", 2, steps=5, settings={**CLIPPED, **FP16, **ZERO}), TWO_BY_TWO),
     (
@@ -91,6 +105,8 @@ SWEEP = [
         TWO_BY_TWO,
     ),
     (4, Training("fp16-2x2", 2, steps=6, settings={**CLIPPED, **FP16}, spikes=SPIKES, bamboo=CHECKED), TWO_BY_TWO),
+    (4, Training("recomputed-dropout-2x2", 2, steps=5, dropout=0.3, bamboo=EAGER, settings=BF16), TWO_BY_TWO),
+    (4, Training("recomputed-full-2x2", 2, steps=5, dropout=0.3, bamboo=FULL, settings={**BF16, **ZERO}), TWO_BY_TWO),
     # Compiles DeepSpeed's Adam, which takes minutes the first time.
     (
         4,
