@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ class FailoverSummary:
     lost: tuple[str, ...]
     pause_seconds: Mapping[str, float]
     kill_to_recompute_seconds: float | None  # from a scripted fault to the first recomputed instruction
+    recomputed: Mapping[str, int] = field(default_factory=dict)  # "forwards" and "backwards" done again
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ def _failover(report: Mapping[str, Any], *, faults: Iterable[Mapping[str, Any]])
         lost=tuple(report.get("lost", ())),
         pause_seconds=dict(report.get("pause_seconds", {})),
         kill_to_recompute_seconds=recomputed - max(struck) if struck and recomputed is not None else None,
+        recomputed=dict(report.get("recomputed", {})),
     )
 
 

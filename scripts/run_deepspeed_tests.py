@@ -3,7 +3,10 @@
     python scripts/run_deepspeed_tests.py CHECKOUT [-k EXPRESSION ...]
 
 CHECKOUT is a clone of DeepSpeed's repository (its folder ``tests``). Further arguments go to pytest. The tests
-start their own processes, so the plugin runs standalone (see ``deepspeed_bamboo.runtime.standalone``).
+start their own processes, so the plugin runs standalone (see ``deepspeed_bamboo.runtime.standalone``). With --stock
+they run with DeepSpeed's own engine, for comparison.
+
+DeepSpeed's Adam is compiled first, which takes minutes; a TORCH_EXTENSIONS_DIR in the environment keeps the result.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ FOLDERS = ("unit/runtime/pipe", "unit/pipe")
 # Loaded by pytest, and by the server that its test processes are forked from: there it replaces the engine.
 PLUGIN = """
 import multiprocessing
+import os
 
 import deepspeed
 import torch
@@ -41,7 +45,8 @@ REDUNDANCY = {"redundancy": {"mode": "lazy"}}
 
 def initialize(*args, **kwargs):
     source = kwargs.pop("config", None) or kwargs.pop("config_params", None)
-    if isinstance(kwargs.get("model"), deepspeed.pipe.PipelineModule) and source is not None:
+    pipeline = isinstance(kwargs.get("model"), deepspeed.pipe.PipelineModule)
+    if pipeline and source is not None and "STOCK_ENGINE" not in os.environ:
         source = {**load_deepspeed_settings(source), "bamboo": REDUNDANCY}
     if source is not None:
         kwargs["config"] = source
@@ -58,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the tests named by ``argv`` (default: the process's arguments). Returns pytest's exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="folder of a clone of DeepSpeed's repository")
+    parser.add_argument("--stock", action="store_true", help="leave DeepSpeed's own engine in place")
     arguments, further = parser.parse_known_args(argv)
     tests = arguments.checkout.resolve() / "tests"
     missing = [folder for folder in FOLDERS if not (tests / folder).is_dir()]
@@ -73,7 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             "BAMBOO_STANDALONE": "1",
             # On a machine without accelerators DeepSpeed's tests count this many.
             "LOCAL_SIZE": os.environ.get("LOCAL_SIZE", "8"),
+            # A compile that was killed leaves a lock in the usual folder, for which every later run waits for ever.
+            "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", f"{folder}/extensions"),
         }
+        if arguments.stock:
+            environment["STOCK_ENGINE"] = "1"
         command = [sys.executable, "-m", "pytest", "-p", "bamboo_in_place", "-p", "no:cacheprovider"]
         command += [*FOLDERS, *further]
         return subprocess.run(command, cwd=tests, env=environment, check=False).returncode

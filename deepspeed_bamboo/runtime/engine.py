@@ -100,6 +100,7 @@ class BambooPipelineEngine(PipelineEngine):
             before=self._before_instruction,
             after=self._after_instruction,
             offload=self._offloading,
+            recompute=session.config.redundancy.offload == "recompute",
         )
         self.failover = Failover(self)
         self.reconfiguration = Reconfiguration(self)

@@ -17,6 +17,7 @@ from deepspeed_bamboo.runtime.channel import Message
 from deepspeed_bamboo.runtime.hosting import StageHost
 from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.randomness import forward_seed, generators_untouched, seeded
+from deepspeed_bamboo.runtime.recompute import keep_only_input, recompute_if_dropped
 from deepspeed_bamboo.runtime.replica import StageReplica, Tensors
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Executor:
         before: called before every instruction with the instruction and the replica it concerns.
         after: called after it.
         offload: wraps a redundant forward of a module; decides where what it keeps for its backward goes.
+        recompute: redundant forwards keep nothing for their backward, which repeats them.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Executor:
         before: Callable[[Instruction, StageReplica], None],
         after: Callable[[Instruction, StageReplica], None],
         offload: Callable[[torch.nn.Module], AbstractContextManager[None]],
+        recompute: bool,
     ) -> None:
         self._engine = engine
         self._host = host
@@ -71,6 +74,7 @@ class Executor:
         self._before = before
         self._after = after
         self._offload = offload
+        self._recomputes = recompute
         self._methods: dict[Op, Callable[[StageReplica, int, IterationContext], None]] = {
             Op.LOAD: self._load,
             Op.FNC: self._forward,
@@ -130,7 +134,7 @@ class Executor:
             if not context.training:
                 engine.pipe_buffers["outputs"][micro_batch] = None
         else:
-            if context.training:
+            if context.training and torch.is_grad_enabled():
                 _check_outputs(outputs, replica.coordinate)
             replica.retained_outputs[micro_batch] = _detached(outputs)
         if not context.training:
@@ -144,6 +148,9 @@ class Executor:
         if replica.coordinate.stage > 0 and self._engine.pipe_buffers["inputs"][micro_batch] is None:
             outputs = self._host.owned[before].retained_outputs[micro_batch]
             self._engine.pipe_buffers["inputs"][micro_batch] = _as_inputs(outputs)
+        if self._recomputes:
+            keep_only_input(replica, micro_batch, lambda: self._forward(replica, micro_batch, context))
+            return
         with self._offload(self._engine.module):
             self._forward(replica, micro_batch, context)
 
@@ -158,6 +165,7 @@ class Executor:
 
     def _backward(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
         engine = self._engine
+        recompute_if_dropped(engine, replica, micro_batch, lambda: self._forward(replica, micro_batch, context))
         if engine.is_last_stage():
             engine.loss = replica.losses.pop(micro_batch)
         else:

@@ -166,6 +166,9 @@ class Failover:
             backwards = previous.gradients_received if previous else (after.backwards if after else 0)
             forwards = after.activations_received if after else backwards
             self._clock.taken_over[coordinate] = (forwards, backwards)
+            kept = self._engine.host.owned[coordinate].progress
+            self._clock.recomputed["forwards"] += max(0, forwards - kept.forwards)
+            self._clock.recomputed["backwards"] += max(0, backwards - kept.backwards)
 
     def before(self, instruction: Instruction) -> None:
         """Note when the first lost instruction is done again."""
@@ -195,6 +198,7 @@ class Failover:
             "lost": [str(c) for c in self._lost_coordinates],
             "workers": list(clock.lost),
             "pause_seconds": clock.parts(lost_at=self._lost_at),
+            "recomputed": clock.recomputed,
             "first_recomputed_t": clock.first_recomputed or clock.regrouped,
         }
         step = engine.global_steps - 1

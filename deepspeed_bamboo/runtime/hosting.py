@@ -14,6 +14,7 @@ from deepspeed.utils import groups as deepspeed_groups
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.runtime import zero_one  # noqa: F401 (registers the optimizer)
+from deepspeed_bamboo.runtime.compiled_adam import make_independent_of_history
 from deepspeed_bamboo.runtime.gradients import clear_gradients, parameters, require_supported
 from deepspeed_bamboo.runtime.logical import Exchange, LogicalGrid, LogicalGroup
 from deepspeed_bamboo.runtime.randomness import generators_untouched
@@ -243,6 +244,7 @@ class StageHost:
         require_supported(replica.attributes["optimizer"])
         basic = replica.attributes["basic_optimizer"]
         if isinstance(basic, torch.optim.Optimizer):
+            make_independent_of_history(basic)
             basic.register_step_pre_hook(lambda *_: self._gate())
 
 

@@ -6,16 +6,57 @@ not copied: they are on the device anyway and do not change inside an iteration.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed_bamboo.errors import MemoryLimitError
 
 # Smaller tensors cost more to move than they free.
 _SMALLEST_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor that autograd saved: the copy of it, or of all the memory that it is a view of (then with a shape)."""
+
+    copy: Any
+    view: tuple[torch.Size, tuple[int, ...], int] | None = None
+
+    def restore(self, copied_back: torch.Tensor) -> torch.Tensor:
+        """The tensor, from its copy on the device."""
+        if self.view is None:
+            return copied_back
+        size, stride, offset = self.view
+        return copied_back.as_strided(size, stride, offset)
+
+
+class SharedCopies:
+    """One copy, made by ``copy``, of what is saved several times: as itself, transposed or reshaped.
+
+    Lives as long as one forward. What is changed in place between two saves is copied again.
+    """
+
+    def __init__(self, copy: Callable[[torch.Tensor], Any]) -> None:
+        self._copy = copy
+        # The weak references keep addresses from being given to other memory, as long as they are known here.
+        self._made: dict[Any, tuple[StorageWeakRef, Any]] = {}
+
+    def of(self, tensor: torch.Tensor) -> SavedTensor:
+        """The copy of ``tensor``, made now unless there is one."""
+        storage = tensor.untyped_storage()
+        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        layout = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        whole = tensor.numel() * tensor.element_size() == storage.nbytes()
+        key = (reference.cdata, tensor.dtype, tensor._version, None if whole else layout)
+        if key not in self._made:
+            source = tensor.as_strided((tensor.numel(),), (1,), 0) if whole else tensor
+            self._made[key] = (reference, self._copy(source.detach()))
+        return SavedTensor(self._made[key][1], layout if whole else None)
 
 
 class HostOffload:
@@ -45,11 +86,13 @@ class HostOffload:
             return
         resident = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
 
+        copies = SharedCopies(self._to_host)
+
         def pack(tensor: torch.Tensor) -> Any:
             size = tensor.numel() * tensor.element_size()
             if not tensor.is_cuda or size < _SMALLEST_BYTES or tensor.untyped_storage().data_ptr() in resident:
                 return tensor
-            return self._to_host(tensor, size)
+            return copies.of(tensor)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._to_device):
             yield
@@ -58,8 +101,8 @@ class HostOffload:
         """What the previous iteration kept has been dropped."""
         self.kept_bytes = 0
 
-    def _to_host(self, tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.cuda.Event]:
-        self.kept_bytes += size
+    def _to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+        self.kept_bytes += tensor.numel() * tensor.element_size()
         self.peak_bytes = max(self.peak_bytes, self.kept_bytes)
         if self._limit_bytes is not None and self.kept_bytes > self._limit_bytes:
             raise MemoryLimitError(
@@ -70,7 +113,8 @@ class HostOffload:
         stream = self._stream
         if stream is None:
             raise RuntimeError("offloading needs a CUDA device")
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        # With the same strides, since kernels, and so last bits, may depend on them.
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             host.copy_(tensor, non_blocking=True)
@@ -79,10 +123,9 @@ class HostOffload:
         tensor.record_stream(stream)
         return host, copied
 
-    def _to_device(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
+    def _to_device(self, packed: torch.Tensor | SavedTensor) -> torch.Tensor:
+        if not isinstance(packed, SavedTensor):
             return packed
-        host, copied = packed
+        host, copied = packed.copy
         torch.cuda.current_stream(self._device).wait_event(copied)
-        restored: torch.Tensor = host.to(self._device, non_blocking=True)
-        return restored
+        return packed.restore(host.to(self._device, non_blocking=True))

@@ -34,6 +34,7 @@ class PauseClock:
     caught_up: float = 0.0
     lost: tuple[WorkerId, ...] = ()
     taken_over: dict[Coordinate, tuple[int, int]] = field(default_factory=dict)
+    recomputed: dict[str, int] = field(default_factory=lambda: {"forwards": 0, "backwards": 0})
 
     def parts(self, *, lost_at: float | None) -> dict[str, float]:
         """Seconds of each part. ``lost_at`` is when the loss was proposed, the earliest common sign of it."""

@@ -64,7 +64,8 @@ class StageReplica:
 
     ``attributes`` are the engine's, see STAGE_ATTRIBUTES; they are current only while the replica is not
     active in the engine. ``retained_outputs`` and ``retained_gradients`` are the boundary tensors of the
-    running iteration by micro-batch (DESIGN 5: kept to its end, so that they can be sent again).
+    running iteration by micro-batch (DESIGN 5: kept to its end, so that they can be sent again). ``without_graph``
+    are the micro-batches whose forward has to be repeated before its backward, see ``runtime.recompute``.
     """
 
     coordinate: Coordinate
@@ -76,6 +77,7 @@ class StageReplica:
     retained_gradients: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     received_gradients: dict[int, Tensors | list[torch.Tensor]] = field(default_factory=dict)
     losses: dict[int, Any] = field(default_factory=dict)
+    without_graph: dict[int, Any] = field(default_factory=dict)
     mirrored: bool = False
     pending_buffers: list[torch.Tensor] | None = None
     before_reduction: Callable[[], None] | None = None
@@ -89,6 +91,7 @@ class StageReplica:
         self.progress = CoordinateProgress()
         for kept in (self.retained_outputs, self.retained_gradients, self.received_gradients, self.losses):
             kept.clear()
+        self.without_graph.clear()
         self.mirrored = False
         self.pending_buffers = None
         self.before_reduction = None

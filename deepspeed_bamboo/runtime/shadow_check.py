@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepspeed_bamboo.errors import ShadowError
-from deepspeed_bamboo.runtime.gradients import master_weights
+from deepspeed_bamboo.runtime.gradients import master_weights, scale_state
 from deepspeed_bamboo.runtime.replica import StageReplica
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def check_shadows(engine: BambooPipelineEngine) -> None:
 
 
 def state_hashes(replica: StageReplica) -> Hashes:
-    """sha256 of each parameter, buffer, master weight and piece of optimizer state, by name."""
+    """sha256 of each parameter, buffer, master weight, piece of optimizer state and loss scaling, by name."""
     return {name: _hash(value) for name, value in _named_state(replica)}
 
 
@@ -60,6 +60,8 @@ def _named_state(replica: StageReplica) -> Iterator[tuple[str, Any]]:
     yield from ((f"parameter {name}", value) for name, value in module.named_parameters())
     yield from ((f"buffer {name}", value) for name, value in module.named_buffers())
     yield from ((f"master weights {index}", value) for index, value in enumerate(masters))
+    yield from ((f"loss scaling {name}", value) for name, value in scale_state(attributes["optimizer"]).items())
+    yield "skipped steps", attributes["skipped_steps"]
     for key, values in attributes["basic_optimizer"].state_dict()["state"].items():
         yield from ((f"optimizer state {key} {name}", value) for name, value in values.items())
 

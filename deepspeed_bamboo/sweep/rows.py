@@ -10,6 +10,8 @@ from typing import Any
 from deepspeed_bamboo.run_summary import PAUSE_PARTS, FailoverSummary, RunSummary, differences
 from deepspeed_bamboo.sweep.job import PAST_LIMIT
 
+RECOMPUTED = ("forwards", "backwards")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -65,7 +67,8 @@ def table_line(row: Row) -> str:
     verdict = "equal" if row.passed else "WRONG"
     worst = max(row.failovers, key=lambda failover: failover.pause_seconds.get("total", 0.0), default=None)
     pause = "" if worst is None else "  ".join(_part(worst, part) for part in PAUSE_PARTS)
-    return f"{verdict}  {row.case:<40} {row.seconds:6.1f} s  {pause}".rstrip()
+    again = "  ".join(f"{kind} {sum(f.recomputed.get(kind, 0) for f in row.failovers)}" for kind in RECOMPUTED)
+    return f"{verdict}  {row.case:<40} {row.seconds:6.1f} s  {pause}  again: {again}".rstrip()
 
 
 def totals(rows: Sequence[Row]) -> dict[str, Any]:

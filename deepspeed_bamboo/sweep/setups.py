@@ -22,6 +22,7 @@ class Setup:
     dtype: str = "fp32"  # or "bf16", "fp16"
     zero_stage: int = 0
     mode: str = "lazy"
+    offload: str = "cpu"
     gradient_clipping: float = 1.0
     schedule: bool = False  # a learning rate that changes with every step
     script_arguments: tuple[str, ...] = ()
@@ -45,12 +46,13 @@ class Setup:
     def settings(self, base: Mapping[str, Any]) -> dict[str, Any]:
         """The DeepSpeed configuration: ``base`` (configs/cpu-demo.json) with what this setup changes."""
         bamboo = dict(base.get("bamboo", {}))
+        redundancy = {"mode": self.mode, "offload": self.offload}
         settings = {
             **base,
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": self.micro_batches,
             "gradient_clipping": self.gradient_clipping,
-            "bamboo": {**bamboo, "redundancy": {**bamboo.get("redundancy", {}), "mode": self.mode}},
+            "bamboo": {**bamboo, "redundancy": {**bamboo.get("redundancy", {}), **redundancy}},
         }
         if self.dtype != "fp32":
             settings[self.dtype] = {"enabled": True}
@@ -68,6 +70,7 @@ FIRST_SETUPS = (Setup("M4"), Setup("M8", micro_batches=8))
 FURTHER_SETUPS = (
     Setup("eager", mode="eager"),
     Setup("full", mode="full"),
+    Setup("eager-recompute", mode="eager", offload="recompute", script_arguments=("--dropout", "0.1")),
     Setup("eager-dropout-M8", mode="eager", micro_batches=8, script_arguments=("--dropout", "0.1")),
     Setup("M2", micro_batches=2),
     Setup("P2", stages=2),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
 WIDTH = 8
@@ -118,6 +119,22 @@ class Gather(Layer):
         return super().forward(values[1] + values[5] + values[4].sum())
 
 
+class Score(Layer):
+    """The end of a model that returns its loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float().square().mean()
+
+
+class Penalised(PipelineModule):
+    """Reports an additional loss: the squared norm of the parameters of each stage."""
+
+    def get_additional_losses(self) -> OrderedDict[str, Tensor]:
+        with torch.no_grad():
+            norms = [parameter.square().sum() for parameter in self.parameters()]
+        return OrderedDict(penalty=torch.stack(norms).sum())
+
+
 def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
     return ((outputs.float() - labels.float()) ** 2).mean()
 
@@ -145,6 +162,11 @@ def tied(count: int, *, dropout: float = 0.0) -> list[Any]:
     ]
 
 
+def scored(count: int) -> list[Any]:
+    """The last layer returns the loss."""
+    return [*plain(count - 1), LayerSpec(Score, "score")]
+
+
 def faulty(count: int) -> list[Any]:
     """The last but one layer raises in its fifth forward."""
     return [*plain(count - 2), LayerSpec(Faulty, "faulty"), LayerSpec(Layer, "last")]
@@ -169,6 +191,12 @@ def vectors(step: int, pipeline: int, micro_batch: int, *, size: int = 2) -> tup
     """Input and target of one micro-batch, [B, W] each."""
     numbers = generator("vectors", step, pipeline, micro_batch)
     return torch.randn(size, WIDTH, generator=numbers), torch.randn(size, WIDTH, generator=numbers)
+
+
+def spiked(steps: Sequence[int], step: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+    """As :func:`vectors`, with targets so far away in ``steps`` that gradients overflow in half precision."""
+    x, target = vectors(step, pipeline, micro_batch)
+    return x, target * (1e9 if step in steps else 1.0)
 
 
 def tokens(step: int, pipeline: int, micro_batch: int, *, size: int = 2) -> tuple[Tensor, Tensor]:

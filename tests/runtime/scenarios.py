@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import itertools
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_bamboo.runtime.reconfiguration import Reconfiguration
 from tests.runtime import models
@@ -27,7 +31,9 @@ SGD = {"type": "SGD", "params": {"lr": 0.1}}
 class Training:
     """One training run. ``layers`` names a function of :mod:`tests.runtime.models`, ``settings`` is DeepSpeed's JSON.
 
-    ``faults`` None: with DeepSpeed's own engine; a list: with the plugin's.
+    ``faults`` None: with DeepSpeed's own engine; a list: with the plugin's. ``spikes`` are steps whose gradients
+    overflow in half precision; ``loader_helpers`` is how many processes read ``training_data`` (None: DeepSpeed's
+    default).
     """
 
     name: str
@@ -41,8 +47,10 @@ class Training:
     bamboo: dict[str, Any] = field(default_factory=dict)
     module: dict[str, Any] = field(default_factory=dict)
     training_data: bool = False
+    loader_helpers: int | None = 0
     batches: int | None = None
     evaluate_before: tuple[int, ...] = ()
+    spikes: tuple[int, ...] = ()
     faults: list[dict[str, Any]] | None = None
 
 
@@ -73,26 +81,42 @@ def settings_of(training: Training) -> dict[str, Any]:
     return settings
 
 
-def build(training: Training) -> Any:
-    """The engine of a run."""
+def build(training: Training, *, module_class: type[PipelineModule] = PipelineModule, **arguments: Any) -> Any:
+    """The engine of a run; further ``arguments`` go to ``deepspeed.initialize``."""
     _fresh_process_group(training.name)
     torch.manual_seed(11)
     make = getattr(models, training.layers)
     layers = make(training.count, **({"dropout": training.dropout} if training.dropout else {}))
     loss = models.token_error if training.layers == "tied" else models.squared_error
-    module = PipelineModule(
-        layers=layers, loss_fn=loss, num_stages=training.stages, partition_method="uniform", **training.module
-    )
+    options = {"loss_fn": loss, "num_stages": training.stages, "partition_method": "uniform", **training.module}
+    module = module_class(layers=layers, **options)
     os.environ["BAMBOO_JOB"] = f"{os.environ['BAMBOO_JOB'].split('--')[0]}--{training.name}"
     name = Path(os.environ["TEST_DIRECTORY"], "job")
     partial = name.with_suffix(f".{os.environ['RANK']}")
     partial.write_text(os.environ["BAMBOO_JOB"], encoding="utf-8")
     partial.rename(name)
-    data = {"training_data": Samples()} if training.training_data else {}
-    engine, *_ = deepspeed.initialize(
-        model=module, model_parameters=list(module.parameters()), config=settings_of(training), **data
-    )
+    if training.training_data:
+        arguments["training_data"] = Samples()
+    with _loader_helpers(training.loader_helpers):
+        engine, *_ = deepspeed.initialize(
+            model=module, model_parameters=list(module.parameters()), config=settings_of(training), **arguments
+        )
     return engine
+
+
+@contextmanager
+def _loader_helpers(count: int | None) -> Iterator[None]:
+    """Engines built inside the block read their data with ``count`` processes; as DeepSpeed's own tests do."""
+    stock = DeepSpeedEngine.deepspeed_io
+
+    def deepspeed_io(*args: Any, **kwargs: Any) -> Any:
+        return stock(*args, **{**kwargs, "num_local_io_workers": count})
+
+    DeepSpeedEngine.deepspeed_io = deepspeed_io
+    try:
+        yield
+    finally:
+        DeepSpeedEngine.deepspeed_io = stock
 
 
 def _fresh_process_group(name: str) -> None:
@@ -113,7 +137,7 @@ def _fresh_process_group(name: str) -> None:
 def train(training: Training) -> dict[str, Any]:
     """Run it: losses by step, evaluations, hashes of this worker's parameters and buffers, digest."""
     engine = build(training)
-    make = models.tokens if training.layers == "tied" else models.vectors
+    make = models.tokens if training.layers == "tied" else functools.partial(models.spiked, training.spikes)
     pipeline = engine.grid.get_data_parallel_id()
 
     def source(pipeline: int, step: int) -> Any:
@@ -133,7 +157,7 @@ def train(training: Training) -> dict[str, Any]:
     if training.faults is not None:
         result["digest"] = engine.state_digest()
         result["norm"] = str(engine.get_global_grad_norm())
-        result["scale"] = float(getattr(engine.optimizer, "cur_scale", 1.0) or 1.0)
+        result["scale"] = float(getattr(engine.optimizer, "loss_scale", 1.0))
         result["skipped"] = engine.skipped_steps
         engine.close()
     return result

@@ -12,10 +12,15 @@ from tests.runtime.scenarios import Training, train_all
 
 CLIPPED = {"gradient_clipping": 0.05}
 BF16 = {"bf16": {"enabled": True}}
-# With ZeRO the first scale overflows, so that steps are skipped; a window of 2 raises it between the losses.
+# A window of 2 raises the scale between the losses. With ZeRO the first scale overflows; without it DeepSpeed 0.19.8
+# leaves a pipeline's loss unscaled (and divides by the scale all the same), so there the data have to overflow.
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2}}
+SPIKES = (1, 3)
 # A small bucket: several reductions in an iteration, and no gigabyte for each of them.
 ZERO = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}, "zero_allow_untested_optimizer": True}
+CHECKED = {"debug_check_shadows": 1}
+EAGER = {"redundancy": {"mode": "eager", "offload": "recompute"}}
+FULL = {"redundancy": {"mode": "full", "offload": "recompute"}}
 ACCUMULATE_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 
@@ -43,6 +48,13 @@ DEFAULT = [
         Training("three-pipelines-3x1", 1, steps=4, settings=BF16),
         [kill(1, 0, 0, "reduce"), kill(2, 2, 0, "step")],
     ),
+    (6, Training("three-pipelines-3x2", 2, settings=CLIPPED), TWO_BY_TWO[:1]),
+    # The first and the last stage's worker, which feed the pipeline.
+    (
+        3,
+        Training("data-set-1x3", 3, steps=4, training_data=True),
+        [kill(1, 0, 2, "backward", 1), kill(2, 0, 0, "forward", 2)],
+    ),
     (
         3,
         Training("few-micro-batches-1x3", 3, steps=4, micro_batches=2, dropout=0.3),
@@ -58,7 +70,19 @@ DEFAULT = [
         Training("buffers-1x4", 4, steps=5, layers="normalised", module={"activation_checkpoint_interval": 1}),
         ONE_BY_FOUR,
     ),
-    (4, Training("fp16-1x4", 4, steps=6, settings={**CLIPPED, **FP16}), ONE_BY_FOUR),
+    (
+        4,
+        Training(
+            "recomputed-1x4",
+            4,
+            steps=5,
+            layers="normalised",
+            module={"activation_checkpoint_interval": 1},
+            bamboo={**EAGER, **CHECKED},
+        ),
+        ONE_BY_FOUR,
+    ),
+    (4, Training("fp16-1x4", 4, steps=6, settings={**CLIPPED, **FP16}, spikes=SPIKES, bamboo=CHECKED), ONE_BY_FOUR),
     (4, Training("fp16-zero-2x2", 2, steps=5, settings={**CLIPPED, **FP16, **ZERO}), TWO_BY_TWO),
     (
         4,
@@ -69,17 +93,35 @@ DEFAULT = [
 SWEEP = [
     # A stage and its shadow at once: from the other pipeline, before and after the agreement to step.
     (4, Training("pair-in-reduce-2x2", 2, settings=CLIPPED), [kill(1, 0, 0, "reduce"), kill(1, 0, 1, "reduce")]),
-    (4, Training("pair-in-step-2x2", 2, settings={**CLIPPED, **FP16}), [kill(1, 1, 0, "step"), kill(1, 1, 1, "step")]),
+    (
+        4,
+        Training("pair-in-step-2x2", 2, settings={**CLIPPED, **FP16}, spikes=(1,)),
+        [kill(1, 1, 0, "step"), kill(1, 1, 1, "step")],
+    ),
     (4, Training("fp32-zero-2x2", 2, steps=5, settings={**CLIPPED, **ZERO}), TWO_BY_TWO),
     (
         4,
         Training("bf16-zero-fp32-gradients-2x2", 2, steps=5, settings={**CLIPPED, **BF16, **ZERO, **ACCUMULATE_FP32}),
         TWO_BY_TWO,
     ),
-    (4, Training("fp16-2x2", 2, steps=6, settings={**CLIPPED, **FP16}), TWO_BY_TWO),
+    (4, Training("fp16-2x2", 2, steps=6, settings={**CLIPPED, **FP16}, spikes=SPIKES, bamboo=CHECKED), TWO_BY_TWO),
+    (4, Training("recomputed-dropout-2x2", 2, steps=5, dropout=0.3, bamboo=EAGER, settings=BF16), TWO_BY_TWO),
+    (4, Training("recomputed-full-2x2", 2, steps=5, dropout=0.3, bamboo=FULL, settings={**BF16, **ZERO}), TWO_BY_TWO),
+    # Compiles DeepSpeed's Adam, which takes minutes the first time.
+    (
+        4,
+        Training(
+            "fp16-compiled-2x2",
+            2,
+            steps=6,
+            settings={**CLIPPED, **FP16, "optimizer": {"type": "Adam", "params": {"lr": 0.01}}},
+            spikes=SPIKES,
+            bamboo=CHECKED,
+        ),
+        TWO_BY_TWO,
+    ),
     (2, Training("one-stage-2x1", 1, steps=4, settings={**CLIPPED, **BF16}), [kill(1, 1, 0, "reduce")]),
     (4, Training("tied-dropout-2x2", 2, steps=5, layers="tied", dropout=0.3), TWO_BY_TWO),
-    (6, Training("three-pipelines-3x2", 2, steps=4, settings=CLIPPED), TWO_BY_TWO[:2]),
 ]
 
 
@@ -100,6 +142,6 @@ def test_same_numbers_after_losses(jobs: Jobs, world: int, training: Training, f
         expected, got = result.values[rank][undisturbed.name], result.values[rank][killed.name]
         for what in ("losses", "evaluations", "steps", "norm", "scale", "skipped", "digest"):
             assert got[what] == expected[what], f"{what} on rank {rank}"
-        # Without ZeRO no step of this small model overflows; that overflows are skipped alike shows here.
-        if "fp16" in training.settings and "zero_optimization" in training.settings:
+        if "fp16" in training.settings:
             assert 0 < expected["skipped"] < training.steps, expected["skipped"]
+            assert expected["scale"] != 2.0**20

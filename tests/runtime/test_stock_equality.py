@@ -25,8 +25,7 @@ CASES = [
     Training("seeded-dropout-2x2", 2, dropout=0.3, module={"seed_layers": True, "activation_checkpoint_interval": 1}),
     Training("few-micro-batches-1x4", 4, micro_batches=2),
     Training("buffers-1x4", 4, layers="normalised", module={"activation_checkpoint_interval": 2}),
-    # "training_data" is left out: DeepSpeed's loader starts helper processes, and a helper forked from a test worker,
-    # which has threads, was seen to die of a segmentation fault and to take the whole job with it.
+    Training("data-set-2x2", 2, training_data=True),
 ]
 
 
