@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import queue
+import struct
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,11 +20,12 @@ import torch
 
 from deepspeed_bamboo.runtime.c10d import c10d
 from deepspeed_bamboo.runtime.interruption import Interruption, PeerLostError
-from deepspeed_bamboo.runtime.lanes import Description, DeviceLanes
+from deepspeed_bamboo.runtime.lanes import Arrival, Description, DeviceLanes
 
 # Every message starts with one block: two lengths, then the header if it fits.
 _BLOCK_BYTES = 1024
-_LENGTHS_BYTES = 16
+_LENGTHS = struct.Struct("=qq")
+_LENGTHS_BYTES = _LENGTHS.size
 _FAREWELL = "the peer has dropped the channel"
 _BLOCK_TAG, _HEADER_TAG, _PAYLOAD_TAG = 1, 2, 3
 
@@ -35,7 +37,8 @@ class Message:
     key: str
     data: Any = None
     tensors: list[torch.Tensor] = field(default_factory=list)
-    on_lane: Description | None = None  # what is still to be received from the lane
+    arrival: Arrival | None = None  # its tensors, while they are still on their way over a lane
+    by_lane: bool = False  # received over a lane: the tensors are nobody else's
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,19 +90,28 @@ class Channel:
         parts = [] if lanes is not None else [_as_bytes(tensor.to("cpu")) for tensor in message.tensors]
         size = sum(part.numel() for part in parts)
         header = pickle.dumps((message.key, message.data, description, lanes is not None))
-        block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)
-        block[:_LENGTHS_BYTES] = torch.tensor([len(header), size], dtype=torch.int64).view(torch.uint8)
-        header_tensor = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        block = bytearray(_BLOCK_BYTES)
+        _LENGTHS.pack_into(block, 0, len(header), size)
         inline = len(header) <= _BLOCK_BYTES - _LENGTHS_BYTES
         if inline:
-            block[_LENGTHS_BYTES : _LENGTHS_BYTES + len(header)] = header_tensor
-        self._post(block, _BLOCK_TAG)
+            block[_LENGTHS_BYTES : _LENGTHS_BYTES + len(header)] = header
+        self._post(torch.frombuffer(block, dtype=torch.uint8), _BLOCK_TAG)
         if not inline:
-            self._post(header_tensor, _HEADER_TAG)
+            self._post(torch.frombuffer(bytearray(header), dtype=torch.uint8), _HEADER_TAG)
         if size:
             self._post(parts[0] if len(parts) == 1 else torch.cat(parts), _PAYLOAD_TAG)
         if lanes is not None:
             lanes.send([tensor.detach() for tensor in message.tensors])
+
+    def expect(self, count: int) -> None:
+        """``count`` messages are sure to come: receive them as soon as they are sent, ahead of :meth:`receive`.
+
+        Device tensors, too: a lane's receive is posted when the header comes, which the peer sends right after
+        it has launched what produces them. So no receive occupies the device that does not end by itself.
+        """
+        self._outstanding += count
+        for _ in range(count):
+            self._wanted.put(True)
 
     def receive(self) -> Message:
         """The next message from the peer. Raises PeerLostError, or what interrupts the wait."""
@@ -110,11 +122,9 @@ class Channel:
         if self._arrived:
             self._outstanding -= 1
             message = self._arrived.pop(0)
-            if message.on_lane is not None:
-                if self.lanes is None:
-                    raise PeerLostError(self.peer, "it sends device tensors, but there is no lane to receive them")
-                message.tensors = self.lanes.receive(message.on_lane)
-                message.on_lane = None
+            if message.arrival is not None:
+                message.tensors = message.arrival.wait(self._interruption)
+                message.arrival = None
             return message
         raise PeerLostError(self.peer, self._error or "closed", farewell=self._error == _FAREWELL)
 
@@ -177,7 +187,7 @@ class Channel:
     def _read_one(self) -> Message:
         block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)
         self._take(block, _BLOCK_TAG)
-        header_bytes, size = block[:_LENGTHS_BYTES].view(torch.int64).tolist()
+        header_bytes, size = _LENGTHS.unpack(block[:_LENGTHS_BYTES].numpy().tobytes())
         if header_bytes <= 0:
             raise RuntimeError(_FAREWELL)
         header = block[_LENGTHS_BYTES : _LENGTHS_BYTES + header_bytes]
@@ -186,7 +196,9 @@ class Channel:
             self._take(header, _HEADER_TAG)
         key, data, description, on_lane = pickle.loads(header.numpy().tobytes())
         if on_lane:
-            return Message(key, data, on_lane=description)
+            if self.lanes is None:
+                raise RuntimeError("it sends device tensors, but there is no lane to receive them")
+            return Message(key, data, arrival=self.lanes.receive(description), by_lane=True)
         tensors: list[torch.Tensor] = []
         if description:
             payload = torch.empty(size, dtype=torch.uint8)

@@ -111,7 +111,7 @@ def answers_from(
                     f"{contribution}; all stages must take part in the same collectives"
                 )
             values.append(contribution.tensor)
-        answers[coordinate] = combine(request.operation, values).to(device)
+        answers[coordinate] = combine(request.operation, values).to(device, non_blocking=True)
     return answers
 
 

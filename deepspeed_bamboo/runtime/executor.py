@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from deepspeed_bamboo.errors import ModelError
 from deepspeed_bamboo.runtime.channel import Message
 from deepspeed_bamboo.runtime.hosting import StageHost
 from deepspeed_bamboo.runtime.links import Links
-from deepspeed_bamboo.runtime.randomness import forward_seed, generators_untouched, seeded
+from deepspeed_bamboo.runtime.randomness import ModelGenerators, forward_seed
 from deepspeed_bamboo.runtime.replica import StageReplica, Tensors
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Executor:
         self._before = before
         self._after = after
         self._offload = offload
+        self._generators = ModelGenerators(engine.device)
         self._methods: dict[Op, Callable[[StageReplica, int, IterationContext], None]] = {
             Op.LOAD: self._load,
             Op.FNC: self._forward,
@@ -95,6 +97,32 @@ class Executor:
         self._methods[instruction.op](replica, instruction.micro_batch, context)
         self._after(instruction, replica)
 
+    def attempt(self, body: Callable[[], None]) -> None:
+        """Call ``body``, which executes instructions; afterwards the generators are the user's, whatever it raised."""
+        try:
+            body()
+        finally:
+            self.give_back_generators()
+
+    def expect(self, program: Iterable[Instruction], context: IterationContext) -> None:
+        """Say what ``program`` will receive, so that it is received as soon as it is sent."""
+        senders = (_sender(i) for i in program if i.op in RECEIVES)
+        self._links.expect(Counter(context.placement.owner(sender) for sender in senders))
+
+    def give_back_generators(self) -> None:
+        """The user's random number generators are as they were before the passes. Call it before other code runs."""
+        self._generators.give_back()
+
+    def _seed_generators(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
+        seed = forward_seed(
+            self._seed,
+            step=context.step if context.training else replica.micro_offset,
+            coordinate=replica.coordinate,
+            micro_batch=micro_batch,
+            training=context.training,
+        )
+        self._generators.seed(seed)
+
     def _replica(self, instruction: Instruction) -> StageReplica:
         """The replica whose state the instruction uses: the shadow for redundant work and what feeds it."""
         coordinate = instruction.coordinate
@@ -108,22 +136,17 @@ class Executor:
         return replica
 
     def _load(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
+        # The user's iterator may draw, too.
+        self._generators.give_back()
         self._engine.next_micro_batch = micro_batch
         self._engine._exec_load_micro_batch(buffer_id=micro_batch)
         _advance(replica, loaded=micro_batch + 1)
 
     def _forward(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
         engine = self._engine
-        seed = forward_seed(
-            self._seed,
-            step=context.step if context.training else replica.micro_offset,
-            coordinate=replica.coordinate,
-            micro_batch=micro_batch,
-            training=context.training,
-        )
         engine.module.micro_offset = replica.micro_offset + micro_batch
-        with seeded(seed, engine.device):
-            engine.stock_forward(buffer_id=micro_batch)
+        self._seed_generators(replica, micro_batch, context)
+        engine.stock_forward(buffer_id=micro_batch)
         outputs = engine.pipe_buffers["outputs"][micro_batch]
         if engine.is_last_stage():
             replica.losses[micro_batch] = engine.loss
@@ -162,8 +185,8 @@ class Executor:
             engine.loss = replica.losses.pop(micro_batch)
         else:
             engine.grad_layer = replica.received_gradients.pop(micro_batch)
-        with generators_untouched(engine.device):
-            engine.stock_backward(buffer_id=micro_batch)
+        self._seed_generators(replica, micro_batch, context)
+        engine.stock_backward(buffer_id=micro_batch)
         if not engine.is_first_stage():
             inputs = engine.pipe_buffers["inputs"][micro_batch]
             replica.retained_gradients[micro_batch] = _input_gradients(inputs, replica.coordinate)
@@ -190,8 +213,9 @@ class Executor:
         key = _key("activation", sender, micro_batch, context)
         message = self._links.receive(context.placement.owner(sender), key)
         received = tuple(tensor.to(self._engine.device).detach() for tensor in message.tensors)
-        # Copies, since a tensor may be a piece of a message or belong to this worker's other coordinate.
-        self._engine.pipe_buffers["inputs"][micro_batch] = _as_inputs(received[0] if message.data else received)
+        # Else it may be a piece of a message, or belong to this worker's other coordinate.
+        inputs = _as_inputs(received[0] if message.data else received, copy=not message.by_lane)
+        self._engine.pipe_buffers["inputs"][micro_batch] = inputs
         _advance(replica, activations_received=micro_batch + 1)
 
     def _send_gradient(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
@@ -219,6 +243,14 @@ def _key(kind: str, sender: Coordinate, micro_batch: int, context: IterationCont
     return f"{context.activity}/{kind}/{sender}/{micro_batch}{suffix}"
 
 
+def _sender(receive: Instruction) -> Coordinate:
+    """The coordinate whose output or gradient the instruction ``receive`` receives."""
+    if receive.coordinate is None:
+        raise ValueError(f"{receive} is not an instruction of a coordinate")
+    step = -1 if receive.op is Op.RECV_ACTIVATION else 1
+    return Coordinate(receive.coordinate.pipeline, receive.coordinate.stage + step)
+
+
 def _holder(receiver: Coordinate, context: IterationContext) -> WorkerId:
     """The worker for which a message to ``receiver`` is meant: its owner, or its shadow's holder."""
     if not context.for_shadow:
@@ -229,10 +261,12 @@ def _holder(receiver: Coordinate, context: IterationContext) -> WorkerId:
     return holder
 
 
-def _as_inputs(outputs: Tensors) -> Tensors:
-    """Copies of a stage's outputs as leaves, as a stage that receives them over a channel has them."""
+def _as_inputs(outputs: Tensors, *, copy: bool = True) -> Tensors:
+    """A stage's outputs, by default copies of them, as leaves: what a stage receives over a channel."""
     single = isinstance(outputs, torch.Tensor)
-    copies = [tensor.clone() for tensor in ([outputs] if isinstance(outputs, torch.Tensor) else outputs)]
+    copies = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    if copy:
+        copies = [tensor.clone() for tensor in copies]
     for tensor in copies:
         tensor.requires_grad = tensor.is_floating_point()
     return copies[0] if single else tuple(copies)

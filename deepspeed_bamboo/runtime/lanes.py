@@ -20,9 +20,32 @@ from deepspeed_bamboo.runtime.interruption import Interruption
 
 Description = Sequence[tuple[torch.dtype, tuple[int, ...]]]
 
-# The first polls spin: data that is early is there at once. Later ones leave the processor to others.
-_SPIN_SECONDS = 0.002
+# The first polls spin: data that is early is there at once, and late data is the next micro-batch's, on which the
+# device waits. Later polls leave the processor to others.
+_SPIN_SECONDS = 0.02
 _NAP_SECONDS = 0.00005
+
+
+class Arrival:
+    """Tensors on their way from a peer."""
+
+    def __init__(self, tensors: list[torch.Tensor], complete: Any) -> None:
+        self._tensors = tensors
+        self._complete = complete  # a CUDA event behind the last receive; None for nothing to receive
+
+    def wait(self, interruption: Interruption) -> list[torch.Tensor]:
+        """The tensors, seen complete by the host. Raises what interrupts the wait.
+
+        The event is reached only when the receive's kernel has ended, and that ends early only by our own abort.
+        """
+        start = time.monotonic()
+        while self._complete is not None and not self._complete.query():
+            interruption.check()
+            time.sleep(0 if time.monotonic() - start < _SPIN_SECONDS else _NAP_SECONDS)
+        for tensor in self._tensors:
+            # It belongs to the receiving stream's memory and is used on this one.
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return self._tensors
 
 
 class DeviceLanes:
@@ -32,7 +55,6 @@ class DeviceLanes:
         store: as for the channel, under a prefix of its own.
         first: True on the side with rank 0.
         device: this worker's device.
-        interruption: ends waits.
         timeout_seconds: bound of NCCL's own watchdog; longer than any recovery.
     """
 
@@ -42,11 +64,9 @@ class DeviceLanes:
         *,
         first: bool,
         device: torch.device,
-        interruption: Interruption,
         timeout_seconds: float,
     ) -> None:
         self._device = device
-        self._interruption = interruption
         self._peer = 1 if first else 0
         self._sending: list[tuple[Any, torch.Tensor]] = []
         forth = self._group(store, "forth", first=first, timeout_seconds=timeout_seconds)
@@ -54,6 +74,9 @@ class DeviceLanes:
         self._out, self._in = (forth, back) if first else (back, forth)
         self._in_common_order = (forth, back)
         self._token: torch.Tensor | None = None
+        cuda: Any = torch.cuda
+        # Of its own, so that a receive does not wait for what this device computes.
+        self._receiving = cuda.Stream(device)
 
     def open(self) -> None:
         """Connect both directions; the peer does the same at the same time. Blocks until it does.
@@ -79,16 +102,16 @@ class DeviceLanes:
                 ready = tensor.contiguous()
                 self._sending.append((self._out.send([ready], self._peer, 0), ready))
 
-    def receive(self, description: Description) -> list[torch.Tensor]:
-        """The tensors that the peer sent next, seen complete. Raises what interrupts the wait."""
-        tensors = [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in description]
-        works = [self._in.recv([tensor], self._peer, 0) for tensor in tensors if tensor.numel()]
-        start = time.monotonic()
-        # In order on one communicator: when the last is complete, all are.
-        while works and not works[-1].is_completed():
-            self._interruption.check()
-            time.sleep(0 if time.monotonic() - start < _SPIN_SECONDS else _NAP_SECONDS)
-        return tensors
+    def receive(self, description: Description) -> Arrival:
+        """Start receiving the tensors that the peer sends next. Never waits; any thread may call it, one at a time."""
+        torch.cuda.set_device(self._device)
+        with torch.cuda.stream(self._receiving):
+            tensors = [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in description]
+            works = [self._in.recv([tensor], self._peer, 0) for tensor in tensors if tensor.numel()]
+            for work in works:
+                work.wait()  # makes the receiving stream wait, not the host
+            complete = self._receiving.record_event() if works else None
+        return Arrival(tensors, complete)
 
     def abort(self) -> None:
         """Give up both communicators, on a thread of its own: aborting can take half a second."""

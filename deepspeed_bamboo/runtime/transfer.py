@@ -106,6 +106,11 @@ def unpack_state(replica: StageReplica, packed: PackedState) -> None:
     replica.micro_offset = state["micro_offset"]
 
 
+def combined_digest(parts: list[str]) -> str:
+    """One digest of the stages' digests, given in grid order."""
+    return hashlib.sha256("".join(parts).encode()).hexdigest()
+
+
 def stage_digest(replica: StageReplica) -> str:
     """sha256 over a stage's parameters, master weights and optimizer state, in layer order."""
     attributes = replica.attributes
