@@ -131,6 +131,8 @@ class Executor:
         owned, shadow = self._host.owned.get(coordinate), self._host.shadows.get(coordinate)
         redundant = instruction.op in _REDUNDANT or (instruction.to_shadow and instruction.op in RECEIVES)
         replica = shadow if redundant or owned is None else owned
+        if replica is not None:
+            replica.settle()
         if replica is None:
             raise RuntimeError(f"{instruction}: worker {self._me} holds no replica of {coordinate} for it")
         return replica
