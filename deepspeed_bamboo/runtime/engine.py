@@ -361,7 +361,7 @@ class BambooPipelineEngine(PipelineEngine):
                 if instruction.coordinate is not None:
                     self.executor.execute(instruction, context)
                 elif instruction.op is not Op.STEP:
-                    self.executor.give_back_generators()
+                    self.executor.leave_passes()
                     self.iteration_end.execute(instruction, context)
         self.iteration_end.step(self.context(training=True, micro_batches=self.micro_batches))
         self.failover.copy_lost()

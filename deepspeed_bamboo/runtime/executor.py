@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deepspeed_bamboo.core.grid import Coordinate
-from deepspeed_bamboo.core.instructions import RECEIVES, Instruction, Op
+from deepspeed_bamboo.core.instructions import RECEIVES, SENDS, Instruction, Op
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.errors import ModelError
 from deepspeed_bamboo.runtime.channel import Message
@@ -23,6 +23,7 @@ from deepspeed_bamboo.runtime.replica import StageReplica, Tensors
 if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 
+_PRODUCERS = frozenset({Op.FNC, Op.BNC})
 _REDUNDANT = frozenset({Op.FRC, Op.BRC})
 
 
@@ -73,6 +74,7 @@ class Executor:
         self._after = after
         self._offload = offload
         self._generators = ModelGenerators(engine.device)
+        self._followed_by: dict[tuple[Op, Coordinate | None, int | None], list[Instruction]] = {}
         self._methods: dict[Op, Callable[[StageReplica, int, IterationContext], None]] = {
             Op.LOAD: self._load,
             Op.FNC: self._forward,
@@ -90,7 +92,11 @@ class Executor:
         if instruction.micro_batch is None:
             raise ValueError(f"{instruction} is not an instruction of a coordinate")
         replica = self._replica(instruction)
+        if instruction.op is not Op.SEND_GRAD:
+            self._host.gradient_updates.flush()
         self._before(instruction, replica)
+        for send in self._followed_by.get((instruction.op, instruction.coordinate, instruction.micro_batch), ()):
+            self._announce(send, context)
         self._host.activate(replica)
         if instruction.to_shadow:
             context = dataclasses.replace(context, for_shadow=True)
@@ -98,19 +104,32 @@ class Executor:
         self._after(instruction, replica)
 
     def attempt(self, body: Callable[[], None]) -> None:
-        """Call ``body``, which executes instructions; afterwards the generators are the user's, whatever it raised."""
+        """Call ``body``, which executes instructions, and :meth:`leave_passes`, whatever it raised."""
         try:
             body()
         finally:
-            self.give_back_generators()
+            self.leave_passes()
 
-    def expect(self, program: Iterable[Instruction], context: IterationContext) -> None:
-        """Say what ``program`` will receive, so that it is received as soon as it is sent."""
+    def expect(self, program: Sequence[Instruction], context: IterationContext) -> None:
+        """Say what ``program`` receives, so that it is received as soon as it is sent; look ahead to what it sends."""
         senders = (_sender(i) for i in program if i.op in RECEIVES)
         self._links.expect(Counter(context.placement.owner(sender) for sender in senders))
+        self._followed_by = {} if self._engine.dynamic_shape else _sends_behind(program)
 
-    def give_back_generators(self) -> None:
-        """The user's random number generators are as they were before the passes. Call it before other code runs."""
+    def _announce(self, send: Instruction, context: IterationContext) -> None:
+        """Before the pass whose result ``send`` sends, so that the receiver is ready when the result is."""
+        if send.coordinate is None or send.micro_batch is None:
+            return
+        context = dataclasses.replace(context, for_shadow=send.to_shadow)
+        name = "activation" if send.op is Op.SEND_ACTIVATION else "gradient"
+        step = 1 if send.op is Op.SEND_ACTIVATION else -1
+        receiver = _holder(Coordinate(send.coordinate.pipeline, send.coordinate.stage + step), context)
+        key = _key(name, send.coordinate, send.micro_batch, context)
+        self._links.announce(receiver, key, kind=_kind(name, send.coordinate, context))
+
+    def leave_passes(self) -> None:
+        """Before other code runs: gradients are accumulated, and random number generators are the user's again."""
+        self._host.gradient_updates.flush()
         self._generators.give_back()
 
     def _seed_generators(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
@@ -205,6 +224,7 @@ class Executor:
             receiver,
             Message(
                 _key("activation", replica.coordinate, micro_batch, context),
+                kind=_kind("activation", replica.coordinate, context),
                 data=single,
                 tensors=[outputs] if isinstance(outputs, torch.Tensor) else list(outputs),
             ),
@@ -226,6 +246,7 @@ class Executor:
             receiver,
             Message(
                 _key("gradient", replica.coordinate, micro_batch, context),
+                kind=_kind("gradient", replica.coordinate, context),
                 tensors=list(replica.retained_gradients[micro_batch]),
             ),
         )
@@ -243,6 +264,26 @@ class Executor:
 def _key(kind: str, sender: Coordinate, micro_batch: int, context: IterationContext) -> str:
     suffix = "/shadow" if context.for_shadow else ""
     return f"{context.activity}/{kind}/{sender}/{micro_batch}{suffix}"
+
+
+def _kind(name: str, sender: Coordinate, context: IterationContext) -> str:
+    return f"{name}/{sender}/{context.training}/{context.for_shadow}"
+
+
+def _sends_behind(program: Sequence[Instruction]) -> dict[tuple[Op, Coordinate | None, int | None], list[Instruction]]:
+    """For every pass of ``program`` the sends that come right after it."""
+    result: dict[tuple[Op, Coordinate | None, int | None], list[Instruction]] = {}
+    last: Instruction | None = None
+    for instruction in program:
+        if instruction.op not in SENDS:
+            last = instruction
+        elif last is not None and last.op in _PRODUCERS and _same_result(last, instruction):
+            result.setdefault((last.op, last.coordinate, last.micro_batch), []).append(instruction)
+    return result
+
+
+def _same_result(produced: Instruction, send: Instruction) -> bool:
+    return produced.coordinate == send.coordinate and produced.micro_batch == send.micro_batch
 
 
 def _sender(receive: Instruction) -> Coordinate:

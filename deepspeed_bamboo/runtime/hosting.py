@@ -15,7 +15,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.runtime import zero_one  # noqa: F401 (registers the optimizer)
 from deepspeed_bamboo.runtime.gradients import clear_gradients, parameters, require_supported
-from deepspeed_bamboo.runtime.grouped_updates import group_gradient_updates
+from deepspeed_bamboo.runtime.grouped_updates import GradientUpdates
 from deepspeed_bamboo.runtime.logical import Exchange, LogicalGrid, LogicalGroup
 from deepspeed_bamboo.runtime.randomness import generators_untouched
 from deepspeed_bamboo.runtime.replica import (
@@ -55,6 +55,7 @@ class StageHost:
         self._gate = gate
         self._active: StageReplica | None = None
         self.building = False
+        self.gradient_updates = GradientUpdates()
         self.owned: dict[Coordinate, StageReplica] = {}
         self.shadows: dict[Coordinate, StageReplica] = {}
 
@@ -230,7 +231,7 @@ class StageHost:
 
     def _prepare(self, replica: StageReplica) -> None:
         require_supported(replica.attributes["optimizer"])
-        group_gradient_updates(replica.attributes["optimizer"])
+        self.gradient_updates.group(replica.attributes["optimizer"])
         basic = replica.attributes["basic_optimizer"]
         if isinstance(basic, torch.optim.Optimizer):
             basic.register_step_pre_hook(lambda *_: self._gate())

@@ -58,6 +58,9 @@ class DeviceLanes:
         timeout_seconds: bound of NCCL's own watchdog; longer than any recovery.
     """
 
+    # Thread blocks of one transfer: while a receive waits for its sender it takes them from computing.
+    most_blocks: int | None = 8
+
     def __init__(
         self,
         store: Any,
@@ -127,4 +130,6 @@ class DeviceLanes:
     def _group(store: Any, name: str, *, first: bool, timeout_seconds: float) -> Any:
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_seconds)
+        if DeviceLanes.most_blocks is not None:
+            options.config.max_ctas = DeviceLanes.most_blocks
         return c10d.ProcessGroupNCCL(c10d.PrefixStore(name, store), 0 if first else 1, 2, options)

@@ -147,6 +147,11 @@ class Links:
             aside[message.key] = message
         return aside.pop(key)
 
+    def announce(self, worker: WorkerId, key: str, *, kind: str) -> None:
+        """The next message to ``worker`` will be ``key``, most likely like the last one of its ``kind``."""
+        if worker != self._me:
+            self._channel(worker).announce(key, kind=kind)
+
     def expect(self, messages: Mapping[WorkerId, int]) -> None:
         """So many messages are sure to come from each worker: receive them ahead of their use."""
         for worker, count in messages.items():
