@@ -130,10 +130,9 @@ class Channel:
         self.lanes.send([tensor.detach() for tensor in message.tensors])
 
     def expect(self, count: int) -> None:
-        """``count`` messages are sure to come: receive them as soon as they are sent, ahead of :meth:`receive`.
+        """``count`` messages are sure to come: read them as soon as they are sent, ahead of :meth:`receive`.
 
-        Device tensors, too: a lane's receive is posted when the header comes, which the peer sends right after
-        it has launched what produces them. So no receive occupies the device that does not end by itself.
+        Of device tensors only the header: a lane's receive is posted by :meth:`receive`.
         """
         self._outstanding += count
         for _ in range(count):

@@ -27,25 +27,27 @@ _NAP_SECONDS = 0.00005
 
 
 class Arrival:
-    """Tensors on their way from a peer."""
+    """Tensors that a peer sends, or will send when it has computed what it has launched."""
 
-    def __init__(self, tensors: list[torch.Tensor], complete: Any) -> None:
-        self._tensors = tensors
-        self._complete = complete  # a CUDA event behind the last receive; None for nothing to receive
+    def __init__(self, lanes: DeviceLanes, description: Description) -> None:
+        self._lanes = lanes
+        self._description = description
 
     def wait(self, interruption: Interruption) -> list[torch.Tensor]:
         """The tensors, seen complete by the host. Raises what interrupts the wait.
 
-        The event is reached only when the receive's kernel has ended, and that ends early only by our own abort.
+        The receive begins only here: it takes thread blocks from computing as long as it waits for its sender.
+        The event is reached only when its kernel has ended, and that ends early only by our own abort.
         """
+        tensors, complete = self._lanes.start_receiving(self._description)
         start = time.monotonic()
-        while self._complete is not None and not self._complete.query():
+        while complete is not None and not complete.query():
             interruption.check()
             time.sleep(0 if time.monotonic() - start < _SPIN_SECONDS else _NAP_SECONDS)
-        for tensor in self._tensors:
+        for tensor in tensors:
             # It belongs to the receiving stream's memory and is used on this one.
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        return self._tensors
+        return tensors
 
 
 class DeviceLanes:
@@ -106,15 +108,18 @@ class DeviceLanes:
                 self._sending.append((self._out.send([ready], self._peer, 0), ready))
 
     def receive(self, description: Description) -> Arrival:
-        """Start receiving the tensors that the peer sends next. Never waits; any thread may call it, one at a time."""
-        torch.cuda.set_device(self._device)
+        """What the peer sends next; wait for one arrival after the other, in their order."""
+        return Arrival(self, description)
+
+    def start_receiving(self, description: Description) -> tuple[list[torch.Tensor], Any]:
+        """Post the receives of one message: its tensors, and a CUDA event behind the last (None for nothing at all)."""
         with torch.cuda.stream(self._receiving):
             tensors = [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in description]
             works = [self._in.recv([tensor], self._peer, 0) for tensor in tensors if tensor.numel()]
             for work in works:
                 work.wait()  # makes the receiving stream wait, not the host
             complete = self._receiving.record_event() if works else None
-        return Arrival(tensors, complete)
+        return tensors, complete
 
     def abort(self) -> None:
         """Give up both communicators, on a thread of its own: aborting can take half a second."""

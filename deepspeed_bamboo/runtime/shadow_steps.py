@@ -7,7 +7,7 @@ the pipeline stands still. After the step the pipeline fills, and most devices w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -41,11 +41,16 @@ class ShadowSteps:
 
     @contextmanager
     def beside(self, replica: StageReplica) -> Iterator[None]:
-        """What is launched inside the block, by this thread, for a shadow, goes to the side stream."""
-        if not self.covers(replica):
-            yield
-            return
-        with torch.cuda.stream(self._stream):
+        """The step of a shadow: what the block launches, in this thread, goes to the side stream.
+
+        Its part of the gradients' norm is left out. The owner's is what counts, and a kernel or two for every
+        parameter would hold up the agreement.
+        """
+        with ExitStack() as stack:
+            if self.covers(replica):
+                stack.enter_context(torch.cuda.stream(self._stream))
+            if _asks_for_the_norm(replica):
+                stack.enter_context(_without_norm(replica.attributes["optimizer"]))
             yield
 
     def follow(self, answer: torch.Tensor | None) -> None:
@@ -65,3 +70,25 @@ class ShadowSteps:
         """The step of ``replica`` is launched: whoever uses the replica next waits for it, see ``settle``."""
         if self._stream is not None and self.covers(replica):
             replica.stepping = self._stream.record_event()
+
+
+def _asks_for_the_norm(replica: StageReplica) -> bool:
+    """True where the norm that counts comes from the owners: a pipeline of one stage has nobody to ask."""
+    optimizer = replica.attributes["optimizer"]
+    stages = replica.attributes["grid"].pipe_parallel_size
+    return type(optimizer) is BF16_Optimizer and not optimizer.has_moe_layers and stages > 1
+
+
+@contextmanager
+def _without_norm(optimizer: BF16_Optimizer) -> Iterator[None]:
+    def one_number(for_clipping: bool = False) -> Any:
+        if for_clipping:
+            return gradients(for_clipping=True)
+        return [optimizer.fp32_groups_gradients_flat[0][:1]], {}
+
+    gradients = optimizer.get_grads_for_norm
+    optimizer.get_grads_for_norm = one_number
+    try:
+        yield
+    finally:
+        del optimizer.get_grads_for_norm
