@@ -141,9 +141,10 @@ def lower(
             instruction = timed.instruction
             op, c, m = instruction.op, instruction.coordinate, instruction.micro_batch
             assert c is not None and m is not None
-            program.extend(receives.before(op, c, m))
             if op in loaded and c.stage in (0, last_stage) and m >= loaded[op][c].loaded:
+                # Before the receive, whose wait hides it.
                 program.append(Instruction(Op.LOAD, c, m))
+            program.extend(receives.before(op, c, m))
             program.append(instruction)
             program.extend(route.sending(m) for route in sends.after.get((op, c), ()) if m >= route.first)
         programs.append((worker, tuple(program) + tail))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import queue
+import struct
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,13 +18,17 @@ from typing import Any
 
 import torch
 
+from deepspeed_bamboo.errors import ModelError
 from deepspeed_bamboo.runtime.c10d import c10d
 from deepspeed_bamboo.runtime.interruption import Interruption, PeerLostError
-from deepspeed_bamboo.runtime.lanes import Description, DeviceLanes
+from deepspeed_bamboo.runtime.lanes import Arrival, Description, DeviceLanes
+
+_Form = tuple[Any, Description]  # plain data, and dtype and shape of every tensor
 
 # Every message starts with one block: two lengths, then the header if it fits.
 _BLOCK_BYTES = 1024
-_LENGTHS_BYTES = 16
+_LENGTHS = struct.Struct("=qq")
+_LENGTHS_BYTES = _LENGTHS.size
 _FAREWELL = "the peer has dropped the channel"
 _BLOCK_TAG, _HEADER_TAG, _PAYLOAD_TAG = 1, 2, 3
 
@@ -35,7 +40,9 @@ class Message:
     key: str
     data: Any = None
     tensors: list[torch.Tensor] = field(default_factory=list)
-    on_lane: Description | None = None  # what is still to be received from the lane
+    arrival: Arrival | None = None  # its tensors, while they are still on their way over a lane
+    by_lane: bool = False  # received over a lane: the tensors are nobody else's
+    kind: str | None = None  # what it has in common with other messages of the same form, see Channel.announce
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,6 +81,8 @@ class Channel:
         self._sent_before: list[tuple[Any, torch.Tensor]] = []
         self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._arrived: list[Message] = []
+        self._forms: dict[str, _Form] = {}
+        self._announced: dict[str, _Form] = {}
         self._error: str | None = None
         self._outstanding = 0
         self._closed = False
@@ -83,23 +92,51 @@ class Channel:
     def send(self, message: Message) -> None:
         """Queue ``message``; never blocks on the peer. About its tensors see :meth:`drain`."""
         description = [(tensor.dtype, tuple(tensor.shape)) for tensor in message.tensors]
-        lanes = self.lanes if any(tensor.is_cuda for tensor in message.tensors) else None
+        if message.key in self._announced:
+            self._keep_promise(message, description)
+            return
+        lanes = self.lanes if any(tensor.device.type != "cpu" for tensor in message.tensors) else None
         parts = [] if lanes is not None else [_as_bytes(tensor.to("cpu")) for tensor in message.tensors]
         size = sum(part.numel() for part in parts)
         header = pickle.dumps((message.key, message.data, description, lanes is not None))
-        block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)
-        block[:_LENGTHS_BYTES] = torch.tensor([len(header), size], dtype=torch.int64).view(torch.uint8)
-        header_tensor = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        inline = len(header) <= _BLOCK_BYTES - _LENGTHS_BYTES
-        if inline:
-            block[_LENGTHS_BYTES : _LENGTHS_BYTES + len(header)] = header_tensor
-        self._post(block, _BLOCK_TAG)
-        if not inline:
-            self._post(header_tensor, _HEADER_TAG)
+        self._send_header(header, payload_bytes=size)
         if size:
             self._post(parts[0] if len(parts) == 1 else torch.cat(parts), _PAYLOAD_TAG)
         if lanes is not None:
             lanes.send([tensor.detach() for tensor in message.tensors])
+            if message.kind is not None:
+                self._forms[message.kind] = (message.data, description)
+
+    def announce(self, key: str, *, kind: str) -> None:
+        """Send the header of message ``key`` before its tensors exist, so that the peer is receiving when they do.
+
+        Only where a message of this ``kind`` has been sent over a lane before, whose form is promised again:
+        without ``dynamic_shape`` shapes are the same in every micro-batch. Otherwise nothing happens.
+        """
+        form = self._forms.get(kind)
+        if form is None or self.lanes is None:
+            return
+        self._announced[key] = form
+        self._send_header(pickle.dumps((key, *form, True)), payload_bytes=0)
+
+    def _keep_promise(self, message: Message, description: Description) -> None:
+        """Send the tensors of an announced message. Raises ModelError if they are not as announced."""
+        form = self._announced.pop(message.key)
+        if form != (message.data, description) or self.lanes is None:
+            raise ModelError(
+                f"a stage sends {description} where it sent {form[1]} before. Shapes and types between stages must "
+                "stay the same, or PipelineModule must be given dynamic_shape=True"
+            )
+        self.lanes.send([tensor.detach() for tensor in message.tensors])
+
+    def expect(self, count: int) -> None:
+        """``count`` messages are sure to come: read them as soon as they are sent, ahead of :meth:`receive`.
+
+        Of device tensors only the header: a lane's receive is posted by :meth:`receive`.
+        """
+        self._outstanding += count
+        for _ in range(count):
+            self._wanted.put(True)
 
     def receive(self) -> Message:
         """The next message from the peer. Raises PeerLostError, or what interrupts the wait."""
@@ -110,11 +147,9 @@ class Channel:
         if self._arrived:
             self._outstanding -= 1
             message = self._arrived.pop(0)
-            if message.on_lane is not None:
-                if self.lanes is None:
-                    raise PeerLostError(self.peer, "it sends device tensors, but there is no lane to receive them")
-                message.tensors = self.lanes.receive(message.on_lane)
-                message.on_lane = None
+            if message.arrival is not None:
+                message.tensors = message.arrival.wait(self._interruption)
+                message.arrival = None
             return message
         raise PeerLostError(self.peer, self._error or "closed", farewell=self._error == _FAREWELL)
 
@@ -157,6 +192,16 @@ class Channel:
             except RuntimeError:
                 break  # the peer is gone already, which releases everything too
 
+    def _send_header(self, header: bytes, *, payload_bytes: int) -> None:
+        block = bytearray(_BLOCK_BYTES)
+        _LENGTHS.pack_into(block, 0, len(header), payload_bytes)
+        inline = len(header) <= _BLOCK_BYTES - _LENGTHS_BYTES
+        if inline:
+            block[_LENGTHS_BYTES : _LENGTHS_BYTES + len(header)] = header
+        self._post(torch.frombuffer(block, dtype=torch.uint8), _BLOCK_TAG)
+        if not inline:
+            self._post(torch.frombuffer(bytearray(header), dtype=torch.uint8), _HEADER_TAG)
+
     def _post(self, tensor: torch.Tensor, tag: int) -> None:
         try:
             self._sending.append((self._group.send([tensor], self._other, tag), tensor))
@@ -177,7 +222,7 @@ class Channel:
     def _read_one(self) -> Message:
         block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)
         self._take(block, _BLOCK_TAG)
-        header_bytes, size = block[:_LENGTHS_BYTES].view(torch.int64).tolist()
+        header_bytes, size = _LENGTHS.unpack(block[:_LENGTHS_BYTES].numpy().tobytes())
         if header_bytes <= 0:
             raise RuntimeError(_FAREWELL)
         header = block[_LENGTHS_BYTES : _LENGTHS_BYTES + header_bytes]
@@ -186,7 +231,9 @@ class Channel:
             self._take(header, _HEADER_TAG)
         key, data, description, on_lane = pickle.loads(header.numpy().tobytes())
         if on_lane:
-            return Message(key, data, on_lane=description)
+            if self.lanes is None:
+                raise RuntimeError("it sends device tensors, but there is no lane to receive them")
+            return Message(key, data, arrival=self.lanes.receive(description), by_lane=True)
         tensors: list[torch.Tensor] = []
         if description:
             payload = torch.empty(size, dtype=torch.uint8)

@@ -18,6 +18,7 @@ from deepspeed_bamboo.runtime.hosting import StageHost
 from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.logical import GroupKey
 from deepspeed_bamboo.runtime.replica import StageReplica
+from deepspeed_bamboo.runtime.shadow_steps import ShadowSteps
 from deepspeed_bamboo.runtime.suspended import Request, SuspendedCall
 
 
@@ -68,9 +69,16 @@ class CallSet:
         self._device = device
         self._calls = {replica.coordinate: (replica, SuspendedCall(function, device=device)) for replica in replicas}
         self.current: SuspendedCall | None = None
+        self.beside: dict[Coordinate, ShadowSteps] = {}
 
     def advance(self, answers: Mapping[Coordinate, torch.Tensor | None] | None = None) -> None:
-        """Run every call to its next collective, with the answer to the one it waits for."""
+        """Run every call to its next collective, with the answer to the one it waits for.
+
+        ``beside`` names the coordinates whose calls run on another stream. It gets its answers before the other
+        calls go on, so as not to wait for what they launch.
+        """
+        for coordinate, steps in self.beside.items():
+            steps.follow(None if answers is None else answers.get(coordinate))
         for coordinate, (replica, call) in self._calls.items():
             if call.done:
                 continue
@@ -111,7 +119,7 @@ def answers_from(
                     f"{contribution}; all stages must take part in the same collectives"
                 )
             values.append(contribution.tensor)
-        answers[coordinate] = combine(request.operation, values).to(device)
+        answers[coordinate] = combine(request.operation, values).to(device, non_blocking=True)
     return answers
 
 

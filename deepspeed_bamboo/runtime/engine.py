@@ -7,7 +7,6 @@ that everything a worker waits for can be given up and planned anew.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import time
 from collections.abc import Callable, Container, Iterator
@@ -44,7 +43,7 @@ from deepspeed_bamboo.runtime.session import WorkerSession
 from deepspeed_bamboo.runtime.shadow_check import check_shadows
 from deepspeed_bamboo.runtime.standalone import is_standalone
 from deepspeed_bamboo.runtime.training_data import data_set_factory
-from deepspeed_bamboo.runtime.transfer import stage_digest
+from deepspeed_bamboo.runtime.transfer import combined_digest, stage_digest
 
 # One transfer may wait for a peer that computes; only a peer that is gone for good makes it run out.
 _OPERATION_TIMEOUT_SECONDS = 1800.0
@@ -86,6 +85,7 @@ class BambooPipelineEngine(PipelineEngine):
         self.evaluated_micro_batches = self.micro_batches
         self._evaluation_factory: DataFactory | None = None
         self.last_losses: list[Any] = []
+        self.mean_loss = 0.0
         self._take_over_stock_state(grid)
         self.forward_seed = self._agreed_seed()
         self.iteration_end = IterationEnd(self)
@@ -167,7 +167,7 @@ class BambooPipelineEngine(PipelineEngine):
 
         self.perform("digest", body)
         parts = {c: digest for value in self.activity.previous[0].values() for c, digest in value.items()}
-        return _combined_digest([parts[str(coordinate)] for coordinate in self.job_grid])
+        return combined_digest([parts[str(coordinate)] for coordinate in self.job_grid])
 
     def close(self) -> None:
         """End the job after a last agreement that everybody is done. Called when the script ends; once is enough."""
@@ -295,7 +295,7 @@ class BambooPipelineEngine(PipelineEngine):
         self.session.log(
             "step",
             step=self.global_steps - 1,
-            loss=float(loss.mean()) if torch.is_tensor(loss) else loss,
+            loss=self.mean_loss,
             samples=self.train_batch_size(),
             seconds=time.perf_counter() - started,
         )
@@ -332,7 +332,7 @@ class BambooPipelineEngine(PipelineEngine):
         while True:
             try:
                 self.session.interruption.check()
-                body()
+                self.executor.attempt(body)
                 break
             except (EpochChangedError, PeerLostError) as cause:
                 self.failover.run(cause)
@@ -373,10 +373,13 @@ class BambooPipelineEngine(PipelineEngine):
             context = self.context(training=True, micro_batches=self.micro_batches)
             for replica in self.host.owners():
                 self.strike_if_scripted(replica.coordinate, "idle", None)
-            for instruction in self.instructions(training=True):
+            program = self.instructions(training=True)
+            self.executor.expect(program, context)
+            for instruction in program:
                 if instruction.coordinate is not None:
                     self.executor.execute(instruction, context)
                 elif instruction.op is not Op.STEP:
+                    self.executor.leave_passes()
                     self.iteration_end.execute(instruction, context)
         self.iteration_end.step(self.context(training=True, micro_batches=self.micro_batches))
         self.failover.copy_lost()
@@ -521,7 +524,3 @@ _FAULT_POINTS = {
     Op.SEND_ACTIVATION: "send_activation",
     Op.SEND_GRAD: "send_grad",
 }
-
-
-def _combined_digest(parts: list[str]) -> str:
-    return hashlib.sha256("".join(parts).encode()).hexdigest()

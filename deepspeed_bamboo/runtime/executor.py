@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deepspeed_bamboo.core.grid import Coordinate
-from deepspeed_bamboo.core.instructions import RECEIVES, Instruction, Op
+from deepspeed_bamboo.core.instructions import RECEIVES, SENDS, Instruction, Op
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.errors import ModelError
 from deepspeed_bamboo.runtime.channel import Message
 from deepspeed_bamboo.runtime.hosting import StageHost
 from deepspeed_bamboo.runtime.links import Links
-from deepspeed_bamboo.runtime.randomness import forward_seed, generators_untouched, seeded
+from deepspeed_bamboo.runtime.randomness import ModelGenerators, forward_seed
 from deepspeed_bamboo.runtime.recompute import keep_only_input, recompute_if_dropped
 from deepspeed_bamboo.runtime.replica import StageReplica, Tensors
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 
+_PRODUCERS = frozenset({Op.FNC, Op.BNC})
 _REDUNDANT = frozenset({Op.FRC, Op.BRC})
 
 
@@ -75,6 +77,8 @@ class Executor:
         self._after = after
         self._offload = offload
         self._recomputes = recompute
+        self._generators = ModelGenerators(engine.device)
+        self._followed_by: dict[tuple[Op, Coordinate | None, int | None], list[Instruction]] = {}
         self._methods: dict[Op, Callable[[StageReplica, int, IterationContext], None]] = {
             Op.LOAD: self._load,
             Op.FNC: self._forward,
@@ -92,12 +96,55 @@ class Executor:
         if instruction.micro_batch is None:
             raise ValueError(f"{instruction} is not an instruction of a coordinate")
         replica = self._replica(instruction)
+        if instruction.op is not Op.SEND_GRAD:
+            self._host.gradient_updates.flush()
         self._before(instruction, replica)
+        for send in self._followed_by.get((instruction.op, instruction.coordinate, instruction.micro_batch), ()):
+            self._announce(send, context)
         self._host.activate(replica)
         if instruction.to_shadow:
             context = dataclasses.replace(context, for_shadow=True)
         self._methods[instruction.op](replica, instruction.micro_batch, context)
         self._after(instruction, replica)
+
+    def attempt(self, body: Callable[[], None]) -> None:
+        """Call ``body``, which executes instructions, and :meth:`leave_passes`, whatever it raised."""
+        try:
+            body()
+        finally:
+            self.leave_passes()
+
+    def expect(self, program: Sequence[Instruction], context: IterationContext) -> None:
+        """Say what ``program`` receives, so that it is received as soon as it is sent; look ahead to what it sends."""
+        senders = (_sender(i) for i in program if i.op in RECEIVES)
+        self._links.expect(Counter(context.placement.owner(sender) for sender in senders))
+        self._followed_by = {} if self._engine.dynamic_shape else _sends_behind(program)
+
+    def _announce(self, send: Instruction, context: IterationContext) -> None:
+        """Before the pass whose result ``send`` sends, so that the receiver is ready when the result is."""
+        if send.coordinate is None or send.micro_batch is None:
+            return
+        context = dataclasses.replace(context, for_shadow=send.to_shadow)
+        name = "activation" if send.op is Op.SEND_ACTIVATION else "gradient"
+        step = 1 if send.op is Op.SEND_ACTIVATION else -1
+        receiver = _holder(Coordinate(send.coordinate.pipeline, send.coordinate.stage + step), context)
+        key = _key(name, send.coordinate, send.micro_batch, context)
+        self._links.announce(receiver, key, kind=_kind(name, send.coordinate, context))
+
+    def leave_passes(self) -> None:
+        """Before other code runs: gradients are accumulated, and random number generators are the user's again."""
+        self._host.gradient_updates.flush()
+        self._generators.give_back()
+
+    def _seed_generators(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
+        seed = forward_seed(
+            self._seed(),
+            step=context.step if context.training else replica.micro_offset,
+            coordinate=replica.coordinate,
+            micro_batch=micro_batch,
+            training=context.training,
+        )
+        self._generators.seed(seed)
 
     def _replica(self, instruction: Instruction) -> StageReplica:
         """The replica whose state the instruction uses: the shadow for redundant work and what feeds it."""
@@ -107,27 +154,24 @@ class Executor:
         owned, shadow = self._host.owned.get(coordinate), self._host.shadows.get(coordinate)
         redundant = instruction.op in _REDUNDANT or (instruction.to_shadow and instruction.op in RECEIVES)
         replica = shadow if redundant or owned is None else owned
+        if replica is not None:
+            replica.settle()
         if replica is None:
             raise RuntimeError(f"{instruction}: worker {self._me} holds no replica of {coordinate} for it")
         return replica
 
     def _load(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
+        # The user's iterator may draw, too.
+        self._generators.give_back()
         self._engine.next_micro_batch = micro_batch
         self._engine._exec_load_micro_batch(buffer_id=micro_batch)
         _advance(replica, loaded=micro_batch + 1)
 
     def _forward(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
         engine = self._engine
-        seed = forward_seed(
-            self._seed(),
-            step=context.step if context.training else replica.micro_offset,
-            coordinate=replica.coordinate,
-            micro_batch=micro_batch,
-            training=context.training,
-        )
         engine.module.micro_offset = replica.micro_offset + micro_batch
-        with seeded(seed, engine.device):
-            engine.stock_forward(buffer_id=micro_batch)
+        self._seed_generators(replica, micro_batch, context)
+        engine.stock_forward(buffer_id=micro_batch)
         outputs = engine.pipe_buffers["outputs"][micro_batch]
         if engine.is_last_stage():
             replica.losses[micro_batch] = engine.loss
@@ -170,8 +214,8 @@ class Executor:
             engine.loss = replica.losses.pop(micro_batch)
         else:
             engine.grad_layer = replica.received_gradients.pop(micro_batch)
-        with generators_untouched(engine.device):
-            engine.stock_backward(buffer_id=micro_batch)
+        self._seed_generators(replica, micro_batch, context)
+        engine.stock_backward(buffer_id=micro_batch)
         if not engine.is_first_stage():
             inputs = engine.pipe_buffers["inputs"][micro_batch]
             replica.retained_gradients[micro_batch] = _input_gradients(inputs, replica.coordinate)
@@ -188,6 +232,7 @@ class Executor:
             receiver,
             Message(
                 _key("activation", replica.coordinate, micro_batch, context),
+                kind=_kind("activation", replica.coordinate, context),
                 data=single,
                 tensors=[outputs] if isinstance(outputs, torch.Tensor) else list(outputs),
             ),
@@ -198,8 +243,9 @@ class Executor:
         key = _key("activation", sender, micro_batch, context)
         message = self._links.receive(context.placement.owner(sender), key)
         received = tuple(tensor.to(self._engine.device).detach() for tensor in message.tensors)
-        # Copies, since a tensor may be a piece of a message or belong to this worker's other coordinate.
-        self._engine.pipe_buffers["inputs"][micro_batch] = _as_inputs(received[0] if message.data else received)
+        # Else it may be a piece of a message, or belong to this worker's other coordinate.
+        inputs = _as_inputs(received[0] if message.data else received, copy=not message.by_lane)
+        self._engine.pipe_buffers["inputs"][micro_batch] = inputs
         _advance(replica, activations_received=micro_batch + 1)
 
     def _send_gradient(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
@@ -208,6 +254,7 @@ class Executor:
             receiver,
             Message(
                 _key("gradient", replica.coordinate, micro_batch, context),
+                kind=_kind("gradient", replica.coordinate, context),
                 tensors=list(replica.retained_gradients[micro_batch]),
             ),
         )
@@ -227,6 +274,34 @@ def _key(kind: str, sender: Coordinate, micro_batch: int, context: IterationCont
     return f"{context.activity}/{kind}/{sender}/{micro_batch}{suffix}"
 
 
+def _kind(name: str, sender: Coordinate, context: IterationContext) -> str:
+    return f"{name}/{sender}/{context.training}/{context.for_shadow}"
+
+
+def _sends_behind(program: Sequence[Instruction]) -> dict[tuple[Op, Coordinate | None, int | None], list[Instruction]]:
+    """For every pass of ``program`` the sends that come right after it."""
+    result: dict[tuple[Op, Coordinate | None, int | None], list[Instruction]] = {}
+    last: Instruction | None = None
+    for instruction in program:
+        if instruction.op not in SENDS:
+            last = instruction
+        elif last is not None and last.op in _PRODUCERS and _same_result(last, instruction):
+            result.setdefault((last.op, last.coordinate, last.micro_batch), []).append(instruction)
+    return result
+
+
+def _same_result(produced: Instruction, send: Instruction) -> bool:
+    return produced.coordinate == send.coordinate and produced.micro_batch == send.micro_batch
+
+
+def _sender(receive: Instruction) -> Coordinate:
+    """The coordinate whose output or gradient the instruction ``receive`` receives."""
+    if receive.coordinate is None:
+        raise ValueError(f"{receive} is not an instruction of a coordinate")
+    step = -1 if receive.op is Op.RECV_ACTIVATION else 1
+    return Coordinate(receive.coordinate.pipeline, receive.coordinate.stage + step)
+
+
 def _holder(receiver: Coordinate, context: IterationContext) -> WorkerId:
     """The worker for which a message to ``receiver`` is meant: its owner, or its shadow's holder."""
     if not context.for_shadow:
@@ -237,10 +312,12 @@ def _holder(receiver: Coordinate, context: IterationContext) -> WorkerId:
     return holder
 
 
-def _as_inputs(outputs: Tensors) -> Tensors:
-    """Copies of a stage's outputs as leaves, as a stage that receives them over a channel has them."""
+def _as_inputs(outputs: Tensors, *, copy: bool = True) -> Tensors:
+    """A stage's outputs, by default copies of them, as leaves: what a stage receives over a channel."""
     single = isinstance(outputs, torch.Tensor)
-    copies = [tensor.clone() for tensor in ([outputs] if isinstance(outputs, torch.Tensor) else outputs)]
+    copies = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    if copy:
+        copies = [tensor.clone() for tensor in copies]
     for tensor in copies:
         tensor.requires_grad = tensor.is_floating_point()
     return copies[0] if single else tuple(copies)

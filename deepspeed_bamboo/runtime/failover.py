@@ -266,7 +266,7 @@ class Failover:
         engine = self._engine
         listed = engine.placement.shadowed_by(engine.session.worker)
         for coordinate in [c for c in engine.host.shadows if c not in listed]:
-            del engine.host.shadows[coordinate]
+            engine.host.shadows.pop(coordinate).settle()
 
     @property
     def _mode(self) -> Mode:

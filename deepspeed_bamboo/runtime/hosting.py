@@ -16,6 +16,7 @@ from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.runtime import zero_one  # noqa: F401 (registers the optimizer)
 from deepspeed_bamboo.runtime.compiled_adam import make_independent_of_history
 from deepspeed_bamboo.runtime.gradients import clear_gradients, parameters, require_supported
+from deepspeed_bamboo.runtime.grouped_updates import GradientUpdates
 from deepspeed_bamboo.runtime.logical import Exchange, LogicalGrid, LogicalGroup
 from deepspeed_bamboo.runtime.randomness import generators_untouched
 from deepspeed_bamboo.runtime.replica import (
@@ -55,6 +56,7 @@ class StageHost:
         self._gate = gate
         self._active: StageReplica | None = None
         self.building = False
+        self.gradient_updates = GradientUpdates()
         self.owned: dict[Coordinate, StageReplica] = {}
         self.shadows: dict[Coordinate, StageReplica] = {}
         # Built already and not in use: what a worker that joins made at its start.
@@ -166,6 +168,8 @@ class StageHost:
 
         A coordinate without a replica here is left out: its state has to be copied (see ``copied_from``).
         """
+        for replica in self.shadows.values():
+            replica.settle()
         held = {**self.shadows, **self.owned}
         self.owned = {c: held[c] for c in owned if c in held}
         self.shadows = {c: held[c] for c in shadows if c in held and c not in self.owned}
@@ -242,6 +246,7 @@ class StageHost:
 
     def _prepare(self, replica: StageReplica) -> None:
         require_supported(replica.attributes["optimizer"])
+        self.gradient_updates.group(replica.attributes["optimizer"])
         basic = replica.attributes["basic_optimizer"]
         if isinstance(basic, torch.optim.Optimizer):
             make_independent_of_history(basic)

@@ -18,6 +18,7 @@ from deepspeed_bamboo.runtime.executor import IterationContext
 from deepspeed_bamboo.runtime.gradients import accept_gradients, gradient_flags, gradient_tensors, remember_gradients
 from deepspeed_bamboo.runtime.losses import stage_losses
 from deepspeed_bamboo.runtime.replica import StageReplica
+from deepspeed_bamboo.runtime.shadow_steps import ShadowSteps
 from deepspeed_bamboo.runtime.suspended import SuspendedCall
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class IterationEnd:
         self._engine = engine
         self._running: CallSet | None = None
         self._step_calls: CallSet | None = None
+        self._shadow_steps = ShadowSteps(engine.device)
 
     @property
     def is_running(self) -> bool:
@@ -74,6 +76,8 @@ class IterationEnd:
             activity.delivered += 1
             self._advance(calls, answers_from(pending, contributions, device=engine.device))
         for replica in engine.host.replicas():
+            if replica.coordinate in calls.beside:
+                self._shadow_steps.finish(replica)
             _apply_buffers(replica)
             replica.micro_offset += context.micro_batches
         self._step_calls = None
@@ -151,6 +155,7 @@ class IterationEnd:
         for coordinate in placement.shadowed_by(engine.session.worker):
             message = engine.links.receive(placement.owner(coordinate), f"{context.activity}/mirror/{coordinate}")
             replica = host.shadows[coordinate]
+            replica.settle()
             host.activate(replica)
             count, flags = message.data
             values = [tensor.to(engine.device) for tensor in message.tensors]
@@ -165,6 +170,8 @@ class IterationEnd:
         if engine.protects:
             engine.data.complete(engine.micro_batches, step=engine.global_steps, transform=engine.batch_fn)
         self._step_calls = CallSet(engine.host, engine.host.replicas(), self._take_step, device=engine.device)
+        if self._shadow_steps.active:
+            self._step_calls.beside = dict.fromkeys(engine.host.shadows, self._shadow_steps)
         self._advance(self._step_calls, None)
         value: dict[str, Any] = {"contributions": self._contributions(self._step_calls), "losses": stage_losses(engine)}
         wish = engine.reconfiguration.wish()
@@ -174,6 +181,8 @@ class IterationEnd:
 
     def _contributions(self, calls: CallSet) -> dict[Any, Contribution]:
         owned = self._engine.host.owned
+        for coordinate in owned.keys() & calls.beside.keys():
+            calls.beside[coordinate].lead()  # a shadow until a moment ago
         return {c: Contribution.of(request) for c, request in calls.pending().items() if c in owned}
 
     def _advance(self, calls: CallSet, answers: Any) -> None:
@@ -188,6 +197,9 @@ class IterationEnd:
         engine = self._engine
         if engine.is_shown(engine.host.active):
             engine._exec_optimizer_step()
+        elif (active := engine.host.active) is not None and active.coordinate in engine.host.shadows:
+            with self._shadow_steps.beside(active):
+                engine._take_model_step(None)
         else:
             engine._take_model_step(None)
 

@@ -20,9 +20,34 @@ from deepspeed_bamboo.runtime.interruption import Interruption
 
 Description = Sequence[tuple[torch.dtype, tuple[int, ...]]]
 
-# The first polls spin: data that is early is there at once. Later ones leave the processor to others.
-_SPIN_SECONDS = 0.002
+# The first polls spin: data that is early is there at once, and late data is the next micro-batch's, on which the
+# device waits. Later polls leave the processor to others.
+_SPIN_SECONDS = 0.02
 _NAP_SECONDS = 0.00005
+
+
+class Arrival:
+    """Tensors that a peer sends, or will send when it has computed what it has launched."""
+
+    def __init__(self, lanes: DeviceLanes, description: Description) -> None:
+        self._lanes = lanes
+        self._description = description
+
+    def wait(self, interruption: Interruption) -> list[torch.Tensor]:
+        """The tensors, seen complete by the host. Raises what interrupts the wait.
+
+        The receive begins only here: it takes thread blocks from computing as long as it waits for its sender.
+        The event is reached only when its kernel has ended, and that ends early only by our own abort.
+        """
+        tensors, complete = self._lanes.start_receiving(self._description)
+        start = time.monotonic()
+        while complete is not None and not complete.query():
+            interruption.check()
+            time.sleep(0 if time.monotonic() - start < _SPIN_SECONDS else _NAP_SECONDS)
+        for tensor in tensors:
+            # It belongs to the receiving stream's memory and is used on this one.
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return tensors
 
 
 class DeviceLanes:
@@ -32,9 +57,11 @@ class DeviceLanes:
         store: as for the channel, under a prefix of its own.
         first: True on the side with rank 0.
         device: this worker's device.
-        interruption: ends waits.
         timeout_seconds: bound of NCCL's own watchdog; longer than any recovery.
     """
+
+    # Thread blocks of one transfer: while a receive waits for its sender it takes them from computing.
+    most_blocks: int | None = 8
 
     def __init__(
         self,
@@ -42,11 +69,9 @@ class DeviceLanes:
         *,
         first: bool,
         device: torch.device,
-        interruption: Interruption,
         timeout_seconds: float,
     ) -> None:
         self._device = device
-        self._interruption = interruption
         self._peer = 1 if first else 0
         self._sending: list[tuple[Any, torch.Tensor]] = []
         forth = self._group(store, "forth", first=first, timeout_seconds=timeout_seconds)
@@ -54,6 +79,9 @@ class DeviceLanes:
         self._out, self._in = (forth, back) if first else (back, forth)
         self._in_common_order = (forth, back)
         self._token: torch.Tensor | None = None
+        cuda: Any = torch.cuda
+        # Of its own, so that a receive does not wait for what this device computes.
+        self._receiving = cuda.Stream(device)
 
     def open(self) -> None:
         """Connect both directions; the peer does the same at the same time. Blocks until it does.
@@ -79,16 +107,19 @@ class DeviceLanes:
                 ready = tensor.contiguous()
                 self._sending.append((self._out.send([ready], self._peer, 0), ready))
 
-    def receive(self, description: Description) -> list[torch.Tensor]:
-        """The tensors that the peer sent next, seen complete. Raises what interrupts the wait."""
-        tensors = [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in description]
-        works = [self._in.recv([tensor], self._peer, 0) for tensor in tensors if tensor.numel()]
-        start = time.monotonic()
-        # In order on one communicator: when the last is complete, all are.
-        while works and not works[-1].is_completed():
-            self._interruption.check()
-            time.sleep(0 if time.monotonic() - start < _SPIN_SECONDS else _NAP_SECONDS)
-        return tensors
+    def receive(self, description: Description) -> Arrival:
+        """What the peer sends next; wait for one arrival after the other, in their order."""
+        return Arrival(self, description)
+
+    def start_receiving(self, description: Description) -> tuple[list[torch.Tensor], Any]:
+        """Post the receives of one message: its tensors, and a CUDA event behind the last (None for nothing at all)."""
+        with torch.cuda.stream(self._receiving):
+            tensors = [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in description]
+            works = [self._in.recv([tensor], self._peer, 0) for tensor in tensors if tensor.numel()]
+            for work in works:
+                work.wait()  # makes the receiving stream wait, not the host
+            complete = self._receiving.record_event() if works else None
+        return tensors, complete
 
     def abort(self) -> None:
         """Give up both communicators, on a thread of its own: aborting can take half a second."""
@@ -104,4 +135,6 @@ class DeviceLanes:
     def _group(store: Any, name: str, *, first: bool, timeout_seconds: float) -> Any:
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_seconds)
+        if DeviceLanes.most_blocks is not None:
+            options.config.max_ctas = DeviceLanes.most_blocks
         return c10d.ProcessGroupNCCL(c10d.PrefixStore(name, store), 0 if first else 1, 2, options)

@@ -139,7 +139,6 @@ class Links:
             c10d.PrefixStore("lanes", store),
             first=first,
             device=self._device,
-            interruption=self._interruption,
             timeout_seconds=self._timeout_seconds,
         )
 
@@ -159,6 +158,17 @@ class Links:
             message = self._channel(worker).receive()
             aside[message.key] = message
         return aside.pop(key)
+
+    def announce(self, worker: WorkerId, key: str, *, kind: str) -> None:
+        """The next message to ``worker`` will be ``key``, most likely like the last one of its ``kind``."""
+        if worker != self._me:
+            self._channel(worker).announce(key, kind=kind)
+
+    def expect(self, messages: Mapping[WorkerId, int]) -> None:
+        """So many messages are sure to come from each worker: receive them ahead of their use."""
+        for worker, count in messages.items():
+            if worker != self._me:
+                self._channel(worker).expect(count)
 
     def drain(self) -> None:
         """Let go of what everybody has received for certain; after an agreement. Never waits for a peer."""

@@ -44,20 +44,22 @@ def agreed_losses(engine: BambooPipelineEngine) -> list[Any]:
 def aggregate_losses(engine: BambooPipelineEngine) -> torch.Tensor:
     """The batch's loss, the same on every worker: mean over pipelines, added in pipeline order.
 
-    Also sets the engine's ``dp_group_loss`` and ``agg_additional_losses``, as stock's aggregation does.
+    Also sets the engine's ``dp_group_loss`` and ``agg_additional_losses``, as stock's aggregation does, and
+    ``mean_loss``, the same as a plain number. Nothing here waits for the device, which is still taking its step.
     """
     losses = engine.last_losses
     own_pipeline = engine.host.owners()[0].coordinate.pipeline if engine.host.owners() else 0
-    engine.dp_group_loss = losses[own_pipeline][0].to(engine.device)
+    engine.dp_group_loss = losses[own_pipeline][0].to(engine.device, non_blocking=True)
     mean = mean_over_pipelines([loss for loss, _ in losses])
+    engine.mean_loss = float(mean.mean())
     additional = [extra for _, extra in losses]
     engine.agg_additional_losses = None
     if additional[0] is not None:
         engine.agg_additional_losses = OrderedDict(
-            (name, mean_over_pipelines([extra[name] for extra in additional]).to(engine.device))
+            (name, mean_over_pipelines([extra[name] for extra in additional]).to(engine.device, non_blocking=True))
             for name in additional[0]
         )
-    aggregated: torch.Tensor = mean.to(engine.device)
+    aggregated: torch.Tensor = mean.to(engine.device, non_blocking=True)
     return aggregated
 
 

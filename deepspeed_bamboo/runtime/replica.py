@@ -81,10 +81,17 @@ class StageReplica:
     mirrored: bool = False
     pending_buffers: list[torch.Tensor] | None = None
     before_reduction: Callable[[], None] | None = None
+    stepping: Any = None  # the CUDA event at the end of a step on another stream
 
     @property
     def module(self) -> PipelineModule:
         return self.attributes["module"]
+
+    def settle(self) -> None:
+        """Before the replica's state is read, written or dropped: what this stream gets comes after its last step."""
+        stepping, self.stepping = self.stepping, None
+        if stepping is not None:
+            stepping.wait(torch.cuda.current_stream())
 
     def start_iteration(self) -> None:
         """Forget the previous iteration's boundary tensors and progress."""

@@ -36,6 +36,7 @@ def pack_state(replica: StageReplica) -> PackedState:
 
     The tensors are the replica's own: whoever sends them waits until they are received before it changes them.
     """
+    replica.settle()
     attributes = replica.attributes
     module, optimizer = attributes["module"], attributes["optimizer"]
     scheduler = attributes["lr_scheduler"]
@@ -118,8 +119,14 @@ def checksum(tensors: Sequence[torch.Tensor]) -> int:
     return int(total.item())
 
 
+def combined_digest(parts: list[str]) -> str:
+    """One digest of the stages' digests, given in grid order."""
+    return hashlib.sha256("".join(parts).encode()).hexdigest()
+
+
 def stage_digest(replica: StageReplica) -> str:
     """sha256 over a stage's parameters, master weights and optimizer state, in layer order."""
+    replica.settle()
     attributes = replica.attributes
     digest = hashlib.sha256()
     for name, parameter in attributes["module"].named_parameters():

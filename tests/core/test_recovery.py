@@ -43,7 +43,7 @@ def test_fresh_program_of_a_middle_stage() -> None:
 def test_fresh_programs_of_first_and_last_stage() -> None:
     plan = plan_iteration(initial(1, 2), micro_batches=1)
     first = ("LOAD 0.0 0", "FNC 0.0 0", "SEND_ACTIVATION 0.0 0", "RECV_GRAD 0.0 0", "BNC 0.0 0")
-    last = ("RECV_ACTIVATION 0.1 0", "LOAD 0.1 0", "FNC 0.1 0", "BNC 0.1 0", "SEND_GRAD 0.1 0")
+    last = ("LOAD 0.1 0", "RECV_ACTIVATION 0.1 0", "FNC 0.1 0", "BNC 0.1 0", "SEND_GRAD 0.1 0")
     assert plan.programs == (("w0", text(*first)), ("w1", text(*last)))
 
 

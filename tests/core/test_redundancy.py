@@ -51,8 +51,8 @@ def test_eager_programs_of_two_stages() -> None:
     last = (
         "LOAD 0.0 0",
         "FRC 0.0 0",
-        "RECV_ACTIVATION 0.1 0",
         "LOAD 0.1 0",
+        "RECV_ACTIVATION 0.1 0",
         "FNC 0.1 0",
         "BNC 0.1 0",
         "SEND_GRAD 0.1 0",
@@ -76,7 +76,7 @@ def test_shadow_apart_from_the_previous_stage_gets_its_input_sent() -> None:
     plan = plan_iteration(
         Placement.of(grid, owners=owners, shadows={Coordinate(0, 1): "c"}), micro_batches=1, mode="eager"
     )
-    assert plan.program("c") == text("RECV_ACTIVATION 0.1 0 shadow", "LOAD 0.1 0", "FRC 0.1 0")
+    assert plan.program("c") == text("LOAD 0.1 0", "RECV_ACTIVATION 0.1 0 shadow", "FRC 0.1 0")
     sends = [str(i) for i in plan.program("a") if i.op is Op.SEND_ACTIVATION]
     assert sends == ["SEND_ACTIVATION 0.0 0", "SEND_ACTIVATION 0.0 0 shadow"]
     verify(plan)
@@ -215,7 +215,7 @@ def test_input_that_a_shadow_had_waiting_is_sent_again() -> None:
     }
     plan = plan_iteration(placement, micro_batches=2, progress=progress, redundant=waiting, mode="eager")
     verify(plan, progress, redundant=waiting)
-    assert plan.program("c") == text("RECV_ACTIVATION 0.1 1 shadow", "LOAD 0.1 1", "FRC 0.1 1")
+    assert plan.program("c") == text("LOAD 0.1 1", "RECV_ACTIVATION 0.1 1 shadow", "FRC 0.1 1")
 
 
 def test_costs_are_whole_slots() -> None:

@@ -90,7 +90,7 @@ def test_trace_has_a_bar_for_every_pass_and_a_name_for_every_track() -> None:
     assert sorted(event["cat"] for event in bars) == sorted(["FNC", "BNC"] * 4 + ["FRC"] * 2)
     assert max(event["ts"] + event["dur"] for event in bars) == length(execution.timeline) * 1000
     instants = [event["name"] for event in events if event["ph"] == "i" and event["tid"] == 1]
-    assert instants[:2] == ["RECV_ACTIVATION 0.1 0 shadow", "LOAD 0.1 0"]
+    assert instants[:2] == ["LOAD 0.1 0", "RECV_ACTIVATION 0.1 0 shadow"]
 
 
 def schedule(*options: str) -> int:

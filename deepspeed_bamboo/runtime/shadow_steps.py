@@ -1,0 +1,94 @@
+"""Lets a shadow take its optimizer's step on a stream of its own, beside the next iteration's first forwards.
+
+Owner and shadow apply the same update, so without this a worker's device would do two of them in a row, in which
+the pipeline stands still. After the step the pipeline fills, and most devices wait anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+from deepspeed_bamboo.runtime.replica import StageReplica
+
+
+class ShadowSteps:
+    """The side stream of one worker. On a CPU everything here does nothing.
+
+    Only for DeepSpeed's BF16 optimizer, whose gradients stay where they are: others free theirs in the step, and
+    the memory would go to the main stream while the side stream still reads it.
+
+    Args:
+        device: the worker's device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        cuda: Any = torch.cuda
+        self._stream = cuda.Stream(device) if device.type == "cuda" else None
+
+    @property
+    def active(self) -> bool:
+        """True where there is a side stream."""
+        return self._stream is not None
+
+    def covers(self, replica: StageReplica) -> bool:
+        """True for a replica whose step may run beside the main stream."""
+        return self._stream is not None and type(replica.attributes["optimizer"]) is BF16_Optimizer
+
+    @contextmanager
+    def beside(self, replica: StageReplica) -> Iterator[None]:
+        """The step of a shadow: what the block launches, in this thread, goes to the side stream.
+
+        Its part of the gradients' norm is left out. The owner's is what counts, and a kernel or two for every
+        parameter would hold up the agreement.
+        """
+        with ExitStack() as stack:
+            if self.covers(replica):
+                stack.enter_context(torch.cuda.stream(self._stream))
+            if _asks_for_the_norm(replica):
+                stack.enter_context(_without_norm(replica.attributes["optimizer"]))
+            yield
+
+    def follow(self, answer: torch.Tensor | None) -> None:
+        """What the side stream gets from now on comes after what the main stream has so far, ``answer`` included."""
+        if self._stream is None:
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        if answer is not None and answer.is_cuda:
+            answer.record_stream(self._stream)
+
+    def lead(self) -> None:
+        """What the main stream gets from now on comes after what the side stream has so far."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def finish(self, replica: StageReplica) -> None:
+        """The step of ``replica`` is launched: whoever uses the replica next waits for it, see ``settle``."""
+        if self._stream is not None and self.covers(replica):
+            replica.stepping = self._stream.record_event()
+
+
+def _asks_for_the_norm(replica: StageReplica) -> bool:
+    """True where the norm that counts comes from the owners: a pipeline of one stage has nobody to ask."""
+    optimizer = replica.attributes["optimizer"]
+    stages = replica.attributes["grid"].pipe_parallel_size
+    return type(optimizer) is BF16_Optimizer and not optimizer.has_moe_layers and stages > 1
+
+
+@contextmanager
+def _without_norm(optimizer: BF16_Optimizer) -> Iterator[None]:
+    def one_number(for_clipping: bool = False) -> Any:
+        if for_clipping:
+            return gradients(for_clipping=True)
+        return [optimizer.fp32_groups_gradients_flat[0][:1]], {}
+
+    gradients = optimizer.get_grads_for_norm
+    optimizer.get_grads_for_norm = one_number
+    try:
+        yield
+    finally:
+        del optimizer.get_grads_for_norm

@@ -1,0 +1,88 @@
+"""Announced messages: the header goes ahead of the tensors, and the tensors have to be as announced."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_bamboo.errors import ModelError
+from deepspeed_bamboo.runtime.c10d import c10d
+from deepspeed_bamboo.runtime.channel import Channel, Message
+from deepspeed_bamboo.runtime.interruption import Interruption
+
+
+class Lanes:
+    """A lane inside one process. Tensors on the meta device stand for a GPU's: they never touch the channel."""
+
+    def __init__(self, out: queue.Queue[Any], incoming: queue.Queue[Any]) -> None:
+        self.out, self.incoming = out, incoming
+
+    def send(self, tensors: Any) -> None:
+        self.out.put(list(tensors))
+
+    def receive(self, description: Any) -> Any:
+        return self
+
+    def wait(self, interruption: Interruption) -> Any:
+        return self.incoming.get(timeout=20)
+
+    def abort(self) -> None: ...
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Channel, Channel]]:
+    store, made = c10d.HashStore(), {}
+
+    def build(first: bool) -> None:
+        made[first] = Channel(store, first=first, peer="peer", interruption=Interruption(), timeout_seconds=20)
+
+    threads = [threading.Thread(target=build, args=(first,)) for first in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    there: queue.Queue[Any] = queue.Queue()
+    back: queue.Queue[Any] = queue.Queue()
+    made[True].lanes, made[False].lanes = Lanes(there, back), Lanes(back, there)  # type: ignore[assignment]
+    yield made[True], made[False]
+    made[True].close()
+    made[False].close()
+
+
+def message(key: str, *shape: int) -> Message:
+    return Message(key, data=True, tensors=[torch.empty(shape, device="meta")], kind="activation")
+
+
+def test_header_of_an_announced_message_comes_before_its_tensors(pair: tuple[Channel, Channel]) -> None:
+    sender, receiver = pair
+    sender.send(message("0", 2, 3))
+    assert receiver.receive().key == "0"
+    sender.announce("1", kind="activation")
+    receiver.expect(1)
+    receiver._interruption.wait_until(lambda: bool(receiver._arrived), timeout_seconds=20)
+    assert [arrived.key for arrived in receiver._arrived] == ["1"]
+    sender.send(message("1", 2, 3))
+    received = receiver.receive()
+    assert (received.key, received.data, received.by_lane) == ("1", True, True)
+    assert received.tensors[0].shape == (2, 3)
+
+
+def test_first_message_of_a_kind_is_not_announced(pair: tuple[Channel, Channel]) -> None:
+    sender, receiver = pair
+    sender.announce("0", kind="activation")
+    sender.send(message("0", 4))
+    sender.send(message("1", 5))
+    assert [receiver.receive().tensors[0].shape for _ in range(2)] == [(4,), (5,)]
+
+
+def test_tensors_that_are_not_as_announced_are_the_models_error(pair: tuple[Channel, Channel]) -> None:
+    sender, _ = pair
+    sender.send(message("0", 2, 3))
+    sender.announce("1", kind="activation")
+    with pytest.raises(ModelError, match="dynamic_shape=True"):
+        sender.send(message("1", 2, 4))
