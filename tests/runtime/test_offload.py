@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import torch
 
 from deepspeed_bamboo.runtime.offload import SavedTensor, SharedCopies
@@ -56,7 +54,6 @@ def test_memory_used_again_is_not_taken_for_what_was_there() -> None:
         tensor = torch.full((1000,), float(value))
         assert same(copies.of(tensor), tensor)
         del tensor
-        gc.collect()
 
 
 def test_gradients_are_those_without_copies() -> None:
