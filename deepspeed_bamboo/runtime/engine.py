@@ -27,7 +27,7 @@ from deepspeed_bamboo.runtime.agreement import agree
 from deepspeed_bamboo.runtime.evaluation import EvaluationRequest, evaluate
 from deepspeed_bamboo.runtime.executor import Executor, IterationContext
 from deepspeed_bamboo.runtime.failover import Failover
-from deepspeed_bamboo.runtime.hosting import StageHost, stock_twins, use_logical_groups
+from deepspeed_bamboo.runtime.hosting import StageHost
 from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.iteration_end import IterationEnd
 from deepspeed_bamboo.runtime.joining import join
@@ -38,10 +38,11 @@ from deepspeed_bamboo.runtime.micro_batches import DataFactory, PipelineData, ch
 from deepspeed_bamboo.runtime.offload import HostOffload
 from deepspeed_bamboo.runtime.protection import build_initial_shadows
 from deepspeed_bamboo.runtime.reconfiguration import Reconfiguration
-from deepspeed_bamboo.runtime.replica import StageReplica, count_in_global_norm, tied_groups
+from deepspeed_bamboo.runtime.replica import StageReplica
 from deepspeed_bamboo.runtime.session import WorkerSession
 from deepspeed_bamboo.runtime.shadow_check import check_shadows
 from deepspeed_bamboo.runtime.standalone import is_standalone
+from deepspeed_bamboo.runtime.stock_state import take_over_stock_state
 from deepspeed_bamboo.runtime.training_data import data_set_factory
 from deepspeed_bamboo.runtime.transfer import combined_digest, stage_digest
 
@@ -81,12 +82,12 @@ class BambooPipelineEngine(PipelineEngine):
             timeout_seconds=_OPERATION_TIMEOUT_SECONDS,
             device=self.device,
         )
-        self._stage_host = StageHost(self, grid=grid, exchange=self._exchange, gate=self._gate)
+        self._stage_host = StageHost(self, grid=grid, exchange=self.exchange, gate=self._gate)
         self.evaluated_micro_batches = self.micro_batches
         self._evaluation_factory: DataFactory | None = None
         self.last_losses: list[Any] = []
         self.mean_loss = 0.0
-        self._take_over_stock_state(grid)
+        take_over_stock_state(self, grid)
         self.forward_seed = self._agreed_seed()
         self.iteration_end = IterationEnd(self)
         limit = session.config.redundancy.memory_limit_gigabytes
@@ -409,28 +410,6 @@ class BambooPipelineEngine(PipelineEngine):
 
     # ---- construction ---------------------------------------------------------------------------------
 
-    def _take_over_stock_state(self, grid: Grid) -> None:
-        """Put logical groups where stock put process groups, and keep its stage as the first replica."""
-        coordinate = Coordinate(self.grid.data_parallel_id, self.grid.stage_id)
-        process_rank = deepspeed_comm.get_rank()
-        logical = self.host.logical_grid(coordinate, topology=self.module._topo, process_rank=process_rank)
-        twins = stock_twins(self.grid, logical)
-        use_logical_groups(self.optimizer, twins)
-        use_logical_groups(self, twins)
-        if self.optimizer is not None and getattr(self.optimizer, "mpu", None) is not None:
-            self.optimizer.mpu = logical
-        if hasattr(self.optimizer, "overflow_checker"):
-            self.optimizer.overflow_checker.mpu = logical
-        self.module._grid = logical
-        self.module.tied_comms = tied_groups(self.module, coordinate=coordinate, grid=grid, exchange=self._exchange)
-        if self.session.config.gradient_norm == "global":
-            count_in_global_norm(self.module)
-        self.grid = logical
-        self.mpu = logical
-        replica = self.host.adopt_primary(coordinate, logical)
-        for group in replica.groups:
-            group.name_ranks(process_rank)
-
     def _build_data_iter(self, dataset: Any) -> None:
         super()._build_data_iter(dataset)
         self._training_set = dataset
@@ -481,7 +460,7 @@ class BambooPipelineEngine(PipelineEngine):
 
     # ---- collectives and faults -----------------------------------------------------------------------
 
-    def _exchange(self) -> Exchange:
+    def exchange(self) -> Exchange:
         call = self.iteration_end.current_call() if hasattr(self, "iteration_end") else None
         if self.host.building:
             # A replica under construction gets its values from the owner afterwards.

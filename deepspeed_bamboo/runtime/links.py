@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -36,10 +37,12 @@ class Links:
         self._order: tuple[WorkerId, ...] = ()
         self._name = ""
         self._channels: dict[WorkerId, Channel] = {}
+        # Clients of other workers' stores that nobody is using, by address and port.
+        self._idle_clients: dict[tuple[str, int], list[Any]] = defaultdict(list)
         self._aside: dict[WorkerId, dict[str, Message]] = defaultdict(dict)
 
     def enter(self, *, members: Mapping[WorkerId, Member], order: Sequence[WorkerId], name: str) -> None:
-        """Drop the channels of the previous epoch; later ones are made under the store of the first in ``order``.
+        """Drop the channels of the previous epoch; later ones are made at the store of each pair's first in ``order``.
 
         Every worker of the epoch calls this with the same ``order`` and ``name`` (job and epoch).
         """
@@ -91,9 +94,7 @@ class Links:
                     attempt(peer, lambda peer=peer: open_lanes(peer))  # type: ignore[misc]
 
         def open_lanes(peer: WorkerId) -> None:
-            opening[peer] = self._lanes_to(peer)
-            opening[peer].open()
-            lanes[peer] = opening.pop(peer)
+            lanes[peer] = self._open_lanes(peer, opening)
 
         for peer in wanted:
             threading.Thread(target=build_channel, args=(peer,), name=f"bamboo-link-{peer}", daemon=True).start()
@@ -109,38 +110,50 @@ class Links:
         for peer, error in errors.items():
             raise PeerLostError(peer, error)
 
-    def _store_for(self, peer: WorkerId) -> tuple[Any, bool]:
-        """A store that only this pair uses in this epoch, and whether this worker is the first of the pair."""
-        host = self._members[self._order[0]]
+    @contextmanager
+    def _store_for(self, peer: WorkerId) -> Iterator[tuple[Any, bool]]:
+        """A store that only this pair uses in this epoch, and whether this worker is the first of the pair.
+
+        One client per use: a thread that waits in a client blocks every other use of it. One that served is kept
+        for the next epoch, since making one may take a name server's time-out; one that failed may be waiting still.
+        """
         pair = sorted((self._me, peer), key=self._order.index)
-        # One client per use: a thread that waits in a client blocks every other use of it.
-        store = c10d.TCPStore(
-            host.address,
-            host.store_port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=self._timeout_seconds),
+        host = self._members[pair[0]]
+        idle = self._idle_clients[host.address, host.store_port]
+        store = (
+            idle.pop()
+            if idle
+            else c10d.TCPStore(
+                host.address,
+                host.store_port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=self._timeout_seconds),
+            )
         )
-        return c10d.PrefixStore(f"{self._name}/{pair[0]}/{pair[1]}", store), pair[0] == self._me
+        yield c10d.PrefixStore(f"{self._name}/{pair[0]}/{pair[1]}", store), pair[0] == self._me
+        idle.append(store)
 
     def _channel_to(self, peer: WorkerId) -> Channel:
-        store, first = self._store_for(peer)
-        return Channel(
-            store,
-            first=first,
-            peer=peer,
-            interruption=self._interruption,
-            timeout_seconds=self._timeout_seconds,
-        )
+        with self._store_for(peer) as (store, first):
+            return Channel(
+                store,
+                first=first,
+                peer=peer,
+                interruption=self._interruption,
+                timeout_seconds=self._timeout_seconds,
+            )
 
-    def _lanes_to(self, peer: WorkerId) -> DeviceLanes:
-        store, first = self._store_for(peer)
-        return DeviceLanes(
-            c10d.PrefixStore("lanes", store),
-            first=first,
-            device=self._device,
-            timeout_seconds=self._timeout_seconds,
-        )
+    def _open_lanes(self, peer: WorkerId, opening: dict[WorkerId, DeviceLanes]) -> DeviceLanes:
+        with self._store_for(peer) as (store, first):
+            opening[peer] = DeviceLanes(
+                c10d.PrefixStore("lanes", store),
+                first=first,
+                device=self._device,
+                timeout_seconds=self._timeout_seconds,
+            )
+            opening[peer].open()
+        return opening.pop(peer)
 
     def send(self, worker: WorkerId, message: Message) -> None:
         """Send without waiting. Tensors must stay unchanged up to the next agreement."""
