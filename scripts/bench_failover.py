@@ -3,7 +3,7 @@
     python scripts/bench_failover.py --pipelines 1 2 3 --output runs/bench_failover.json
 
 Real agents, workers, etcd and signals, on this machine's CPU with gloo. Each job is also compared with the undisturbed
-run bit by bit. The restart is what a user does without the plugin: kill everything and start again under `deepspeed`;
+run bit by bit. The restart is what a user does without the plugin: kill everything and start again by the same command;
 it is timed from the start of the launcher to the end of the first step and reads no checkpoint, so it is a lower bound.
 """
 

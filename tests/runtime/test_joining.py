@@ -100,3 +100,13 @@ def test_neighbours_are_put_into_different_zones_at_the_first_boundary(jobs: Job
     owners = result.common("placement")["owners"]
     zones = [{"w0": 1, "w1": 1, "w2": 2, "w3": 2}[owners[f"0.{stage}"]] for stage in range(4)]
     assert all(zone != zones[stage - 1] for stage, zone in enumerate(zones)), owners
+
+
+def test_a_whole_zone_is_lost_at_once_without_a_neighbouring_pair_in_it(jobs: Jobs) -> None:
+    at_once = [kill(1, 0, 1, "backward", 1), kill(1, 0, 4, "backward", 1)]
+    training = Training("zone-1x6", 6, steps=4, faults=at_once)
+    expected = undisturbed(jobs, training, world=6)
+    sites = ["a/1", "b/2", "c/3", "d/1", "e/2", "f/3"]
+    result = jobs.run(train_with_joiners, world=6, sites=sites, training=training, waits={})
+    assert result.survivors == [0, 2, 3, 5], result.transcript()
+    check_equal(result, expected)

@@ -1,0 +1,83 @@
+"""What a reconfiguration leads to, for any workers that stay, join and leave, and what it has to move."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_bamboo.core.grid import Grid
+from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.core.placing import place
+from deepspeed_bamboo.core.reconfiguring import Target, next_target, transfers
+from deepspeed_bamboo.core.sites import WorkerSite
+from tests.core.placing_cases import grids, some_sites
+
+
+def on_nodes(nodes: str) -> list[WorkerSite]:
+    return [WorkerSite(f"w{i}", node) for i, node in enumerate(nodes)]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Placement, list[WorkerSite], list[WorkerSite], set[str]]:
+    """A placement, its members, who wants to join, and nodes to be left."""
+    grid = draw(st.sampled_from(list(grids(8))))
+    sites = draw(some_sites(most=8))
+    count = draw(st.integers(1, len(sites)))
+    members, joining = sites[:count], sites[count:]
+    nodes = sorted({site.node for site in sites})
+    return place(grid, members), members, joining, set(draw(st.lists(st.sampled_from(nodes), max_size=2)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_a_target_has_exactly_those_who_stay_and_come(
+    case: tuple[Placement, list[WorkerSite], list[WorkerSite], set[str]],
+) -> None:
+    placement, members, joining, draining = case
+    target = next_target(placement, members=members, joining=joining, draining=draining)
+    if target is None:
+        assert not joining or all(site.node in draining for site in joining)
+        return
+    staying = [site.worker for site in members if site.worker not in target.leaving]
+    assert target.members == (*staying, *target.joining)
+    assert set(target.leaving) <= {site.worker for site in members if site.node in draining}
+    assert not {site.node for site in joining if site.worker in target.joining} & draining
+    assert target.placement.holders <= set(target.members)
+    assert Target.from_json(target.to_json()) == target
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_after_the_transfers_everybody_holds_what_the_target_gives_it(
+    case: tuple[Placement, list[WorkerSite], list[WorkerSite], set[str]],
+) -> None:
+    placement, members, joining, draining = case
+    target = next_target(placement, members=members, joining=joining, draining=draining, rearrange=True)
+    if target is None:
+        return
+    held = {(c, w) for c, w in (*placement.owners, *placement.shadows)}
+    for move in transfers(placement, target.placement):
+        assert move.source == placement.owner(move.coordinate)
+        assert (move.coordinate, move.destination) not in held, "moved to where it was"
+        held.add((move.coordinate, move.destination))
+    assert held >= {*target.placement.owners, *target.placement.shadows}
+
+
+def test_nothing_changes_while_nothing_happens() -> None:
+    members = on_nodes("abcd")
+    assert next_target(place(Grid(1, 4), members), members=members) is None
+
+
+def test_one_that_stands_by_takes_over_from_one_that_hosts_too_much() -> None:
+    placement, _ = place(Grid(1, 4), on_nodes("abcd")).without(["w1"])
+    assert placement is not None
+    members = [site for site in on_nodes("abcde") if site.worker != "w1"]
+    target = next_target(placement, members=members)
+    assert target is not None
+    assert (target.joining, target.leaving) == ((), ())
+    assert sorted(worker for _, worker in target.placement.owners) == ["w0", "w2", "w3", "w4"]
+
+
+def test_nobody_leaves_when_nobody_would_be_left() -> None:
+    members = on_nodes("aa")
+    assert next_target(place(Grid(1, 2), members), members=members, draining={"a"}) is None
