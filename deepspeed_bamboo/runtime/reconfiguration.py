@@ -52,12 +52,14 @@ class Reconfiguration:
         self._arranged = False
         # Workers that were taken in once. One of them that is no member any more was lost, and never comes back.
         self._taken_in: set[WorkerId] = set()
+        self._noticed_at: float | None = None
 
     # -- wishes ------------------------------------------------------------------------------------
 
     def wish(self) -> Wish | None:
         """What this worker hands in with the agreement of an iteration; only the reporter ever wishes."""
         engine, session = self._engine, self._engine.session
+        self._log_notice()
         record = session.interruption.active
         if record is None or not engine.is_reporter:
             return None
@@ -79,6 +81,16 @@ class Reconfiguration:
             rearrange=first and engine.protects,
         )
         return None if target is None else Wish(record.number, target=target)
+
+    def _log_notice(self) -> None:
+        """Write the event of a notice that this worker's node has been given, once."""
+        session = self._engine.session
+        drain = session.draining.get(session.identity.node)
+        if drain is not None and drain.time_seconds != self._noticed_at:
+            self._noticed_at = drain.time_seconds
+            self._engine.log_event(
+                "notice", node=drain.node, deadline_seconds=drain.deadline_seconds, reason=drain.reason
+            )
 
     def note(self) -> None:
         """Remember what was wished in the iteration that just ended, the same on every worker."""
