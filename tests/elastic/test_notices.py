@@ -117,6 +117,7 @@ def test_scripted_notices(fork_server: ForkServer) -> None:
     assert outcome.exit_codes == ALL_WELL, outcome.output
 
 
+@pytest.mark.sweep
 def test_sigterm_to_a_launcher_is_a_notice_if_the_user_says_so(tmp_path: Path) -> None:
     script = """
         training = FakeTraining()
