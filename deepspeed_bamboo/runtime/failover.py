@@ -83,6 +83,7 @@ class Failover:
         before = engine.placement
         record, settlement, clock = self._recovery.recover(cause, placement=before)
         after = record.placement
+        engine.host.drop_incomplete()
         taken = [c for c in after.hosted_by(engine.session.worker) if c not in engine.host.owned]
         self._to_copy = [coordinate for coordinate in taken if coordinate not in engine.host.shadows]
         engine.host.take_roles(

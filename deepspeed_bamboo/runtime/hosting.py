@@ -124,7 +124,9 @@ class StageHost:
         """
         engine = self._engine
         if coordinate in self._spare:
-            return self._spare.pop(coordinate)
+            spare = self._spare.pop(coordinate)
+            spare.complete = False
+            return spare
         template = next(iter(self.owned.values())) if self.owned else self._active
         if template is None:
             raise RuntimeError("a worker without any stage has nothing to build another one from")
@@ -157,7 +159,13 @@ class StageHost:
         if previous is not None:
             self.activate(previous)
         self._prepare(replica)
+        replica.complete = False
         return replica
+
+    def drop_incomplete(self) -> None:
+        """Forget shadows whose state was still to come: nobody may take them for a stage."""
+        for coordinate in [c for c, replica in self.shadows.items() if not replica.complete]:
+            del self.shadows[coordinate]
 
     def set_aside(self) -> None:
         """This worker owns nothing yet; what it has built waits to be of use."""

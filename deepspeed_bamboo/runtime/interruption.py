@@ -67,7 +67,7 @@ class Interruption:
     def foresees(self, record: EpochRecord) -> bool:
         """True when ``record`` is the one that the main thread works towards."""
         with self.condition:
-            return self._expected == (record.members, record.placement)
+            return not record.lost and self._expected == (record.members, record.placement)
 
     def announce_epoch(self, record: EpochRecord) -> None:
         """Called by the monitor for every epoch record it sees; older ones are ignored."""
@@ -150,7 +150,7 @@ class Interruption:
 
     def _is_foreseen(self) -> bool:
         """True for the epoch expected, and when a new one only has more: nobody was lost, owners are as they were."""
-        if self._active is None or self._record is None:
+        if self._active is None or self._record is None or self._record.lost:
             return False
         if self._expected == (self._record.members, self._record.placement):
             return True

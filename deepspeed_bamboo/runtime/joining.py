@@ -16,7 +16,7 @@ from deepspeed_bamboo.coordination import EpochRecord, JobCoordinator, Member
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.reconfiguring import Target
-from deepspeed_bamboo.errors import BambooError, ConfigError, JobStoppedError
+from deepspeed_bamboo.errors import BambooError, ConfigError, ExpelledError, JobStoppedError
 from deepspeed_bamboo.runtime.c10d import c10d
 from deepspeed_bamboo.runtime.reconfiguration import WELCOME, expected_coordinate
 from deepspeed_bamboo.runtime.session import WorkerIdentity
@@ -60,16 +60,21 @@ def join(engine: BambooPipelineEngine, grid: Grid) -> None:
     """
     session, interruption = engine.session, engine.session.interruption
     engine.host.set_aside()
+    current = session.coordinator.epoch()
+    if current is not None:
+        _check_grid(grid, current.placement.grid)
     session.register(rank=int(os.environ.get("RANK", "0")))
     while not interruption.wait_until(lambda: interruption.record is not None, timeout_seconds=_LOOK_SECONDS):
         if session.coordinator.finished() is not None:
             raise JobStoppedError(f"job {session.identity.job} was complete before this worker could join it")
     record = interruption.record
     if record is None or record.lost or record.placement.hosted_by(session.worker):
-        raise BambooError(f"worker {session.worker} was not taken in by epoch {record}; its agent starts another one")
-    welcome = session.coordinator.progress(record.number)[WELCOME]
+        raise ExpelledError(f"worker {session.worker} was not taken in as planned; its agent starts another one")
+    welcome = session.coordinator.progress(record.number).get(WELCOME)
+    if welcome is None:
+        raise ExpelledError(f"worker {session.worker} came too late for epoch {record.number}")
     target = Target.from_json(welcome["target"])
-    _take_over_facts(engine, grid, record=record, welcome=welcome)
+    _take_over_facts(engine, record=record, welcome=welcome)
     engine.links.enter(
         members=session.coordinator.members(), order=record.members, name=f"{session.identity.job}/{record.number}"
     )
@@ -78,16 +83,17 @@ def join(engine: BambooPipelineEngine, grid: Grid) -> None:
     engine.reconfiguration.carry_out(record.number, target)
 
 
-def _take_over_facts(
-    engine: BambooPipelineEngine, grid: Grid, *, record: EpochRecord, welcome: Mapping[str, Any]
-) -> None:
-    placement = Placement.from_json(welcome["placement"])
-    if placement.grid != grid:
+def _check_grid(built: Grid, needed: Grid) -> None:
+    """Before the job hears of this worker: a script with other arguments must not do any harm."""
+    if built != needed:
         raise ConfigError(
-            f"this script builds a grid of {grid.pipelines} x {grid.stages} (pipelines x stages), but the job that it "
-            f"joins has {placement.grid.pipelines} x {placement.grid.stages}; run the same script with the same "
-            "arguments"
+            f"this script builds a grid of {built.pipelines} x {built.stages} (pipelines x stages), but the job that "
+            f"it joins has {needed.pipelines} x {needed.stages}; run the same script with the same arguments"
         )
+
+
+def _take_over_facts(engine: BambooPipelineEngine, *, record: EpochRecord, welcome: Mapping[str, Any]) -> None:
+    placement = Placement.from_json(welcome["placement"])
     engine.session.interruption.enter(record)
     engine.placement = placement
     engine.forward_seed = welcome["seed"]

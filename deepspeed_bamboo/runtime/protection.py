@@ -96,6 +96,7 @@ def receive_replica(engine: BambooPipelineEngine, coordinate: Coordinate, *, sou
         )
     replica = engine.host.shadows[coordinate]
     unpack_state(replica, PackedState(structure, message.tensors))
+    replica.complete = True
     _refresh(engine, replica)
 
 
@@ -112,6 +113,7 @@ def copy_from_other_pipeline(engine: BambooPipelineEngine, coordinate: Coordinat
     replica = host.build(coordinate, process_rank=engine.global_rank)
     host.save()
     unpack_state(replica, pack_state(host.owned[source]))
+    replica.complete = True
     host.owned[coordinate] = replica
     _refresh(engine, replica)
 

@@ -61,6 +61,7 @@ class Reconfiguration:
         engine, session = self._engine, self._engine.session
         self._log_notice()
         record = session.interruption.active
+        self._taken_in.update(() if record is None else record.members)
         if record is None or not engine.is_reporter:
             return None
         if session.stop_reason is not None:

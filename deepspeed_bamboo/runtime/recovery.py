@@ -81,6 +81,7 @@ class Recovery:
         ``placement`` is the one before. Raises JobFailedError or ExpelledError.
         """
         interruption = self._session.interruption
+        interruption.expect(None)
         clock = PauseClock(stalled=time.time() if isinstance(cause, PeerLostError) else 0.0)
         while True:
             try:

@@ -72,6 +72,8 @@ class StageReplica:
     attributes: dict[str, Any]
     groups: list[LogicalGroup]
     micro_offset: int = 0
+    # False from its building until its owner's state has arrived.
+    complete: bool = True
     progress: CoordinateProgress = field(default_factory=CoordinateProgress)
     retained_outputs: dict[int, Tensors] = field(default_factory=dict)
     retained_gradients: dict[int, list[torch.Tensor]] = field(default_factory=dict)
