@@ -25,7 +25,7 @@ from deepspeed_bamboo.events import EventLog
 from deepspeed_bamboo.runtime.activity import ActivityState, Round
 from deepspeed_bamboo.runtime.agreement import agree
 from deepspeed_bamboo.runtime.evaluation import EvaluationRequest, evaluate
-from deepspeed_bamboo.runtime.executor import Executor, IterationContext
+from deepspeed_bamboo.runtime.executor import FAULT_POINTS, Executor, IterationContext
 from deepspeed_bamboo.runtime.failover import Failover
 from deepspeed_bamboo.runtime.hosting import StageHost
 from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
@@ -475,7 +475,7 @@ class BambooPipelineEngine(PipelineEngine):
             call.exchange(None, "gate", None)
 
     def _before_instruction(self, instruction: Instruction, replica: StageReplica) -> None:
-        at = _FAULT_POINTS.get(instruction.op)
+        at = FAULT_POINTS.get(instruction.op)
         if at is not None:
             self.strike_if_scripted(replica.coordinate, at, instruction.micro_batch)
         self.failover.before(instruction)
@@ -495,11 +495,3 @@ class BambooPipelineEngine(PipelineEngine):
         )
         if fault is not None:
             self.session.strike(fault, step=self.global_steps)
-
-
-_FAULT_POINTS = {
-    Op.FNC: "forward",
-    Op.BNC: "backward",
-    Op.SEND_ACTIVATION: "send_activation",
-    Op.SEND_GRAD: "send_grad",
-}

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 
 _PRODUCERS = frozenset({Op.FNC, Op.BNC})
+# Where a scripted fault strikes: the names of faults.py for the instructions of a micro-batch.
+FAULT_POINTS = {
+    Op.FNC: "forward",
+    Op.BNC: "backward",
+    Op.SEND_ACTIVATION: "send_activation",
+    Op.SEND_GRAD: "send_grad",
+}
 _REDUNDANT = frozenset({Op.FRC, Op.BRC})
 
 

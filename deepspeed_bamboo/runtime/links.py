@@ -47,9 +47,7 @@ class Links:
         Every worker of the epoch calls this with the same ``order`` and ``name`` (job and epoch).
         """
         self.close()
-        self._members = dict(members)
-        self._order = tuple(order)
-        self._name = name
+        self.extend(members=members, order=order, name=name)
 
     def extend(self, *, members: Mapping[WorkerId, Member], order: Sequence[WorkerId], name: str) -> None:
         """Go on with the channels there are; those to workers outside ``order`` are dropped, new ones made as above.
