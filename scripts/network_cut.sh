@@ -4,7 +4,7 @@
 #     sudo scripts/network_cut.sh [STEPS]
 #
 # Prints what happened, in seconds since the cut, and the digest to compare with an undisturbed run of the same steps.
-# Needs root, iproute2, the package installed, and GLOO_SOCKET_IFNAME as any job of several nodes on gloo does.
+# Needs root, iproute2, the package installed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 steps=${1:-250} nodes="0 1 2 3" cut=2
@@ -43,7 +43,7 @@ with open(sys.argv[1], "w", encoding="utf-8") as file:
     json.dump(settings, file)
 P
 for node in $nodes; do
-  ip netns exec "bamboo$node" env GLOO_SOCKET_IFNAME=eth0 BAMBOO_NODE="node$node" OMP_NUM_THREADS=1 \
+  ip netns exec "bamboo$node" env BAMBOO_NODE="node$node" OMP_NUM_THREADS=1 \
     deepspeed --no_ssh --hostfile "$work/hosts" --node_rank "$node" --master_addr 10.77.0.1 --master_port 29611 \
     --module deepspeed_bamboo.launch --job cut scripts/train.py --deepspeed_config "$work/deepspeed.json" \
     --steps "$steps" --event-log "$work/events" > "$work/output$node" 2>&1 &

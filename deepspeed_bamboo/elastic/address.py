@@ -5,7 +5,10 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 
+import psutil
+
 VARIABLE = "BAMBOO_ADDRESS"
+GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"
 
 
@@ -20,6 +23,18 @@ def advertised_address(environment: Mapping[str, str], *, master_addr: str, endp
     hosts = [master_addr, *(endpoint.rpartition(":")[0].strip("[]") for endpoint in endpoints)]
     found = [_interface_to(host) for host in hosts]
     return next((address for address in found if address and not _is_loopback(address)), _LOOPBACK)
+
+
+def gloo_interface(environment: Mapping[str, str], address: str) -> dict[str, str]:
+    """What tells gloo to use the interface with ``address``; empty when the user has told it, or there is none.
+
+    Left alone, gloo takes whatever the machine's own name resolves to, on many of them loopback.
+    """
+    if environment.get(GLOO_VARIABLE):
+        return {}
+    interfaces = psutil.net_if_addrs().items()
+    found = sorted(name for name, addresses in interfaces if any(known.address == address for known in addresses))
+    return {GLOO_VARIABLE: found[0]} if found else {}
 
 
 def _interface_to(host: str) -> str:

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from deepspeed_bamboo.coordination import AgentRecord, Change, JobCoordinator, Registration
 from deepspeed_bamboo.elastic import decisions
 from deepspeed_bamboo.elastic.address import VARIABLE as ADDRESS
-from deepspeed_bamboo.elastic.address import advertised_address
+from deepspeed_bamboo.elastic.address import advertised_address, gloo_interface
 from deepspeed_bamboo.elastic.agent_settings import AgentHooks, AgentSettings
 from deepspeed_bamboo.elastic.boot import Boot
 from deepspeed_bamboo.elastic.bootstrap import NOTICE_SIGNALS
@@ -315,6 +315,7 @@ class BambooElasticAgent(LocalElasticAgent):
             "BAMBOO_ZONE": slot.zone,
             "BAMBOO_AGENT_PID": str(os.getpid()),
             "BAMBOO_ERROR_FILE": error_file,
+            **gloo_interface(os.environ, address),
             **dict(self._settings.environment),
         }
 

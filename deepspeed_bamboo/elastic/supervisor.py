@@ -242,10 +242,16 @@ class Supervisor:
     def _on_drain(self, drain: Drain | None) -> list[Action]:
         """The own node is to be left, or (None) not any more."""
         before, self._draining = self._draining, drain is not None
-        if drain is None or before or self._over or self._slot.local_rank != 0:
+        if drain is None or before or self._over:
             return self._join_if_due()
-        time = "" if drain.deadline_seconds is None else f" within {drain.deadline_seconds:.0f} s"
-        return [Say(f"node {drain.node} is to be left{time}: {drain.reason}")]
+        actions: list[Action] = []
+        if self._slot.local_rank == 0:
+            time = "" if drain.deadline_seconds is None else f" within {drain.deadline_seconds:.0f} s"
+            actions = [Say(f"node {drain.node} is to be left{time}: {drain.reason}")]
+        if self._own is Own.RUNNING and self._joining and not self._was_member:
+            self._own = Own.ENDING  # it has nothing that others need, and will be given nothing any more
+            actions.append(EndWorker())
+        return actions
 
     # -- the job -----------------------------------------------------------------------------------
 
@@ -486,4 +492,5 @@ class Supervisor:
         else:
             return []
         self._left = True
-        return [Leave(code)]
+        forget = [ForgetDrain(self._slot.node)] if self._draining and self._own is Own.LOST else []
+        return [*forget, Leave(code)]

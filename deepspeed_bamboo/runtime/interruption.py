@@ -69,6 +69,18 @@ class Interruption:
         with self.condition:
             return not record.lost and self._expected == (record.members, record.placement)
 
+    def wait_for_expected(self, *, after: int) -> EpochRecord:
+        """Wait for the epoch named by :meth:`expect`, with a number above ``after``. Raises as :meth:`wait_until`."""
+        found: list[EpochRecord] = []
+
+        def there() -> bool:
+            if self._record is not None and self._record.number > after and self.foresees(self._record):
+                found.append(self._record)
+            return bool(found)
+
+        self.wait_until(there)
+        return found[0]
+
     def announce_epoch(self, record: EpochRecord) -> None:
         """Called by the monitor for every epoch record it sees; older ones are ignored."""
         with self.condition:

@@ -64,11 +64,12 @@ class Links:
     def connect(self, peers: Iterable[WorkerId], *, with_lanes: Iterable[WorkerId] = ()) -> None:
         """Build a channel to every worker in ``peers``, all at once; each of them does the same for this one.
 
-        The ones in ``with_lanes`` get lanes for device tensors too. Raises PeerLostError, or what interrupts
-        the wait; what was half built is dropped.
+        The ones in ``with_lanes`` get lanes for device tensors too, also where there was a channel without. Raises
+        PeerLostError, or what interrupts the wait; what was half built is dropped.
         """
-        wanted = [peer for peer in dict.fromkeys(peers) if peer != self._me and peer not in self._channels]
-        fast = [peer for peer in wanted if peer in set(with_lanes)] if self._device.type == "cuda" else []
+        peers = [peer for peer in dict.fromkeys(peers) if peer != self._me]
+        wanted = [peer for peer in peers if peer not in self._channels]
+        fast = self._without_lanes(set(peers) & set(with_lanes))
         made: dict[WorkerId, Channel] = {}
         lanes: dict[WorkerId, DeviceLanes] = {}
         opening: dict[WorkerId, DeviceLanes] = {}
@@ -100,13 +101,19 @@ class Links:
         try:
             self._interruption.wait_until(lambda: bool(errors) or len(made) + len(lanes) == len(wanted) + len(fast))
         finally:
-            for peer, channel in made.items():
-                channel.lanes = lanes.get(peer)
             self._channels.update(made)
+            for peer in set(lanes) & set(self._channels):
+                self._channels[peer].lanes = lanes[peer]
             for half_open in list(opening.values()):
                 half_open.abort()
         for peer, error in errors.items():
             raise PeerLostError(peer, error)
+
+    def _without_lanes(self, peers: set[WorkerId]) -> list[WorkerId]:
+        """Those of ``peers`` that lanes are yet to be made to, in an order of no meaning."""
+        if self._device.type != "cuda":
+            return []
+        return [peer for peer in peers if peer not in self._channels or self._channels[peer].lanes is None]
 
     @contextmanager
     def _store_for(self, peer: WorkerId) -> Iterator[tuple[Any, bool]]:

@@ -5,7 +5,8 @@ and all carry it out there as one activity:
 
 1. those who join become members (an epoch in which nobody owns anything new);
 2. state goes from its owners to who will own or shadow it, and everybody agrees that it has arrived;
-3. the new placement becomes the next epoch, everybody agrees that it has, and roles change.
+3. the new placement becomes the next epoch, and roles change. Nobody has to be heard of any more for that: each
+   takes it from the coordinator, and those who leave may be gone by then.
 
 Until 3 nothing is given up, so a loss meanwhile leaves things as they were: the wish is dropped, and the next
 iteration brings another. After 3 a loss is a loss in the new placement.
@@ -150,9 +151,10 @@ class Reconfiguration:
         self._move(record, target)
         engine.activity.rounds.append(engine.agree({"copied": True}))
         final = self._propose(record, members=target.members, reason=target.reason, target=target)
-        agreed = engine.agree({_FINAL: final})
-        engine.activity.rounds.append(agreed)
-        self._adopt(next(value[_FINAL] for value in agreed.values() if value[_FINAL] is not None), target)
+        if final is None:
+            final = session.interruption.wait_for_expected(after=record.number)
+        engine.activity.rounds.append({session.worker: {_FINAL: final}})
+        self._adopt(final, target)
 
     def _take_in(self, current: EpochRecord, target: Target) -> EpochRecord:
         """Make those who join members. They hear of it through the coordinator, with what they need to know."""

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from deepspeed_bamboo.elastic import address
-from deepspeed_bamboo.elastic.address import advertised_address
+from deepspeed_bamboo.elastic.address import advertised_address, gloo_interface
 
 
 def test_what_the_user_says_counts() -> None:
@@ -32,3 +32,9 @@ def test_the_routing_table_is_asked_and_nobody_else() -> None:
     assert own.startswith("127.")
     with socket.socket() as probe:
         probe.bind((own, 0))
+
+
+def test_gloo_uses_the_interface_with_that_address_unless_told_otherwise() -> None:
+    assert gloo_interface({}, "127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert gloo_interface({"GLOO_SOCKET_IFNAME": "eth7"}, "127.0.0.1") == {}
+    assert gloo_interface({}, "192.0.2.255") == {}

@@ -197,9 +197,16 @@ def test_a_worker_left_out_without_a_reason_is_ended_after_a_while() -> None:
     assert kinds(agent.handle(Woken("expelled"))) == ["Say", "KillWorker"]
 
 
+def test_a_worker_that_stands_by_leaves_a_node_that_is_to_be_left() -> None:
+    agent = joining(Entry.STANDBY, epoch(), RESYNC)
+    assert agent.handle(drain()) == [EndWorker()]
+    assert agent.handle(drain()) == []
+    assert agent.handle(WorkerExited(OWN, -15, "")) == [Withdraw(OWN), ForgetDrain("n"), Leave(0)]
+
+
 def test_slots_without_a_worker_leave_a_node_that_is_to_be_left() -> None:
     assert joining(Entry.STANDBY, RESYNC).handle(drain()) == [Leave(0)]
-    assert restarting(WorkerExited(OWN, -9, ""), epoch(OWN)).handle(drain()) == [Leave(0)]
+    assert restarting(WorkerExited(OWN, -9, ""), epoch(OWN)).handle(drain()) == [ForgetDrain("n"), Leave(0)]
     assert training().handle(drain("another")) == []
 
 

@@ -62,6 +62,34 @@ def test_a_notice_moves_everything_elsewhere_before_the_node_goes(jobs: Jobs) ->
     assert [len(now) for now in result.values[1]["members"]] == [3, 3, 3, 2, 2, 2]
 
 
+THREE = Training("die-1x3", 3, steps=5, faults=[])
+
+
+@pytest.fixture(scope="module")
+def three_undisturbed(jobs: Jobs) -> JobResult:
+    return undisturbed(jobs, THREE, world=3)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_drained_worker_that_dies_when_all_has_moved_is_not_waited_for(
+    jobs: Jobs, three_undisturbed: JobResult, rank: int
+) -> None:
+    """Rank 0 is also the one that decides."""
+    notice = {**kill(2, 0, rank, "forward", 1), "signal": "NOTICE", "seconds": 30.0}
+    training = dataclasses.replace(THREE, name=f"drained-dies{rank}-1x3", faults=[notice])
+    result = jobs.run(
+        train_with_joiners,
+        world=3,
+        sites=["a/1", "b/1", "c/1"],
+        training=training,
+        waits={},
+        dies=(rank, "_adopt"),
+    )
+    assert result.survivors == sorted({0, 1, 2} - {rank}), result.transcript()
+    assert result.codes[rank] == -9
+    check_equal(result, three_undisturbed)
+
+
 def test_a_worker_that_joins_and_has_only_an_iterator_skips_what_was_used(jobs: Jobs) -> None:
     training = Training("iterator-1x2", 2, steps=6, faults=[kill(1, 0, 0, "step")])
     expected = undisturbed(jobs, training, world=2)
@@ -69,14 +97,6 @@ def test_a_worker_that_joins_and_has_only_an_iterator_skips_what_was_used(jobs: 
     assert result.survivors == [1, 2], result.transcript()
     check_equal(result, expected)
     assert sorted(len(result.values[rank]["hosted"]) for rank in (1, 2)) == [1, 1]
-
-
-THREE = Training("die-1x3", 3, steps=5, faults=[])
-
-
-@pytest.fixture(scope="module")
-def three_undisturbed(jobs: Jobs) -> JobResult:
-    return undisturbed(jobs, THREE, world=3)
 
 
 @pytest.mark.parametrize(
