@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deepspeed_bamboo.config import BambooConfig
@@ -81,39 +81,47 @@ def run_plain(line: CommandLine) -> int:
 
 def run_slot(slot: Slot, line: CommandLine, config: BambooConfig, *, notices: NoticePlan | None = None) -> int:
     """Find the job's coordinator, or start it, and be this slot's agent until the job is over."""
-    launchers = launcher_chain()
+    command = _Command(slot, line, config, launcher_chain(), notices)
     exchange: Exchange
     if slot.one_machine:
-        exchange = FileExchange(launchers[0])
+        exchange = FileExchange(command.launchers[0])
     else:
         exchange = SocketExchange(
             address=slot.master_addr, port=slot.master_port, world_size=slot.world_size, rank=slot.rank
         )
     try:
-        if slot.rank == 0:
-            return _lead(slot, line, config, exchange=exchange, launchers=launchers, notices=notices)
-        return _follow(slot, line, config, exchange=exchange, launchers=launchers, notices=notices)
+        return _lead(command, exchange) if slot.rank == 0 else _follow(command, exchange)
     finally:
         if slot.rank == 0:
             exchange.close()
 
 
-def _lead(
-    slot: Slot,
-    line: CommandLine,
-    config: BambooConfig,
-    *,
-    exchange: Exchange,
-    launchers: tuple[int, ...],
-    notices: NoticePlan | None,
-) -> int:
+@dataclass(frozen=True)
+class _Command:
+    """One slot of the command that was given: which it is, what it says, who started it."""
+
+    slot: Slot
+    line: CommandLine
+    config: BambooConfig
+    launchers: tuple[int, ...]
+    notices: NoticePlan | None
+
+    def settings(self, boot: Boot) -> AgentSettings:
+        """What this slot's agent has to know."""
+        settings = _settings(_placed(self.slot, boot), boot, self.config)
+        return replace(settings, launchers=self.launchers, notices=self.notices)
+
+
+def _lead(command: _Command, exchange: Exchange) -> int:
     """As rank 0: find or start the job, tell the others of this command, be an agent like them.
 
     Whoever started the job's own etcd ends it last.
     """
+    slot, line, config = command.slot, command.line, command.config
     with contextlib.ExitStack() as until_the_end, contextlib.ExitStack() as until_registered:
         try:
             running = _find_running(line, config, until_the_end)
+            _check_helpers(slot, config, running=running)
             if running is not None:
                 boot, coordinator = _join(running, slot), running.coordinator
             else:
@@ -122,12 +130,26 @@ def _lead(
         except BambooError:
             exchange.refuse()
             raise
-        hosts = boot.host_pid == os.getpid()
         hooks = AgentHooks(on_registered=until_registered.close, on_all_present=exchange.close)
-        settings = replace(
-            _settings(_placed(slot, boot), boot, config), launchers=launchers, hosts_coordinator=hosts, notices=notices
-        )
+        settings = replace(command.settings(boot), hosts_coordinator=boot.host_pid == os.getpid())
         return _be_agent(_placed(slot, boot), boot, line, coordinator=coordinator, settings=settings, hooks=hooks)
+
+
+def _check_helpers(slot: Slot, config: BambooConfig, *, running: RunningJob | None) -> None:
+    """Raise LaunchError for workers that would wait for ever, because without redundancy nobody is ever taken in."""
+    if config.redundancy.mode != "off":
+        return
+    rule = 'redundancy.mode is "off", and without redundancy a job takes no further workers in'
+    if running is not None:
+        raise LaunchError(
+            f"job {running.coordinator.job!r} runs already; {rule}. Start the job with another mode to let workers "
+            "join it, or give this command another --job"
+        )
+    if slot.workers < slot.world_size:
+        raise LaunchError(
+            f"--workers is {slot.workers} of {slot.world_size} slots, the rest would stand by; {rule}. Leave --workers "
+            "out, or set another mode"
+        )
 
 
 def _find_running(line: CommandLine, config: BambooConfig, opened: contextlib.ExitStack) -> RunningJob | None:
@@ -198,24 +220,16 @@ def _start(
     return boot, coordinator
 
 
-def _follow(
-    slot: Slot,
-    line: CommandLine,
-    config: BambooConfig,
-    *,
-    exchange: Exchange,
-    launchers: tuple[int, ...],
-    notices: NoticePlan | None,
-) -> int:
+def _follow(command: _Command, exchange: Exchange) -> int:
     """As any other rank: learn where the coordinator is, and be an agent."""
     # Imports torch, which takes a second, while rank 0 starts the coordinator.
     import deepspeed_bamboo.elastic.agent  # noqa: F401
 
     boot = exchange.take(within_seconds=_BOOT_SECONDS)
-    with contextlib.closing(_open(boot.endpoints, config)) as store:
+    with contextlib.closing(_open(boot.endpoints, command.config)) as store:
         coordinator = JobCoordinator(store, job=boot.job, prefix=boot.prefix)
-        settings = replace(_settings(_placed(slot, boot), boot, config), launchers=launchers, notices=notices)
-        return _be_agent(_placed(slot, boot), boot, line, coordinator=coordinator, settings=settings)
+        slot, settings = _placed(command.slot, boot), command.settings(boot)
+        return _be_agent(slot, boot, command.line, coordinator=coordinator, settings=settings)
 
 
 def _placed(slot: Slot, boot: Boot) -> Slot:

@@ -15,9 +15,11 @@ iteration brings another. After 3 a loss is a loss in the new placement.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from deepspeed.utils import logger
 
 from deepspeed_bamboo.coordination import EpochRecord, Member
 from deepspeed_bamboo.core.grid import Coordinate
@@ -54,6 +56,7 @@ class Reconfiguration:
         # Workers that were taken in once. One of them that is no member any more was lost, and never comes back.
         self._taken_in: set[WorkerId] = set()
         self._noticed_at: float | None = None
+        self._said_why_not = False
 
     # -- wishes ------------------------------------------------------------------------------------
 
@@ -72,17 +75,33 @@ class Reconfiguration:
         if len(members) < len(record.members):
             return None  # somebody is about to be found lost
         waiting = [m for worker, m in sorted(present.items()) if m.joining and worker not in self._taken_in]
+        movable = engine.protects and self._can_feed_anybody(waiting)
         # The launcher's ranks know nothing of zones; once, at the start of a job, that is put right.
         first, self._arranged = not self._arranged and record.number == 0, True
         target = next_target(
             engine.placement,
             members=members,
-            joining=[site_of(member) for member in waiting] if engine.protects else [],
+            joining=[site_of(member) for member in waiting] if movable else [],
             draining=draining,
             protected=engine.protects,
-            rearrange=first and engine.protects,
+            rearrange=first and movable,
         )
         return None if target is None else Wish(record.number, target=target)
+
+    def _can_feed_anybody(self, waiting: Sequence[Member]) -> bool:
+        """False where whoever gets a coordinate of another pipeline would find no data for it; the job goes on then."""
+        engine = self._engine
+        if engine.data.covers_every_pipeline or engine.job_grid.pipelines == 1:
+            return True
+        if waiting and not self._said_why_not:
+            self._said_why_not = True
+            logger.warning(
+                f"workers {', '.join(member.worker for member in waiting)} wait, but are not taken in: with "
+                f"{engine.job_grid.pipelines} pipelines they may get a coordinate of any, and an iterator has the data "
+                "of one only. Call engine.set_data_source(lambda pipeline, step: iterator) on every rank before "
+                "training, or pass training_data to initialize"
+            )
+        return False
 
     def _log_notice(self) -> None:
         """Write the event of a notice that this worker's node has been given, once."""

@@ -109,3 +109,19 @@ def test_more_workers_than_slots_is_an_error(tmp_path: Path) -> None:
     with LaunchedJob(tmp_path, TRAIN, options=("--workers", "3")) as job:
         assert job.wait(within_seconds=120) != 0
     assert "--workers is 3, but this command has 2 slots" in job.output, job.output
+
+
+def test_without_redundancy_nobody_is_left_waiting(tmp_path: Path) -> None:
+    off = {"bamboo": {"redundancy": {"mode": "off"}}}
+    with LaunchedJob(tmp_path / "a", TRAIN, options=("--workers", "1"), config=off) as job:
+        assert job.wait(within_seconds=120) != 0
+    assert "--workers is 1 of 2 slots" in job.output and 'redundancy.mode is "off"' in job.output, job.output
+    with PrivateEtcd() as server:
+        settings = {"bamboo": {**off["bamboo"], "coordinator": {"endpoints": [str(server.endpoint)]}}}
+        with LaunchedJob(tmp_path / "b", TRAIN, options=ONE_MORE, config=settings, arguments=("5",)) as first:
+            first.wait_for("in an epoch", times=2)
+            with LaunchedJob(tmp_path / "c", TRAIN, options=ONE_MORE, config=settings) as second:
+                assert second.wait(within_seconds=120) != 0
+            assert "job 'grows' runs already" in second.output and "another --job" in second.output, second.output
+            first.process.terminate()
+            first.wait(within_seconds=60)

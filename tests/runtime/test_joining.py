@@ -148,3 +148,13 @@ def test_a_whole_zone_is_lost_at_once_without_a_neighbouring_pair_in_it(jobs: Jo
     result = jobs.run(train_with_joiners, world=6, sites=sites, training=training, waits={})
     assert result.survivors == [0, 2, 3, 5], result.transcript()
     check_equal(result, expected)
+
+
+@pytest.mark.sweep
+def test_with_several_pipelines_and_only_an_iterator_nobody_is_taken_in(jobs: Jobs) -> None:
+    training = Training("iterator-2x2", 2, steps=4, faults=[])
+    expected = undisturbed(jobs, training, world=4)
+    result = jobs.run(train_with_joiners, world=4, joining=1, training=training, waits={"1": 1}, own_iterator=True)
+    assert result.survivors == [0, 1, 2, 3], result.transcript()
+    check_equal(result, expected)
+    assert "wait, but are not taken in" in result.transcript() and "set_data_source" in result.transcript()
