@@ -7,18 +7,15 @@ that everything a worker waits for can be given up and planned anew.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
-from deepspeed import comm as deepspeed_comm
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.instructions import Instruction, Op
-from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.recovery import plan_inference
 from deepspeed_bamboo.core.schedule import Plan
 from deepspeed_bamboo.events import EventLog
@@ -30,18 +27,18 @@ from deepspeed_bamboo.runtime.failover import Failover
 from deepspeed_bamboo.runtime.hosting import StageHost
 from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.iteration_end import IterationEnd
-from deepspeed_bamboo.runtime.joining import join
+from deepspeed_bamboo.runtime.joining import LateEntry
 from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.logical import Exchange
 from deepspeed_bamboo.runtime.losses import aggregate_losses, agreed_losses
 from deepspeed_bamboo.runtime.micro_batches import DataFactory, PipelineData, check_complete, missing_data
 from deepspeed_bamboo.runtime.offload import HostOffload
-from deepspeed_bamboo.runtime.protection import build_initial_shadows
 from deepspeed_bamboo.runtime.reconfiguration import Reconfiguration
 from deepspeed_bamboo.runtime.replica import StageReplica
 from deepspeed_bamboo.runtime.session import WorkerSession
 from deepspeed_bamboo.runtime.shadow_check import check_shadows
-from deepspeed_bamboo.runtime.standalone import is_standalone
+from deepspeed_bamboo.runtime.starting import agreed_seed, enter_first_epoch
+from deepspeed_bamboo.runtime.step_event import log_step
 from deepspeed_bamboo.runtime.stock_state import take_over_stock_state
 from deepspeed_bamboo.runtime.training_data import data_set_factory
 from deepspeed_bamboo.runtime.transfer import combined_digest, stage_digest
@@ -60,6 +57,7 @@ class BambooPipelineEngine(PipelineEngine):
     # Stock's constructor sets these; it has no types.
     grid: Any
     fwd_outputs: list[Any]
+    late_entry: LateEntry | None = None
 
     def __init__(self, *args: Any, session: WorkerSession, **kwargs: Any) -> None:
         # Until the grid is known, every iterator is that of the pipeline in which this worker starts.
@@ -88,7 +86,7 @@ class BambooPipelineEngine(PipelineEngine):
         self.last_losses: list[Any] = []
         self.mean_loss = 0.0
         take_over_stock_state(self, grid)
-        self.forward_seed = self._agreed_seed()
+        self.forward_seed = agreed_seed(session.config.seed, device=self.device)
         self.iteration_end = IterationEnd(self)
         limit = session.config.redundancy.memory_limit_gigabytes
         self.host_offload = HostOffload(device=self.device, limit_bytes=None if limit is None else int(limit * 2**30))
@@ -107,9 +105,9 @@ class BambooPipelineEngine(PipelineEngine):
         self.reconfiguration = Reconfiguration(self)
         self._place_data()
         if session.identity.joining:
-            join(self, grid)
+            self.late_entry = LateEntry(self, grid)
         else:
-            self.placement = self._enter_first_epoch(grid)
+            self.placement = enter_first_epoch(self, grid)
 
     @property
     def host(self) -> StageHost:
@@ -119,6 +117,20 @@ class BambooPipelineEngine(PipelineEngine):
         return self._stage_host
 
     # ---- what users see -------------------------------------------------------------------------------
+
+    @property
+    def global_steps(self) -> int:
+        """Iterations done. On a worker that joins late, asking for it is what takes that into the job."""
+        self._enter()
+        return int(self.__dict__["global_steps"])
+
+    @global_steps.setter
+    def global_steps(self, count: int) -> None:
+        self.__dict__["global_steps"] = count
+
+    def _enter(self) -> None:
+        if self.late_entry is not None:
+            self.late_entry.enter()
 
     @property
     def is_reporter(self) -> bool:
@@ -173,6 +185,9 @@ class BambooPipelineEngine(PipelineEngine):
     def close(self) -> None:
         """End the job after a last agreement that everybody is done. Called when the script ends; once is enough."""
         if self.session.closed:
+            return
+        if self.late_entry is not None and self.late_entry.pending:
+            self.leave()
             return
         self.barrier()
         self.session.coordinator.finish({"step": self.global_steps})
@@ -281,6 +296,7 @@ class BambooPipelineEngine(PipelineEngine):
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Any:
         """As stock's, and surviving losses: returns the mean loss of the batch on every worker."""
+        self._enter()
         started = time.perf_counter()
         if data_iter is not None:
             self.set_dataiterator(data_iter)
@@ -293,13 +309,7 @@ class BambooPipelineEngine(PipelineEngine):
                 self.total_additional_losses = None
         self.activate_first()
         loss = super().train_batch()
-        self.session.log(
-            "step",
-            step=self.global_steps - 1,
-            loss=self.mean_loss,
-            samples=self.train_batch_size(),
-            seconds=time.perf_counter() - started,
-        )
+        log_step(self, seconds=time.perf_counter() - started)
         return loss
 
     def eval_batch(
@@ -312,6 +322,7 @@ class BambooPipelineEngine(PipelineEngine):
         num_micro_batches: int | None = None,
     ) -> Any:
         """As stock's, and surviving losses: an evaluation that a loss interrupts is done again from its start."""
+        self._enter()
         micro_batches = self.micro_batches if num_micro_batches is None else num_micro_batches
         request = EvaluationRequest(micro_batches, return_logits, compute_loss, reduce_output, bcast_loss)
         self.evaluation_data = PipelineData(self.home)
@@ -329,6 +340,7 @@ class BambooPipelineEngine(PipelineEngine):
 
     def perform(self, kind: str, body: Callable[[], None]) -> None:
         """Run ``body`` as the next activity, again after every recovery, until it gets through."""
+        self._enter()
         self.activity.kind = kind
         while True:
             try:
@@ -421,25 +433,6 @@ class BambooPipelineEngine(PipelineEngine):
             self.data.set_factory(data_set_factory(self, self._training_set))
         else:
             self.data.set_iterator(given.iterator)
-
-    def _agreed_seed(self) -> int:
-        configured = self.session.config.seed
-        seed = torch.tensor([configured if configured is not None else torch.initial_seed() % 2**63])
-        seed = seed.to(self.device)
-        deepspeed_comm.broadcast(seed, src=0)
-        return int(seed.item())
-
-    def _enter_first_epoch(self, grid: Grid) -> Placement:
-        session = self.session
-        session.register(rank=deepspeed_comm.get_rank())
-        members = session.members(expected=len(grid))
-        order = tuple(sorted(members, key=lambda worker: members[worker].rank))
-        record = build_initial_shadows(self, members=members, order=order, grid=grid)
-        session.interruption.enter(record)
-        # Stock's groups have done their work; none of them may be left to hang on a lost peer.
-        if not is_standalone(os.environ):
-            self.failover.enter_world(record)
-        return record.placement
 
     def activate_first(self) -> None:
         """Between iterations the engine shows the first stage that this worker hosts, or else shadows."""

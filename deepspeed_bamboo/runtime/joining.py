@@ -1,8 +1,9 @@
 """A worker that comes to a running job: its script runs from the top, and it is taken in at an iteration boundary.
 
-Up to ``deepspeed.initialize`` the script sees a process group of the job's size in which this worker is alone:
-collectives give back what they are given. What stock DeepSpeed builds with it is a stage that this worker may be
-given; its values come from the others (``reconfiguration.py`` has their side).
+Until it asks for the job's step, or trains, the script sees a process group of the job's size in which this worker is
+alone: collectives give back what they are given. What stock DeepSpeed builds with it is a stage that this worker may be
+given; its values come from the others (``reconfiguration.py`` has their side). The job hears of the worker only when
+the script has done whatever it does first, reading its data for example: once it is a member everybody waits for it.
 """
 
 from __future__ import annotations
@@ -52,17 +53,37 @@ def alone_in_the_group(environment: Mapping[str, str], coordinator: JobCoordinat
         c10d.init_process_group = stock
 
 
-def join(engine: BambooPipelineEngine, grid: Grid) -> None:
+class LateEntry:
+    """Lets an engine join its job when the script first needs that: see the module."""
+
+    def __init__(self, engine: BambooPipelineEngine, grid: Grid) -> None:
+        """Raises ConfigError when the script builds another ``grid`` than the job has."""
+        self._engine = engine
+        self._pending = True
+        current = engine.session.coordinator.epoch()
+        if current is not None:
+            _check_grid(grid, current.placement.grid)
+
+    @property
+    def pending(self) -> bool:
+        """True while the job does not know of this worker."""
+        return self._pending
+
+    def enter(self) -> None:
+        """Join, unless that has been done. Raises as :func:`join`."""
+        if self._pending:
+            self._pending = False
+            join(self._engine)
+
+
+def join(engine: BambooPipelineEngine) -> None:
     """Register, wait to be taken in, and take part in that; returns when this worker is one of the job's.
 
-    The engine is at the job's global step then. Raises JobStoppedError when the job ends first, ConfigError when
-    the script builds another grid than the job has, and as the job's own activities do.
+    The engine is at the job's global step then. Raises JobStoppedError when the job ends first, and as the job's own
+    activities do.
     """
     session, interruption = engine.session, engine.session.interruption
     engine.host.set_aside()
-    current = session.coordinator.epoch()
-    if current is not None:
-        _check_grid(grid, current.placement.grid)
     session.register(rank=int(os.environ.get("RANK", "0")))
     while not interruption.wait_until(lambda: interruption.record is not None, timeout_seconds=_LOOK_SECONDS):
         if session.coordinator.finished() is not None:

@@ -20,9 +20,13 @@ class MicroBatchSource:
     once per micro-batch and committed iteration, on every worker (DESIGN 6: sample order).
     """
 
-    def __init__(self, iterator: Iterator[Any] | None = None) -> None:
+    def __init__(self, iterator: Iterator[Any] | None = None, *, first_step: int = 0) -> None:
+        """``first_step``: the global step whose first micro-batch the iterator yields first."""
+        self.first_step = first_step
         self._iterator = iterator
         self._pulled: list[Any] = []
+        self._before = 0  # pulled in iterations that are committed
+        self._last = (0, 0)
 
     @property
     def iterator(self) -> Iterator[Any] | None:
@@ -42,7 +46,17 @@ class MicroBatchSource:
 
     def forget(self) -> None:
         """The iteration is committed: the next micro-batch is number 0 of the next one."""
+        self._last = (self._before, self._before + len(self._pulled))
+        self._before += len(self._pulled)
         self._pulled.clear()
+
+    def used(self, micro_batches: int) -> tuple[int, int]:
+        """Which micro-batches the last committed iteration took, counted from the job's first: begin, end.
+
+        ``micro_batches``: of one iteration.
+        """
+        offset = self.first_step * micro_batches
+        return offset + self._last[0], offset + self._last[1]
 
 
 class PipelineData:
@@ -69,6 +83,7 @@ class PipelineData:
         """
         self._joined_late = True
         self._to_skip = step * micro_batches
+        self._user.first_step = step
 
     @property
     def iterator(self) -> Iterator[Any] | None:
@@ -120,6 +135,12 @@ class PipelineData:
                 source.get(micro_batches - 1, transform=transform)
                 self._made[pipeline] = (step + 1, source)
 
+    def used(self, pipeline: int, *, micro_batches: int) -> tuple[int, int]:
+        """Which micro-batches of ``pipeline`` the last committed iteration took, see :meth:`MicroBatchSource.used`."""
+        if pipeline == self._home and self._uses_iterator():
+            return self._user.used(micro_batches)
+        return self._made[pipeline][1].used(micro_batches) if pipeline in self._made else (0, 0)
+
     def forget(self) -> None:
         """The iteration is committed: the next micro-batch is number 0 of the next one."""
         self._user.forget()
@@ -132,7 +153,7 @@ class PipelineData:
         made_for, source = self._made.get(pipeline, (None, None))
         if source is None or made_for != step:
             iterator = self._factory(pipeline, step) if self._factory is not None else None
-            source = MicroBatchSource(iterator)
+            source = MicroBatchSource(iterator, first_step=step)
             self._made[pipeline] = (step, source)
         return source
 

@@ -1,59 +1,19 @@
-"""Shadows: made at the start, and made again at an iteration boundary after a loss (DESIGN 5, point 6)."""
+"""State of stages on its way from their owners to those that shadow or inherit them (DESIGN 5, point 6)."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from deepspeed_bamboo.coordination import EpochRecord, Member
-from deepspeed_bamboo.core.grid import Coordinate, Grid
+from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement, WorkerId
-from deepspeed_bamboo.errors import BambooError, ShadowError
-from deepspeed_bamboo.runtime.agreement import agree
+from deepspeed_bamboo.errors import ShadowError
 from deepspeed_bamboo.runtime.channel import Message
-from deepspeed_bamboo.runtime.interruption import PeerLostError
-from deepspeed_bamboo.runtime.recovery import peers_of, tensor_peers
 from deepspeed_bamboo.runtime.replica import StageReplica
 from deepspeed_bamboo.runtime.transfer import PackedState, checksum, pack_state, unpack_state
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
-
-
-def build_initial_shadows(
-    engine: BambooPipelineEngine, *, members: Mapping[WorkerId, Member], order: tuple[WorkerId, ...], grid: Grid
-) -> EpochRecord:
-    """Make every worker's first shadows and the job's first epoch; collective. Returns the epoch.
-
-    Raises BambooError when a worker dies meanwhile: nothing has been trained, so nothing is lost.
-    """
-    session = engine.session
-    alike = engine.protects and not engine.zero_optimization()
-    placement = Placement.initial(grid, order, protected=engine.protects, alike=alike)
-    record = EpochRecord(
-        number=0,
-        members=order,
-        placement=placement,
-        reason="start",
-        lost=(),
-        proposer=session.worker,
-        time_seconds=time.time(),
-    )
-    engine.links.enter(members=members, order=order, name=f"{session.identity.job}/start")
-    try:
-        engine.links.connect(
-            peers_of(placement, session.worker, members=order), with_lanes=tensor_peers(placement, session.worker)
-        )
-        copy_shadows(engine, placement, shadows=dict(placement.shadows), label="start")
-        agree(None, links=engine.links, me=session.worker, workers=order, label="start/copied")
-        if order[0] == session.worker and not session.coordinator.propose(record, expected=None):
-            raise BambooError(f"job {session.identity.job} has an epoch already; give this job another name (--job)")
-        agree(None, links=engine.links, me=session.worker, workers=order, label="start/proposed")
-        engine.links.drain()
-    except PeerLostError as error:
-        raise BambooError(f"a worker was lost before training began: {error}") from error
-    return record
 
 
 def copy_shadows(

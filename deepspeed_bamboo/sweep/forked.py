@@ -17,11 +17,12 @@ from types import TracebackType
 
 from deepspeed_bamboo.coordination.server import PrivateEtcd
 from deepspeed_bamboo.elastic.fork_server import ForkServer
-from deepspeed_bamboo.elastic.harness import PRELOAD, Machine, Outcome
+from deepspeed_bamboo.elastic.harness import PRELOAD as AGENTS_PRELOAD
+from deepspeed_bamboo.elastic.harness import Machine, Outcome
 from deepspeed_bamboo.sweep.job import PAST_LIMIT, JobResult
 from deepspeed_bamboo.sweep.outside import OutsideKill, OutsideKiller
 
-_PRELOAD = (*PRELOAD, "deepspeed_bamboo.runtime.main", "deepspeed_bamboo.models.transformer", "rich.progress")
+PRELOAD = (*AGENTS_PRELOAD, "deepspeed_bamboo.runtime.main", "deepspeed_bamboo.models.transformer", "rich.progress")
 _SHOW_STACKS = signal.SIGUSR2
 _STACKS_SECONDS = 1.0
 
@@ -35,7 +36,7 @@ class ForkedJobs:
     def __init__(self) -> None:
         self._etcd = PrivateEtcd()
         try:
-            self._server = ForkServer(_PRELOAD)
+            self._server = ForkServer(PRELOAD)
         except BaseException:
             self._etcd.stop()
             raise

@@ -1,0 +1,28 @@
+"""What a worker's event log says of an iteration that is committed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+
+def log_step(engine: BambooPipelineEngine, *, seconds: float) -> None:
+    """Log the step just taken: its loss, and which part this worker had in it.
+
+    ``hosted`` are the coordinates whose step it took; ``used``, by pipeline whose first stage is among them, the
+    micro-batches that went in, counted from the job's first (begin, end). So the logs of all workers show that
+    every coordinate stepped once, and every micro-batch was used once, in order.
+    """
+    hosted = [replica.coordinate for replica in engine.host.owners()]
+    firsts = [coordinate.pipeline for coordinate in hosted if coordinate.stage == 0]
+    engine.session.log(
+        "step",
+        step=engine.global_steps - 1,
+        loss=engine.mean_loss,
+        samples=engine.train_batch_size(),
+        seconds=seconds,
+        hosted=[str(coordinate) for coordinate in hosted],
+        used={str(pipeline): engine.data.used(pipeline, micro_batches=engine.micro_batches) for pipeline in firsts},
+    )

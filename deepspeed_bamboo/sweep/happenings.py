@@ -1,0 +1,102 @@
+"""What happens to a job's machines, drawn from a seed: workers are killed, join, are drained, get notices; etcd dies.
+
+Pure: a list of values, each at a step. ``random_run.py`` carries them out.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from deepspeed_bamboo.core.grid import Coordinate, Grid
+from deepspeed_bamboo.faults import PER_MICRO_BATCH, Fault, FaultScript
+
+# A worker that is to join or to leave does so at the boundary after the step, or after the next one when a loss or
+# an absent etcd comes between.
+_STEPS_TO_SETTLE = 3
+_POINTS = ("forward", "backward", "send_activation", "send_grad", "reduce", "step", "idle")
+
+
+class Kind(Enum):
+    """What happens."""
+
+    KILL = "kill"  # SIGKILL of the worker, at an instruction of its stage
+    JOIN = "join"  # one more worker comes
+    DRAIN = "drain"  # somebody asks the job to leave the worker's node
+    NOTICE = "notice"  # the worker's agent is warned by a signal
+    ETCD = "etcd"  # SIGKILL of etcd, which is started again on its data
+
+
+_WEIGHTS = {Kind.KILL: 30, Kind.JOIN: 40, Kind.DRAIN: 10, Kind.NOTICE: 10, Kind.ETCD: 10}
+_REMOVES = (Kind.KILL, Kind.DRAIN, Kind.NOTICE)
+
+
+@dataclass(frozen=True)
+class Happening:
+    """``kind`` at ``step``, to the worker of ``coordinate`` (None: to no worker). ``fault``: how it is killed."""
+
+    step: int
+    kind: Kind
+    coordinate: Coordinate | None = None
+    fault: Fault | None = None
+
+    def __str__(self) -> str:
+        if self.fault is not None:
+            return str(self.fault)
+        return f"{self.kind.value}{'' if self.coordinate is None else f' {self.coordinate}'} at step {self.step}"
+
+
+def draw(
+    seed: int, *, grid: Grid, steps: int, count: int, micro_batches: int, workers: int, most: int
+) -> tuple[Happening, ...]:
+    """``count`` happenings in different steps of a run of ``steps``; the same arguments draw the same ones.
+
+    The job starts with ``workers`` and never has more than ``most``, nor fewer than one: a worker goes only when
+    another is sure to be there, so no loss is fatal. Raises ValueError when there are not enough steps.
+    """
+    if count > steps - 4:
+        raise ValueError(f"{count} events in different steps need at least {count + 4} steps; got {steps}")
+    source = random.Random(seed)
+    alive, joined_at, drawn = workers, [-steps], []
+    for step in sorted(source.sample(range(1, steps - 3), count)):
+        arriving = sum(step - at <= _STEPS_TO_SETTLE for at in joined_at)
+        possible = [
+            kind
+            for kind in Kind
+            if (kind not in _REMOVES or alive - arriving >= 2) and (kind is not Kind.JOIN or alive < most)
+        ]
+        kind = source.choices(possible, [_WEIGHTS[kind] for kind in possible])[0]
+        alive += (kind is Kind.JOIN) - (kind in _REMOVES)
+        if kind is Kind.JOIN:
+            joined_at.append(step)
+        coordinate = source.choice(list(grid)) if kind in _REMOVES else None
+        fault = None
+        if kind is Kind.KILL and coordinate is not None:
+            fault = _fault(source, step=step, coordinate=coordinate, grid=grid, micro_batches=micro_batches)
+        drawn.append(Happening(step, kind, coordinate, fault))
+    return tuple(drawn)
+
+
+def faults_of(happenings: Sequence[Happening]) -> FaultScript:
+    """The scripted faults among them."""
+    return FaultScript(tuple(happening.fault for happening in happenings if happening.fault is not None))
+
+
+def counts_of(happenings: Sequence[Happening]) -> Counter[Kind]:
+    """How many there are of each kind."""
+    return Counter(happening.kind for happening in happenings)
+
+
+def _fault(source: random.Random, *, step: int, coordinate: Coordinate, grid: Grid, micro_batches: int) -> Fault:
+    possible = [
+        at
+        for at in _POINTS
+        if not (at == "send_activation" and coordinate.stage == grid.stages - 1)
+        and not (at == "send_grad" and coordinate.stage == 0)
+    ]
+    at = source.choice(possible)
+    number = source.randrange(micro_batches) if at in PER_MICRO_BATCH else None
+    return Fault(step=step, pipeline=coordinate.pipeline, stage=coordinate.stage, at=at, micro_batch=number)

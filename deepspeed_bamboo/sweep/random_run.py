@@ -1,0 +1,264 @@
+"""One job to whose machines many things happen, and what became of it next to the undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from deepspeed_bamboo.config import load_deepspeed_settings
+from deepspeed_bamboo.coordination import CoordinatorUnavailable, Member
+from deepspeed_bamboo.core.grid import Coordinate, Grid
+from deepspeed_bamboo.elastic.fork_server import ForkServer
+from deepspeed_bamboo.elastic.harness import Machine, Outcome
+from deepspeed_bamboo.errors import BambooError, EventLogError
+from deepspeed_bamboo.event_files import Event, merge_event_files, read_events
+from deepspeed_bamboo.run_summary import RunSummary, differences, summarize
+from deepspeed_bamboo.sweep.gate import Gate, gated_worker
+from deepspeed_bamboo.sweep.happenings import Happening, Kind, counts_of, faults_of
+from deepspeed_bamboo.sweep.step_record import step_problems
+
+_LOOK_EVERY_SECONDS = 0.01
+_ACT_SECONDS = 60.0
+_ZONES = ("1", "2", "3")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class RandomRun:
+    """A job: its grid, its steps, its length in time. ``script``: scripts/train.py; ``base``: a configuration."""
+
+    script: Path
+    base: Path
+    grid: Grid
+    steps: int
+    micro_batches: int = 4
+    limit_seconds: float = 600.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a run. ``problems`` is empty when all that was to happen did, and nothing changed."""
+
+    problems: tuple[str, ...]
+    happened: Mapping[str, int]
+    seconds: float
+    digest: str | None
+    pauses_seconds: tuple[float, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """A value that ``json`` can write."""
+        return asdict(self)
+
+
+def run_undisturbed(run: RandomRun, *, server: ForkServer, folder: Path) -> RunSummary:
+    """The summary of the run in which nothing happens. Raises BambooError when it fails."""
+    outcome, events = _run(run, [], server=server, folder=folder)
+    summary = summarize(_merged(folder))
+    if any(outcome.exit_codes.values()) or summary.digest is None or not events:
+        raise BambooError(f"the undisturbed run ended with {outcome.exit_codes}:\n{outcome.output[-3000:]}")
+    return summary
+
+
+def run_with(
+    run: RandomRun, happenings: Sequence[Happening], *, reference: RunSummary, server: ForkServer, folder: Path
+) -> Verdict:
+    """Carry ``happenings`` out and compare with ``reference``. Never raises for what the job does."""
+    started = time.monotonic()
+    problems: list[str] = []
+    outcome, events = _run(run, happenings, server=server, folder=folder, problems=problems)
+    summary: RunSummary | None = None
+    try:
+        summary = summarize(_merged(folder))
+        problems += differences(reference, summary)
+    except EventLogError as error:
+        problems.append(str(error))
+    stuck = [rank for rank, code in outcome.exit_codes.items() if code is None]
+    if stuck:
+        problems.append(f"agents of ranks {stuck} still ran after {run.limit_seconds:.0f} s")
+    problems += step_problems(events, grid=run.grid, steps=run.steps, micro_batches=run.micro_batches)
+    happened = _happened(events)
+    wanted = counts_of(happenings)
+    expected = {
+        "killed": wanted[Kind.KILL],
+        "joined": wanted[Kind.JOIN],
+        "drained": wanted[Kind.DRAIN] + wanted[Kind.NOTICE],
+    }
+    problems += [
+        f"{happened[name]} of {count} were {name}" for name, count in expected.items() if happened[name] != count
+    ]
+    (folder / "output.txt").write_text(outcome.output, encoding="utf-8")
+    return Verdict(
+        problems=tuple(problems),
+        happened={**happened, "etcd killed": wanted[Kind.ETCD]},
+        seconds=time.monotonic() - started,
+        digest=None if summary is None else summary.digest,
+        pauses_seconds=() if summary is None else tuple(f.pause_seconds.get("total", 0.0) for f in summary.failovers),
+    )
+
+
+def _run(
+    run: RandomRun,
+    happenings: Sequence[Happening],
+    *,
+    server: ForkServer,
+    folder: Path,
+    problems: list[str] | None = None,
+) -> tuple[Outcome, list[Event]]:
+    gate_folder = folder / "gate"
+    gate_folder.mkdir(parents=True)
+    gate = Gate(gate_folder)
+    outside = [happening for happening in happenings if happening.fault is None]
+    gate.close_before(happening.step for happening in outside)
+    machine = Machine(
+        server,
+        gated_worker,
+        workers=len(run.grid),
+        argv=[str(gate_folder), *_script(run, happenings, folder=folder)],
+        nodes=[f"node{rank}" for rank in range(len(run.grid))],
+        zones=[_ZONES[rank % len(_ZONES)] for rank in range(len(run.grid))],
+    )
+    deadline = time.monotonic() + run.limit_seconds
+    with machine:
+        hands = _Hands(machine, problems if problems is not None else [])
+        for happening in outside:
+            if not _wait(lambda step=happening.step: gate.is_reached(step), machine, until=deadline):  # type: ignore[misc]
+                break
+            hands.do(happening)
+            gate.open(happening.step)
+        outcome = machine.wait(within_seconds=max(1.0, deadline - time.monotonic()))
+        if outcome.timed_out:
+            _show_stacks(machine, outcome)
+            outcome = machine.wait(within_seconds=1.0)
+    events = [event for path in sorted((folder / "events").glob("events-*.jsonl")) for event in read_events(path)]
+    return outcome, events
+
+
+class _Hands:
+    """Does from outside what is to happen, and waits until the job could know of it."""
+
+    def __init__(self, machine: Machine, problems: list[str]) -> None:
+        self._machine = machine
+        self._problems = problems
+        self._nodes = 0
+
+    def do(self, happening: Happening) -> None:
+        """Carry ``happening`` out while the job waits. What does not work is noted."""
+        actions: Mapping[Kind, Callable[[Happening], None]] = {
+            Kind.JOIN: self._join,
+            Kind.DRAIN: self._drain,
+            Kind.NOTICE: self._notice,
+            Kind.ETCD: self._kill_etcd,
+        }
+        try:
+            actions[happening.kind](happening)
+        except (BambooError, TimeoutError) as error:
+            self._problems.append(f"{happening}: {error}")
+
+    def _join(self, happening: Happening) -> None:
+        self._nodes += 1
+        zone = _ZONES[happening.step % len(_ZONES)]
+        rank = _persist(lambda: self._machine.join(node=f"late{self._nodes}", zone=zone))
+        self._await(lambda: any(m.rank == rank for m in self._machine.coordinator.members().values()), "to register")
+
+    def _drain(self, happening: Happening) -> None:
+        node = self._member(happening.coordinate).node
+        _persist(
+            lambda: self._machine.coordinator.request_drain(node, deadline_seconds=60.0, reason="asked to for a test")
+        )
+
+    def _notice(self, happening: Happening) -> None:
+        member = self._member(happening.coordinate)
+        self._machine.signal_agent(member.rank, signal.SIGUSR1)
+        self._await(lambda: member.node in self._machine.coordinator.draining(), "for the agent to ask for a drain")
+
+    def _kill_etcd(self, happening: Happening) -> None:
+        pid = self._machine.etcd.pid
+        os.kill(pid, signal.SIGKILL)
+        self._await(lambda: self._machine.etcd.pid != pid, "for etcd to be started again")
+
+    def _member(self, coordinate: Coordinate | None) -> Member:
+        """The worker that hosts ``coordinate`` now."""
+        if coordinate is None:
+            raise BambooError("this needs a coordinate")
+
+        def look() -> Member:
+            record = self._machine.coordinator.epoch()
+            if record is None:
+                raise BambooError("there is no epoch yet")
+            return self._machine.coordinator.members()[record.placement.owner(coordinate)]
+
+        return _persist(look)
+
+    def _await(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + _ACT_SECONDS
+        while not _persist(condition):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"waited {_ACT_SECONDS:.0f} s {what}")
+            time.sleep(_LOOK_EVERY_SECONDS)
+
+
+def _persist(action: Callable[[], _Result]) -> _Result:
+    """What ``action`` returns, once etcd, which may just have been killed, answers. Raises CoordinatorUnavailable."""
+    deadline = time.monotonic() + _ACT_SECONDS
+    while True:
+        try:
+            return action()
+        except CoordinatorUnavailable:
+            if time.monotonic() > deadline:
+                raise
+
+
+def _wait(condition: Callable[[], bool], machine: Machine, *, until: float) -> bool:
+    """Whether ``condition`` came true before the time, and before the job ended."""
+    while not condition():
+        ended = machine.wait(within_seconds=_LOOK_EVERY_SECONDS)
+        if time.monotonic() > until or not ended.timed_out:
+            return False
+    return True
+
+
+def _script(run: RandomRun, happenings: Sequence[Happening], *, folder: Path) -> Iterator[str]:
+    """The command line of scripts/train.py, whose configuration is written to ``folder``."""
+    settings = load_deepspeed_settings(run.base)
+    settings["train_micro_batch_size_per_gpu"] = 2
+    settings["gradient_accumulation_steps"] = run.micro_batches
+    settings["bamboo"] = {**settings["bamboo"], "faults": faults_of(happenings).to_json()}
+    configuration = folder / "deepspeed.json"
+    configuration.write_text(json.dumps(settings), encoding="utf-8")
+    yield from (str(run.script), "--model", "gpt2-tiny", "--steps", str(run.steps), "--stages", str(run.grid.stages))
+    yield from ("--deepspeed_config", str(configuration), "--event-log", str(folder / "events"))
+
+
+def _happened(events: Sequence[Event]) -> dict[str, int]:
+    changes = {(e["epoch"], tuple(e["leaving"])) for e in events if e["event"] in ("reconfigured", "joined")}
+    return {
+        "killed": sum(event["event"] == "fault" for event in events),
+        "joined": sum(event["event"] == "joined" for event in events),
+        "drained": len({worker for _, leaving in changes for worker in leaving}),
+    }
+
+
+def _merged(folder: Path) -> list[Event]:
+    return read_events(merge_event_files(folder / "events"))
+
+
+def _show_stacks(machine: Machine, outcome: Outcome) -> None:
+    for rank, code in outcome.exit_codes.items():
+        if code is None:
+            with _whatever_is_gone():
+                machine.kill_worker(rank, signal.SIGUSR2)
+
+
+@contextmanager
+def _whatever_is_gone() -> Iterator[None]:
+    try:
+        yield
+    except (ProcessLookupError, BambooError):
+        return
