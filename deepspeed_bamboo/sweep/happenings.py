@@ -15,7 +15,7 @@ from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.faults import PER_MICRO_BATCH, Fault, FaultScript
 
 # A worker that is to join or to leave does so at the boundary after the step, or after the next one when a loss or
-# an absent etcd comes between.
+# an absent etcd comes between. Until then it may not be there yet, or its node is still the one to be asked to leave.
 _STEPS_TO_SETTLE = 3
 _POINTS = ("forward", "backward", "send_activation", "send_grad", "reduce", "step", "idle")
 
@@ -31,7 +31,8 @@ class Kind(Enum):
 
 
 _WEIGHTS = {Kind.KILL: 30, Kind.JOIN: 40, Kind.DRAIN: 10, Kind.NOTICE: 10, Kind.ETCD: 10}
-_REMOVES = (Kind.KILL, Kind.DRAIN, Kind.NOTICE)
+_LEAVES = (Kind.DRAIN, Kind.NOTICE)
+_REMOVES = (Kind.KILL, *_LEAVES)
 
 
 @dataclass(frozen=True)
@@ -60,18 +61,22 @@ def draw(
     if count > steps - 4:
         raise ValueError(f"{count} events in different steps need at least {count + 4} steps; got {steps}")
     source = random.Random(seed)
-    alive, joined_at, drawn = workers, [-steps], []
+    alive, joined_at, left_at, drawn = workers, [-steps], -steps, []
     for step in sorted(source.sample(range(1, steps - 3), count)):
         arriving = sum(step - at <= _STEPS_TO_SETTLE for at in joined_at)
         possible = [
             kind
             for kind in Kind
-            if (kind not in _REMOVES or alive - arriving >= 2) and (kind is not Kind.JOIN or alive < most)
+            if (kind not in _REMOVES or alive - arriving >= 2)
+            and (kind is not Kind.JOIN or alive < most)
+            and (kind not in _LEAVES or step - left_at > _STEPS_TO_SETTLE)
         ]
         kind = source.choices(possible, [_WEIGHTS[kind] for kind in possible])[0]
         alive += (kind is Kind.JOIN) - (kind in _REMOVES)
         if kind is Kind.JOIN:
             joined_at.append(step)
+        if kind in _LEAVES:
+            left_at = step
         coordinate = source.choice(list(grid)) if kind in _REMOVES else None
         fault = None
         if kind is Kind.KILL and coordinate is not None:

@@ -59,9 +59,9 @@ class Verdict:
 
 def run_undisturbed(run: RandomRun, *, server: ForkServer, folder: Path) -> RunSummary:
     """The summary of the run in which nothing happens. Raises BambooError when it fails."""
-    outcome, events = _run(run, [], server=server, folder=folder)
+    outcome, logs = _run(run, [], server=server, folder=folder)
     summary = summarize(_merged(folder))
-    if any(outcome.exit_codes.values()) or summary.digest is None or not events:
+    if any(outcome.exit_codes.values()) or summary.digest is None or not logs:
         raise BambooError(f"the undisturbed run ended with {outcome.exit_codes}:\n{outcome.output[-3000:]}")
     return summary
 
@@ -72,7 +72,7 @@ def run_with(
     """Carry ``happenings`` out and compare with ``reference``. Never raises for what the job does."""
     started = time.monotonic()
     problems: list[str] = []
-    outcome, events = _run(run, happenings, server=server, folder=folder, problems=problems)
+    outcome, logs = _run(run, happenings, server=server, folder=folder, problems=problems)
     summary: RunSummary | None = None
     try:
         summary = summarize(_merged(folder))
@@ -82,8 +82,8 @@ def run_with(
     stuck = [rank for rank, code in outcome.exit_codes.items() if code is None]
     if stuck:
         problems.append(f"agents of ranks {stuck} still ran after {run.limit_seconds:.0f} s")
-    problems += step_problems(events, grid=run.grid, steps=run.steps, micro_batches=run.micro_batches)
-    happened = _happened(events)
+    problems += step_problems(logs, grid=run.grid, steps=run.steps, micro_batches=run.micro_batches)
+    happened = _happened([event for events in logs.values() for event in events])
     wanted = counts_of(happenings)
     expected = {
         "killed": wanted[Kind.KILL],
@@ -110,7 +110,7 @@ def _run(
     server: ForkServer,
     folder: Path,
     problems: list[str] | None = None,
-) -> tuple[Outcome, list[Event]]:
+) -> tuple[Outcome, dict[str, list[Event]]]:
     gate_folder = folder / "gate"
     gate_folder.mkdir(parents=True)
     gate = Gate(gate_folder)
@@ -136,8 +136,7 @@ def _run(
         if outcome.timed_out:
             _show_stacks(machine, outcome)
             outcome = machine.wait(within_seconds=1.0)
-    events = [event for path in sorted((folder / "events").glob("events-*.jsonl")) for event in read_events(path)]
-    return outcome, events
+    return outcome, {path.name: read_events(path) for path in sorted((folder / "events").glob("events-*.jsonl"))}
 
 
 class _Hands:
