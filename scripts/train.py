@@ -15,7 +15,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +120,22 @@ def build_batches(arguments: argparse.Namespace, size: ModelSize, engine: Any) -
     return of_pipeline(engine.grid.get_data_parallel_id())
 
 
-def train(engine: Any, *, batches: StepBatches, arguments: argparse.Namespace) -> None:
-    """Train up to the wanted step and say what happened, here and in the event log."""
+def train(
+    engine: Any,
+    *,
+    batches: StepBatches,
+    arguments: argparse.Namespace,
+    between_steps: Callable[[], None] = lambda: None,
+) -> None:
+    """Train up to the wanted step and say what happened, here and in the event log.
+
+    ``between_steps`` is called before each step.
+    """
     log = RunLog(engine, directory=arguments.event_log, barrier=dist.barrier)
     loss: float | None = None
     with Progress(total=arguments.steps, first=engine.global_steps) as progress:
         while engine.global_steps < arguments.steps and not getattr(engine, "finished", False):
+            between_steps()
             step, start = int(engine.global_steps), time.perf_counter()
             loss = float(engine.train_batch(batches))
             seconds = time.perf_counter() - start

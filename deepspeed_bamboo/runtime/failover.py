@@ -200,6 +200,7 @@ class Failover:
             "workers": list(clock.lost),
             "pause_seconds": clock.parts(lost_at=self._lost_at),
             "recomputed": clock.recomputed,
+            "regrouped_t": clock.regrouped,
             "first_recomputed_t": clock.first_recomputed or clock.regrouped,
         }
         step = engine.global_steps - 1

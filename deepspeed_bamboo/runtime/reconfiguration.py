@@ -57,6 +57,7 @@ class Reconfiguration:
         self._taken_in: set[WorkerId] = set()
         self._noticed_at: float | None = None
         self._said_why_not = False
+        self._moved_seconds = 0.0
 
     # -- wishes ------------------------------------------------------------------------------------
 
@@ -167,7 +168,9 @@ class Reconfiguration:
         record = current
         if target.joining and session.worker not in target.joining:
             record = self._take_in(current, target)
+        started = time.perf_counter()
         self._move(record, target)
+        self._moved_seconds = time.perf_counter() - started
         engine.activity.rounds.append(engine.agree({"copied": True}))
         final = self._propose(record, members=target.members, reason=target.reason, target=target)
         if final is None:
@@ -289,6 +292,7 @@ class Reconfiguration:
             "joining": list(target.joining),
             "leaving": list(target.leaving),
             "seconds": seconds,
+            "transfer_seconds": self._moved_seconds,
             "hosted": hosted,
         }
         engine.log_event("joined" if engine.session.worker in target.joining else "reconfigured", **fields)

@@ -25,6 +25,7 @@ from deepspeed_bamboo.sweep.outside import OutsideKill, OutsideKiller
 PRELOAD = (*AGENTS_PRELOAD, "deepspeed_bamboo.runtime.main", "deepspeed_bamboo.models.transformer", "rich.progress")
 _SHOW_STACKS = signal.SIGUSR2
 _STACKS_SECONDS = 1.0
+_RESTART_SECONDS = 0.1
 
 
 class ForkedJobs:
@@ -58,8 +59,12 @@ class ForkedJobs:
         folder: Path,
         outside: OutsideKill | None = None,
         limit_seconds: float = 90.0,
+        max_restarts: int = 0,
     ) -> JobResult:
-        """Run a training script with its arguments; as ``run_job`` does, in much less time."""
+        """Run a training script with its arguments; as ``run_job`` does, in much less time.
+
+        ``max_restarts``: how often each slot replaces a killed worker, at once.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         with Machine(
             self._server,
@@ -67,6 +72,8 @@ class ForkedJobs:
             workers=workers,
             argv=script,
             endpoints=(str(self._etcd.endpoint),),
+            max_restarts=max_restarts,
+            restart_seconds=_RESTART_SECONDS,
         ) as machine:
             killer = OutsideKiller(outside, events=folder / "events", strike=machine.kill_worker) if outside else None
             with killer or nullcontext():

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,11 +36,13 @@ def run_job(
     folder: Path,
     outside: OutsideKill | None = None,
     limit_seconds: float = 180.0,
+    environment: Mapping[str, str] | None = None,
 ) -> JobResult:
     """Run a training script with its arguments on ``workers`` workers of this machine.
 
-    ``folder`` gets the output; nothing of the job is left running afterwards. Raises ValueError for ``outside``:
-    the launcher doesn't tell which process is which worker.
+    ``folder`` gets the output; nothing of the job is left running afterwards. ``environment``: the whole of it,
+    default :func:`job_environment`. Raises ValueError for ``outside``: the launcher doesn't tell which process is
+    which worker.
     """
     if outside is not None:
         raise ValueError(f"{outside} needs to know the workers' processes; run it without the launcher")
@@ -55,7 +57,7 @@ def run_job(
             stdout=file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=job_environment(),
+            env=environment or job_environment(),
             start_new_session=True,
         )
         try:
@@ -63,7 +65,7 @@ def run_job(
         except subprocess.TimeoutExpired:
             code = PAST_LIMIT
         finally:
-            _end_group(process)
+            end_group(process)
     return JobResult(code, time.monotonic() - start, output)
 
 
@@ -74,13 +76,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def job_environment() -> dict[str, str]:
-    """What a job finds in its environment: this process's, without its faults, on one CPU thread a worker."""
+def job_environment(*, accelerator: str = "cpu", threads: int = 1) -> dict[str, str]:
+    """What a job finds in its environment: this process's, without its faults, on so many CPU threads a worker."""
     inherited = {name: value for name, value in os.environ.items() if name != ENVIRONMENT_VARIABLE}
-    return {**inherited, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    return {**inherited, "DS_ACCELERATOR": accelerator, "OMP_NUM_THREADS": str(threads)}
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
+def end_group(process: subprocess.Popen[bytes]) -> None:
     """End what the launcher's process group still holds: politely, then not."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None and not _group_lives(process.pid):
