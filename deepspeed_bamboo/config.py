@@ -22,7 +22,7 @@ from deepspeed_bamboo.suggest import nearest
 
 SECTION = "bamboo"
 
-RedundancyMode = Literal["off", "lazy", "eager", "full"]
+RedundancyMode = Literal["off", "lazy", "eager", "full", "auto"]
 OffloadTarget = Literal["none", "cpu", "recompute"]
 
 
@@ -45,7 +45,11 @@ class RedundancyConfig(Section):
 
     mode: RedundancyMode = "lazy"
     """off: no shadows; lazy: a replica, redundant forward only after a loss; eager: redundant forward in
-    the pipeline's bubbles, backward after a loss; full: both always (the paper's upper bound)."""
+    the pipeline's bubbles, backward after a loss; full: both always (the paper's upper bound); auto: lazy or eager,
+    whichever loses less time at the rate of losses and with the overhead that the job measures."""
+
+    losses_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """For auto: how many workers an hour you expect to lose; null: only what the job has seen counts."""
 
     offload: OffloadTarget = "cpu"
     """Where the redundant forward keeps what its backward needs: none (device memory), cpu, or recompute."""

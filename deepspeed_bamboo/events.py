@@ -35,6 +35,7 @@ EVENTS = (
     "protected",
     "reconfigured",
     "joined",
+    "mode",
     "notice",
     "checkpoint",
     "fatal_restore",

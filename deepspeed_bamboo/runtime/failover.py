@@ -25,6 +25,7 @@ from deepspeed_bamboo.core.schedule import Mode, Plan
 from deepspeed_bamboo.core.settlement import Report, Settlement
 from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.links import Links
+from deepspeed_bamboo.runtime.mode_choice import ModeChoice
 from deepspeed_bamboo.runtime.protection import copy_from_other_pipeline, copy_shadows
 from deepspeed_bamboo.runtime.recovery import PauseClock, Recovery
 from deepspeed_bamboo.runtime.replica import StageReplica
@@ -46,11 +47,12 @@ class Failover:
             report=self._report,
             suspicion_seconds=engine.session.config.coordinator.suspicion_limit_seconds,
         )
+        self.modes = ModeChoice(engine)
         self._clock: PauseClock | None = None
         self._lost_coordinates: tuple[Coordinate, ...] = ()
         self._lost_at = 0.0
         self._attempts: Counter[tuple[int, Coordinate]] = Counter()
-        self._fresh: tuple[Placement, int, Plan] | None = None
+        self._fresh: tuple[Placement, int, Mode, Plan] | None = None
         # The first activity after whose end shadows are rebuilt, the same on every worker.
         self._protect_from = 0
         # Coordinates that this worker owns by copying another pipeline's state, which it has yet to do.
@@ -63,11 +65,11 @@ class Failover:
     def fresh_plan(self) -> Plan:
         """The plan of an undisturbed iteration in the current placement."""
         engine = self._engine
-        key = (engine.placement, engine.micro_batches)
-        if self._fresh is None or self._fresh[:2] != key:
-            plan = plan_iteration(engine.placement, micro_batches=engine.micro_batches, mode=self._mode)
+        key = (engine.placement, engine.micro_batches, self.modes.mode)
+        if self._fresh is None or self._fresh[:3] != key:
+            plan = plan_iteration(engine.placement, micro_batches=engine.micro_batches, mode=self.modes.mode)
             self._fresh = (*key, plan)
-        return self._fresh[2]
+        return self._fresh[3]
 
     def enter_world(self, record: EpochRecord) -> None:
         """Make the members of ``record`` torch's default process group, and this worker's place in it its rank."""
@@ -94,6 +96,7 @@ class Failover:
         for coordinate in self._lost_coordinates:
             self._attempts[engine.global_steps, coordinate] += 1
         self._clock = clock
+        self.modes.lost(len(clock.lost))
         self._lost_at = record.time_seconds
         self.enter_world(record)
         self._settle(settlement, before=before, after=after, taken=taken)
@@ -125,7 +128,7 @@ class Failover:
             micro_batches=engine.micro_batches,
             progress=progress,
             redundant=redundant_after_loss(before, after, settlement.redundant),
-            mode=self._mode,
+            mode=self.modes.mode,
         )
         self._set_targets(settlement, taken)
 
@@ -195,10 +198,11 @@ class Failover:
         if clock is None:
             return
         self._clock = None
+        parts = clock.parts(lost_at=self._lost_at)
         fields = {
             "lost": [str(c) for c in self._lost_coordinates],
             "workers": list(clock.lost),
-            "pause_seconds": clock.parts(lost_at=self._lost_at),
+            "pause_seconds": parts,
             "recomputed": clock.recomputed,
             "regrouped_t": clock.regrouped,
             "first_recomputed_t": clock.first_recomputed or clock.regrouped,
@@ -208,6 +212,8 @@ class Failover:
             engine.session.log("loss_of_node", step=step, **fields)
         hosted = engine.placement.hosted_by(engine.session.worker)
         taken_over = [str(c) for c in self._lost_coordinates if c in hosted]
+        if taken_over:
+            self.modes.repeated(parts["recompute"])
         engine.session.log("failover", step=step, **fields, taken_over=taken_over)
 
     def protect_again(self) -> None:
@@ -269,10 +275,6 @@ class Failover:
         listed = engine.placement.shadowed_by(engine.session.worker)
         for coordinate in [c for c in engine.host.shadows if c not in listed]:
             engine.host.shadows.pop(coordinate).settle()
-
-    @property
-    def _mode(self) -> Mode:
-        return Mode(self._engine.session.config.redundancy.mode)
 
     def _report(self) -> Report:
         engine = self._engine

@@ -174,6 +174,7 @@ class IterationEnd:
             self._step_calls.beside = dict.fromkeys(engine.host.shadows, self._shadow_steps)
         self._advance(self._step_calls, None)
         value: dict[str, Any] = {"contributions": self._contributions(self._step_calls), "losses": stage_losses(engine)}
+        value.update(engine.failover.modes.contribution())
         wish = engine.reconfiguration.wish()
         if wish is not None:
             value["wish"] = wish

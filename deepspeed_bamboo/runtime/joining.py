@@ -120,5 +120,6 @@ def _take_over_facts(engine: BambooPipelineEngine, *, record: EpochRecord, welco
     engine.forward_seed = welcome["seed"]
     engine.activity.index = welcome["activity"]
     engine.__dict__.update(welcome["counters"])
+    engine.failover.modes.take(welcome["modes"])
     engine.host.save()
     engine.data.start_at(engine.global_steps, micro_batches=engine.micro_batches)

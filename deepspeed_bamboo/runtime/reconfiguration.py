@@ -116,6 +116,7 @@ class Reconfiguration:
 
     def note(self) -> None:
         """Remember what was wished in the iteration that just ended, the same on every worker."""
+        self._engine.failover.modes.note(value for _, value in sorted(self._engine.activity.previous[0].items()))
         wishes = [value.get("wish") for _, value in sorted(self._engine.activity.previous[0].items())]
         self._wish = next((wish for wish in wishes if wish is not None), None)
 
@@ -139,6 +140,7 @@ class Reconfiguration:
         """Bring the job from ``epoch`` to ``target``, or leave it as it is when somebody is lost meanwhile."""
         engine = self._engine
         started = time.perf_counter()
+        engine.failover.modes.disturb()
         try:
             engine.perform("reconfigure", lambda: self._body(epoch, target))
         finally:
@@ -187,6 +189,7 @@ class Reconfiguration:
                 "target": target.to_json(),
                 "activity": engine.activity.index,
                 "seed": engine.forward_seed,
+                "modes": engine.failover.modes.to_json(),
                 "placement": engine.placement.to_json(),
                 "counters": {name: engine.__dict__[name] for name in ("global_steps", "global_samples", "micro_steps")},
             }

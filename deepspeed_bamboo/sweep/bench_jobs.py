@@ -119,7 +119,7 @@ def run_training(
     if result.exit_code:
         raise BenchError(f"a job ended with {result.exit_code} after {result.seconds:.0f} s; see {result.output}")
     try:
-        return read_events(merge_event_files(folder / "events"))
+        return list(read_events(merge_event_files(folder / "events")))
     except EventLogError as error:
         raise BenchError(f"{error}; see {result.output}") from error
 
