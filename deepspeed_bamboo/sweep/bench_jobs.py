@@ -20,7 +20,7 @@ from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.errors import BambooError, EventLogError
 from deepspeed_bamboo.event_files import merge_event_files, read_events
 from deepspeed_bamboo.faults import Fault, FaultScript
-from deepspeed_bamboo.sweep.job import JobResult, end_group, free_port, job_environment
+from deepspeed_bamboo.sweep.job import JobResult, end_group, job_environment, launcher
 from deepspeed_bamboo.sweep.pauses import Event
 
 FIRST_KILL, STEPS_BETWEEN_KILLS, STEPS_AT_THE_END = 4, 5, 4
@@ -181,7 +181,7 @@ def run_restart(
 @contextlib.contextmanager
 def _launched(setup: BenchSetup, script: Sequence[str], *, output: Path) -> Any:
     """The stock launcher's process; whatever is left of it is ended."""
-    command = ["deepspeed", "--num_accelerators", str(setup.workers), "--master_port", str(free_port()), *script]
+    command = [*launcher(setup.workers), *script]
     with output.open("wb") as file:
         process = subprocess.Popen(
             command,

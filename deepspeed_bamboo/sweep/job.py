@@ -47,8 +47,7 @@ def run_job(
     if outside is not None:
         raise ValueError(f"{outside} needs to know the workers' processes; run it without the launcher")
     folder.mkdir(parents=True, exist_ok=True)
-    launcher = ["deepspeed", "--num_accelerators", str(workers), "--master_port", str(free_port())]
-    command = [*launcher, "--module", "deepspeed_bamboo.launch", *script]
+    command = [*launcher(workers), "--module", "deepspeed_bamboo.launch", *script]
     output = folder / "output.txt"
     start = time.monotonic()
     with output.open("wb") as file:
@@ -67,6 +66,11 @@ def run_job(
         finally:
             end_group(process)
     return JobResult(code, time.monotonic() - start, output)
+
+
+def launcher(workers: int) -> list[str]:
+    """How DeepSpeed's launcher is called for so many workers on this machine; a script or --module follows."""
+    return ["deepspeed", "--num_accelerators", str(workers), "--master_port", str(free_port())]
 
 
 def free_port() -> int:
