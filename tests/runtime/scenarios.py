@@ -159,6 +159,9 @@ def train(training: Training) -> dict[str, Any]:
         result["norm"] = str(engine.get_global_grad_norm())
         result["scale"] = float(getattr(engine.optimizer, "loss_scale", 1.0))
         result["skipped"] = engine.skipped_steps
+        events = engine.event_log.recent()[1]
+        result["modes"] = [[e["step"], e["before"], e["mode"], e["reason"]] for e in events if e["event"] == "mode"]
+        result["mode"] = engine.failover.modes.mode.value
         engine.close()
     return result
 
