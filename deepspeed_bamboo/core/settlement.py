@@ -7,7 +7,7 @@ by an agreement. An agreement needs everybody, so two workers are at most one ac
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deepspeed_bamboo.core.grid import Coordinate
@@ -31,6 +31,17 @@ class Report:
     previous: tuple[str, ...] = ()
     progress: Mapping[Coordinate, CoordinateProgress] = field(default_factory=dict)
     redundant: Mapping[Coordinate, CoordinateProgress] = field(default_factory=dict)
+
+    def outline(self) -> Report:
+        """The same with blanks for the texts of agreements, which grow with the number of workers.
+
+        That is what everybody publishes; :func:`keeper` says whose texts are needed after all.
+        """
+        return replace(self, rounds=("",) * len(self.rounds), previous=("",) * len(self.previous))
+
+    def seen_in(self, activity: int) -> tuple[str, ...]:
+        """The agreements seen in ``activity``, of this one and the one before."""
+        return {self.activity: self.rounds, self.activity - 1: self.previous}.get(activity, ())
 
     def to_json(self) -> dict[str, Any]:
         """A value that ``json`` can write and :meth:`from_json` reads back equal."""
@@ -77,11 +88,26 @@ class Settlement:
         return self.activity in self.agreed
 
 
+def keeper(reports: Mapping[WorkerId, Report]) -> tuple[WorkerId | None, frozenset[WorkerId]]:
+    """Who has to publish its whole report, and who needs it because it has seen fewer agreements; mostly nobody.
+
+    Everybody still works on, or has finished, the oldest activity that anybody is in; agreements missing there are
+    the only ones that can be missed, since later ones would have needed everybody.
+    """
+    oldest = min(report.activity for report in reports.values())
+    seen = {worker: len(report.seen_in(oldest)) for worker, report in sorted(reports.items())}
+    most = max(seen, key=lambda worker: seen[worker])
+    lacking = (w for w, report in reports.items() if report.activity == oldest and seen[w] < seen[most])
+    needing = frozenset(lacking)
+    return (most if needing else None), needing
+
+
 def settle(reports: Mapping[WorkerId, Report]) -> Settlement:
     """Conclude from all survivors' reports; the same reports give the same conclusion everywhere.
 
-    A worker one activity behind takes over the agreements that the others saw in it. Raises ValueError
-    when reports are further apart than agreements allow.
+    A worker one activity behind takes over the agreements that the others saw in it. Reports may be outlines,
+    except for the keeper's where its texts are needed. Raises ValueError when reports are further apart than
+    agreements allow.
     """
     newest = max(report.activity for report in reports.values())
     behind = {worker: report for worker, report in reports.items() if report.activity < newest}
@@ -91,7 +117,8 @@ def settle(reports: Mapping[WorkerId, Report]) -> Settlement:
     agreed: dict[int, tuple[str, ...]] = {}
     for report in reports.values():
         for activity, rounds in ((report.activity, report.rounds), (report.activity - 1, report.previous)):
-            if len(rounds) > len(agreed.get(activity, ())):
+            known = agreed.get(activity, ())
+            if (len(rounds), any(rounds)) > (len(known), any(known)):
                 agreed[activity] = rounds
     if behind and newest - 1 not in agreed:
         raise ValueError(f"nobody kept the agreement of activity {newest - 1}, which {sorted(behind)} still need")

@@ -6,6 +6,7 @@ far. It goes through the first worker of the epoch: one hop in, one hop out.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,11 +24,12 @@ def agree(value: Any, *, links: Links, me: WorkerId, workers: Sequence[WorkerId]
     root = workers[0]
     if me != root:
         links.send(root, Message(f"{label}/in", data=value))
-        result: dict[WorkerId, Any] = links.receive(root, f"{label}/out").data
+        result: dict[WorkerId, Any] = pickle.loads(links.receive(root, f"{label}/out").data)
         return result
     values = {me: value}
     for worker in workers[1:]:
         values[worker] = links.receive(worker, f"{label}/in").data
+    packed = pickle.dumps(values)  # once, since it grows with the number of workers, as does that of the messages
     for worker in workers[1:]:
-        links.send(worker, Message(f"{label}/out", data=values))
+        links.send(worker, Message(f"{label}/out", data=packed))
     return values

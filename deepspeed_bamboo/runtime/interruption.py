@@ -142,9 +142,9 @@ class Interruption:
         with self.condition:
             return self._changes
 
-    def wait_for_change(self, *, since: int, timeout_seconds: float) -> None:
-        """Wait until :attr:`changes` has left ``since``, at most that long. Raises as :meth:`wait_until` does."""
-        self.wait_until(lambda: self._changes != since, timeout_seconds=timeout_seconds)
+    def wait_for_change(self, *, since: int, timeout_seconds: float) -> bool:
+        """Wait until :attr:`changes` has left ``since``; False on time-out. Raises as :meth:`wait_until` does."""
+        return self.wait_until(lambda: self._changes != since, timeout_seconds=timeout_seconds)
 
     def notify(self) -> None:
         """Something that a predicate looks at has changed."""

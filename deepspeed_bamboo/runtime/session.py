@@ -94,6 +94,7 @@ class WorkerSession:
         self._present: dict[str, Member] = {}
         self._draining: dict[str, Drain] = {}
         self._stop: str | None = None
+        self._reports: dict[int, dict[str, dict[str, Any]]] = {}
         self._watch: Any = None
         self.closed = False
 
@@ -143,6 +144,10 @@ class WorkerSession:
     def draining(self) -> dict[str, Drain]:
         """The nodes that are to be left, as last heard of."""
         return dict(self._draining)
+
+    def reports(self, epoch: int) -> dict[str, dict[str, Any]]:
+        """What was published as progress of ``epoch``, as last heard of."""
+        return dict(self._reports.get(epoch, {}))
 
     @property
     def stop_reason(self) -> str | None:
@@ -195,6 +200,10 @@ class WorkerSession:
             self._draining = _changed(self._draining, change)
         elif change.kind == "stop":
             self._stop = change.value
+        elif change.kind == "progress" and change.value is not None:
+            recent = {number: found for number, found in self._reports.items() if number >= change.epoch - 1}
+            known = recent.get(change.epoch, {})
+            self._reports = {**recent, change.epoch: {**known, change.worker: change.value}}
 
 
 def _changed(known: dict[str, Any], change: Change) -> dict[str, Any]:
