@@ -31,6 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f'{arguments.configuration} has no "{SECTION}" section: this is plain DeepSpeed')
         return 0
     print(config.model_dump_json(indent=2))
+    if config.redundancy.mode == "auto":
+        print('redundancy.mode "auto" begins lazy and says what it chooses and why: in the log, in an event, in status')
     if not config.enabled:
         print('"enabled" is false: this is plain DeepSpeed')
     return 0

@@ -42,6 +42,8 @@ class JobView:
     agents: int
     workers: tuple[WorkerView, ...]
     draining: tuple[Drain, ...]
+    progress: dict[str, Any] | None = None
+    """What the job last said of itself: step, its loss and seconds, when (t), and recent events."""
 
     @property
     def over(self) -> bool:
@@ -69,6 +71,7 @@ def look(coordinator: JobCoordinator) -> JobView:
         agents=len(agents),
         workers=tuple(_workers(epoch, members, set(drains))),
         draining=tuple(drains.values()),
+        progress=coordinator.status(),
     )
 
 
@@ -78,13 +81,44 @@ def lines(view: JobView) -> list[str]:
     found = [f"job {view.job}: {view.state}{age}, {view.agents} agents{_after(view.detail)}"]
     if view.epoch is not None and view.epoch_seconds is not None:
         found.append(f"epoch {view.epoch}, since {_duration(view.epoch_seconds)}: {view.reason}")
+    if view.progress is not None:
+        found.append(_step_line(view.progress))
     for drain in view.draining:
         hurry = "" if drain.deadline_seconds is None else f", {drain.deadline_seconds:.0f} s from the request on"
         found.append(f"node {drain.node} is to be left{hurry}: {drain.reason}")
     rows = [(w.worker, w.node, w.zone, w.state, _short(w.hosts), _short(w.shadows)) for w in view.workers]
     if rows:
         found += ["", *_table([("worker", "node", "zone", "state", "hosts", "shadows"), *rows])]
+    events = (view.progress or {}).get("events", [])
+    if events:
+        ages = [(f"{_duration(max(0.0, time.time() - event['t']))} ago", _told(event)) for event in events]
+        found += ["", *_table(ages)]
     return found
+
+
+def _step_line(progress: dict[str, Any]) -> str:
+    """Where the job is."""
+    parts = [f"step {progress['step']}"]
+    if isinstance(progress.get("loss"), float):
+        parts.append(f"loss {progress['loss']:.4f}")
+    if "seconds" in progress:
+        parts.append(f"{progress['seconds']:.3g} s a step")
+    parts.append(f"{_duration(max(0.0, time.time() - progress['t']))} ago")
+    return ", ".join(parts)
+
+
+def _told(event: dict[str, Any]) -> str:
+    """An event in words."""
+    if event["event"] == "loss_of_node":
+        pause = event["pause_seconds"]["total"]
+        what = f"lost {', '.join(event['workers'])} with {' '.join(event['lost']) or 'nothing'}, pause {pause:.2f} s"
+    elif event["event"] == "reconfigured":
+        what = f"{event['reason']}, pause {event['seconds']:.2f} s"
+    elif event["event"] == "mode":
+        what = f"mode {event['reason']}"
+    else:
+        what = f"{event['event']} {event.get('reason', '')}".rstrip()
+    return f"step {event['step']}: {what}"
 
 
 def _state(coordinator: JobCoordinator, *, alive: bool, epoch: EpochRecord | None) -> tuple[str, str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from deepspeed_bamboo.coordination.published import PublishedJob, own_pid_namesp
 from deepspeed_bamboo.coordination.records import AgentRecord, JobFailure
 from deepspeed_bamboo.coordination.server import PrivateEtcd
 from deepspeed_bamboo.job_view import look
+from deepspeed_bamboo.runtime.status import StatusTeller
 from tests.coordination.helpers import first_epoch, member
 
 WORKERS = ["a-0-0", "a-1-0", "b-2-0", "c-3-0"]
@@ -68,6 +71,44 @@ def test_status_shows_who_hosts_what(
         ["c-3-0", "c", "z3", "standby", "-", "-"],
         ["d-4-0", "d", "z4", "joining", "-", "-"],
     ]
+
+
+def test_status_shows_the_step_and_recent_events(
+    job: JobCoordinator, server: PrivateEtcd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[object] = []
+    watch = job.watch(told.append)
+    teller = StatusTeller(job, worker="a-0-0")
+    pause = {"workers": ["b-2-0"], "lost": ["0.2"], "pause_seconds": {"total": 0.25}}
+    teller.note("loss_of_node", step=6, reporter=True, fields=pause)
+    teller.note("step", step=6, reporter=False, fields={"loss": 1.0, "seconds": 0.1})
+    assert job.status() is None, "only the reporter tells"
+    teller.note("step", step=7, reporter=True, fields={"loss": 2.5, "seconds": 0.125})
+    await_status(job, step=7)
+    teller.close()
+    other = StatusTeller(job, worker="c-3-0")
+    other.note("reconfigured", step=9, reporter=True, fields={"reason": "joined: d-4-0", "seconds": 0.5})
+    other.note("step", step=9, reporter=True, fields={"loss": 2.25, "seconds": 0.125})
+    await_status(job, step=9)
+    other.close()
+    watch.stop()
+    assert main(["status", "--job", "busy", "--endpoints", str(server.endpoint)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"step 9, loss 2.2500, 0.125 s a step, \d+ s ago", lines[2])
+    assert [line.split(" ago  ")[1] for line in lines[-2:]] == [
+        "step 6: lost b-2-0 with 0.2, pause 0.25 s",
+        "step 9: joined: d-4-0, pause 0.50 s",
+    ]
+    assert not [change for change in told if "status" in str(change)], "watchers of the job hear of no step"
+    job.clean_up()
+    assert job.status() is None
+
+
+def await_status(job: JobCoordinator, *, step: int) -> None:
+    deadline = time.monotonic() + 20.0
+    while (job.status() or {}).get("step") != step:
+        assert time.monotonic() < deadline, job.status()
+        time.sleep(0.01)
 
 
 def test_status_as_json(job: JobCoordinator, server: PrivateEtcd, capsys: pytest.CaptureFixture[str]) -> None:

@@ -294,6 +294,15 @@ class JobCoordinator:
         entry = self._store.get(self._keys.finished)
         return None if entry is None else dict(decode(entry.value))
 
+    def publish_status(self, status: dict[str, Any]) -> None:
+        """Say where the job is, for onlookers; :meth:`watch` does not tell of it."""
+        self._store.put(self._keys.status, encode(status))
+
+    def status(self) -> dict[str, Any] | None:
+        """What was said last, if anything."""
+        entry = self._store.get(self._keys.status)
+        return None if entry is None else dict(decode(entry.value))
+
     def watch(self, on_change: Callable[[Change], None]) -> JobWatch:
         """Call ``on_change`` from one thread for all there is, then for every change; see JobWatch."""
 
@@ -322,6 +331,7 @@ class JobCoordinator:
             if live:
                 raise JobNameTaken(f"a job named {self.job!r} is running ({', '.join(live)}); {remedy}")
             self._store.delete_prefix(self._keys.root)
+            self._store.delete(self._keys.status)
             yield
         finally:
             self._store.revoke(lease)
@@ -331,6 +341,7 @@ class JobCoordinator:
         with self._lock:
             self._latest = None
         self._store.delete_prefix(self._keys.root)
+        self._store.delete(self._keys.status)
 
     def close(self) -> None:
         """End the watches and the connection of the store underneath."""

@@ -38,6 +38,8 @@ class JobKeys:
 
     def __init__(self, *, prefix: str, job: str) -> None:
         self.root = f"/{prefix.strip('/')}/{check_name(job, what='job name')}/"
+        # Beside the root, so that nobody who watches the job hears of every step.
+        self.status = f"/{prefix.strip('/')}/.status/{job}"
         self.claim = f"/{prefix.strip('/')}/.claims/{job}"  # no job's name begins with a dot
         self.epoch = self.root + "epoch"
         self.generation = self.root + "generation"

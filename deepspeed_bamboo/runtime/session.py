@@ -19,6 +19,7 @@ from deepspeed_bamboo.events import EventLog
 from deepspeed_bamboo.faults import Fault, FaultScript
 from deepspeed_bamboo.runtime.c10d import c10d
 from deepspeed_bamboo.runtime.interruption import Interruption
+from deepspeed_bamboo.runtime.status import StatusTeller
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class WorkerSession:
         self.interruption = Interruption()
         self.faults = FaultScript.of_job(config.faults)
         self.events = EventLog(config.event_log, identity.worker)
+        self._status = StatusTeller(coordinator, worker=identity.worker)
         # Rendezvous server of every epoch in which this worker is the first one.
         self.store = c10d.TCPStore(
             identity.address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
@@ -155,8 +157,11 @@ class WorkerSession:
         return self._stop
 
     def log(self, event: str, *, step: int, **fields: Any) -> None:
-        """Write an event to this worker's event log."""
+        """Write an event to this worker's event log; what onlookers want to know is told to them, too."""
         self.events.log(event, epoch=self.interruption.epoch, step=step, **fields)
+        record = self.interruption.active
+        reporter = record is not None and record.members[0] == self.worker
+        self._status.note(event, step=step, reporter=reporter, fields=fields)
 
     def strike(self, fault: Fault, *, step: int) -> None:
         """Carry out a scripted fault on this process: the signal reaches it before this returns (or never)."""
@@ -172,6 +177,7 @@ class WorkerSession:
     def close(self) -> None:
         """Withdraw and stop watching. The job goes on without this worker."""
         self.closed = True
+        self._status.close()
         if self._watch is not None:
             self._watch.stop()
         if self._registration is not None:

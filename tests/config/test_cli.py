@@ -15,7 +15,12 @@ def test_check_shows_all_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[
     path.write_text('{"bamboo": {"redundancy": {"mode": "eager"}}}')
     assert main(["check", str(path)]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert shown["redundancy"] == {"mode": "eager", "offload": "cpu", "memory_limit_gigabytes": None}
+    assert shown["redundancy"] == {
+        "mode": "eager",
+        "losses_per_hour": None,
+        "offload": "cpu",
+        "memory_limit_gigabytes": None,
+    }
     assert shown["coordinator"]["lease_seconds"] == 3.0
 
 

@@ -1,0 +1,68 @@
+"""What ``ds_bamboo status`` shows of a running job: its step and recent events, told by the reporter now and then."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobCoordinator
+
+# At most so often, whatever the steps take; no worker waits for it or hears of it.
+_PERIOD_SECONDS = 1.0
+_TOLD = ("loss_of_node", "reconfigured", "notice", "mode", "checkpoint", "fatal_restore")
+_KEPT = 8
+
+
+class StatusTeller:
+    """Tells the newest step in a thread of its own, which begins with the first one. Never blocks its caller."""
+
+    def __init__(self, coordinator: JobCoordinator, *, worker: str) -> None:
+        self._coordinator = coordinator
+        self._worker = worker
+        self._changed = threading.Condition()
+        self._newest: dict[str, Any] | None = None
+        self._events: deque[dict[str, Any]] = deque(maxlen=_KEPT)
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def note(self, event: str, *, step: int, reporter: bool, fields: dict[str, Any]) -> None:
+        """This worker has logged ``event``. Events are kept by all, for any of them may become the reporter."""
+        with self._changed:
+            if event in _TOLD:
+                self._events.append({"t": time.time(), "event": event, "step": step, **fields})
+            if event != "step" or not reporter or self._closed:
+                return
+            self._newest = {"t": time.time(), "step": step, "loss": fields["loss"], "seconds": fields["seconds"]}
+            self._changed.notify()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="bamboo-status", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """Tell nothing any more. Does not wait."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        earlier: list[dict[str, Any]] | None = None
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._newest is not None)
+                if self._closed:
+                    return
+                newest, self._newest = self._newest, None
+                own = list(self._events)
+            try:
+                if earlier is None:
+                    before = self._coordinator.status() or {}
+                    earlier = [] if before.get("worker") == self._worker else before.get("events", [])
+                first = min((event["t"] for event in own), default=float("inf"))
+                events = [event for event in earlier if event["t"] < first] + own
+                self._coordinator.publish_status({"worker": self._worker, **(newest or {}), "events": events[-_KEPT:]})
+            except CoordinatorUnavailable:
+                earlier = None  # the next one will do
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, timeout=_PERIOD_SECONDS)
