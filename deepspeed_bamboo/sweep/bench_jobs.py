@@ -66,6 +66,10 @@ class BenchSetup:
         }
         if self.accelerator != "cpu":
             settings["bf16"] = {"enabled": True}
+        if plugin is None and self.accelerator != "cpu":
+            # Without ZeRO DeepSpeed 0.19.8 fails to read its own checkpoints of bf16 training back (KeyError: 0).
+            settings["zero_optimization"] = {"stage": 1}
+            settings["zero_allow_untested_optimizer"] = True
         if plugin is not None:
             settings[SECTION] = {"redundancy": {"mode": self.mode}, **plugin}
         return settings
