@@ -27,7 +27,6 @@ from deepspeed_bamboo.runtime.failover import Failover
 from deepspeed_bamboo.runtime.hosting import StageHost
 from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.iteration_end import IterationEnd
-from deepspeed_bamboo.runtime.joining import LateEntry
 from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.logical import Exchange
 from deepspeed_bamboo.runtime.losses import aggregate_losses, agreed_losses
@@ -57,7 +56,8 @@ class BambooPipelineEngine(PipelineEngine):
     # Stock's constructor sets these; it has no types.
     grid: Any
     fwd_outputs: list[Any]
-    late_entry: LateEntry | None = None
+    # True on a worker that joined late and whose script has not come to the job's step yet.
+    catching_up = False
 
     def __init__(self, *args: Any, session: WorkerSession, **kwargs: Any) -> None:
         # Until the grid is known, every iterator is that of the pipeline in which this worker starts.
@@ -104,10 +104,10 @@ class BambooPipelineEngine(PipelineEngine):
         self.failover = Failover(self)
         self.reconfiguration = Reconfiguration(self)
         self._place_data()
-        if session.identity.joining:
-            self.late_entry = LateEntry(self, grid)
-        else:
-            self.placement = enter_first_epoch(self, grid)
+        self._begin(grid)
+
+    def _begin(self, grid: Grid) -> None:
+        self.placement = enter_first_epoch(self, grid)
 
     @property
     def host(self) -> StageHost:
@@ -117,20 +117,6 @@ class BambooPipelineEngine(PipelineEngine):
         return self._stage_host
 
     # ---- what users see -------------------------------------------------------------------------------
-
-    @property
-    def global_steps(self) -> int:
-        """Iterations done. On a worker that joins late, asking for it is what takes that into the job."""
-        self._enter()
-        return int(self.__dict__["global_steps"])
-
-    @global_steps.setter
-    def global_steps(self, count: int) -> None:
-        self.__dict__["global_steps"] = count
-
-    def _enter(self) -> None:
-        if self.late_entry is not None:
-            self.late_entry.enter()
 
     @property
     def is_reporter(self) -> bool:
@@ -159,8 +145,8 @@ class BambooPipelineEngine(PipelineEngine):
 
     @property
     def finished(self) -> bool:
-        """True once the job has been declared complete."""
-        return self.session.coordinator.finished() is not None
+        """True once the job is complete, or was asked to stop: there is no further iteration, leave the loop."""
+        return self.session.finished or self.reconfiguration.stop_agreed
 
     def log_event(self, event: str, **fields: Any) -> None:
         """Write an event to this worker's event log, with the current step and epoch."""
@@ -185,9 +171,6 @@ class BambooPipelineEngine(PipelineEngine):
     def close(self) -> None:
         """End the job after a last agreement that everybody is done. Called when the script ends; once is enough."""
         if self.session.closed:
-            return
-        if self.late_entry is not None and self.late_entry.pending:
-            self.leave()
             return
         self.barrier()
         self.session.coordinator.finish({"step": self.global_steps})
@@ -296,7 +279,6 @@ class BambooPipelineEngine(PipelineEngine):
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Any:
         """As stock's, and surviving losses: returns the mean loss of the batch on every worker."""
-        self._enter()
         started = time.perf_counter()
         if data_iter is not None:
             self.set_dataiterator(data_iter)
@@ -322,7 +304,6 @@ class BambooPipelineEngine(PipelineEngine):
         num_micro_batches: int | None = None,
     ) -> Any:
         """As stock's, and surviving losses: an evaluation that a loss interrupts is done again from its start."""
-        self._enter()
         micro_batches = self.micro_batches if num_micro_batches is None else num_micro_batches
         request = EvaluationRequest(micro_batches, return_logits, compute_loss, reduce_output, bcast_loss)
         self.evaluation_data = PipelineData(self.home)
@@ -340,7 +321,6 @@ class BambooPipelineEngine(PipelineEngine):
 
     def perform(self, kind: str, body: Callable[[], None]) -> None:
         """Run ``body`` as the next activity, again after every recovery, until it gets through."""
-        self._enter()
         self.activity.kind = kind
         while True:
             try:

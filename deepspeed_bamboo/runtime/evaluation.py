@@ -53,6 +53,9 @@ def evaluate(engine: BambooPipelineEngine, request: EvaluationRequest) -> Any:
     _prepare(engine, request)
     engine.evaluated_micro_batches = request.micro_batches
     engine.perform("evaluate", body)
+    if engine.protects and engine.evaluation_data is not None:
+        # Every worker's iterator goes on by as much, since each may have to feed a stage the next time.
+        engine.evaluation_data.complete(request.micro_batches, step=engine.global_steps, transform=engine.batch_fn)
     result = _result(engine, request, kept=kept, shared=shared)
     logits = next((replica.attributes.get("outputs") for replica in _last_stages(engine)), None)
     _clean_up(engine, request)

@@ -26,6 +26,7 @@ from deepspeed_bamboo.core.settlement import Report, Settlement
 from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.mode_choice import ModeChoice
+from deepspeed_bamboo.runtime.news import tell, tell_once
 from deepspeed_bamboo.runtime.protection import copy_from_other_pipeline, copy_shadows
 from deepspeed_bamboo.runtime.recovery import PauseClock, Recovery
 from deepspeed_bamboo.runtime.replica import StageReplica
@@ -199,6 +200,7 @@ class Failover:
             return
         self._clock = None
         parts = clock.parts(lost_at=self._lost_at)
+        pause = clock.parts(lost_at=self._lost_at)
         fields = {
             "lost": [str(c) for c in self._lost_coordinates],
             "workers": list(clock.lost),
@@ -212,6 +214,9 @@ class Failover:
             engine.session.log("loss_of_node", step=step, **fields)
         hosted = engine.placement.hosted_by(engine.session.worker)
         taken_over = [str(c) for c in self._lost_coordinates if c in hosted]
+        if taken_over:
+            lost = ", ".join(clock.lost)
+            tell(engine, f"step {step}: took {', '.join(taken_over)} over from {lost}, pause {pause['total']:.2f} s")
         if taken_over:
             self.modes.repeated(parts["recompute"])
         engine.session.log("failover", step=step, **fields, taken_over=taken_over)
@@ -251,7 +256,11 @@ class Failover:
         current, engine.placement = copied[0]
         if engine.is_reporter:
             self._propose_protected(current)
-        engine.log_event("protected", seconds=time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        engine.log_event("protected", seconds=seconds)
+        alone = len(current.members) == 1
+        state = "no other worker is left, another loss ends the job" if alone else "another loss is survived again"
+        tell_once(engine, f"step {engine.global_steps}: shadows rebuilt in {seconds:.2f} s, {state}")
 
     def _propose_protected(self, current: EpochRecord) -> None:
         engine = self._engine
@@ -295,6 +304,8 @@ class Failover:
         record = engine.session.interruption.active
         if record is None:
             raise RuntimeError("no epoch has been entered")
+        if engine.catching_up:
+            return [tensor.detach().clone() for _ in record.members]  # the others did this before it came
 
         def body() -> None:
             if not engine.activity.rounds:

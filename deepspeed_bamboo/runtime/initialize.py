@@ -19,6 +19,7 @@ from deepspeed_bamboo.coordination import connect
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.requirements import ModelKind, OptimizerSource, validate_deepspeed_settings
 from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+from deepspeed_bamboo.runtime.late_engine import LateEngine
 from deepspeed_bamboo.runtime.session import WorkerIdentity, WorkerSession
 from deepspeed_bamboo.runtime.standalone import is_standalone, standalone_job
 
@@ -49,7 +50,8 @@ def initialize_with(stock: Initialize, *args: Any, **kwargs: Any) -> Any:
         environment, etcd = standalone_job(os.environ)
     identity = WorkerIdentity.from_environment(environment)
     session = WorkerSession(identity, coordinator=connect(environment), config=config, etcd=etcd)
-    with _engine_class(partial(BambooPipelineEngine, session=session)):
+    engine_class = LateEngine if identity.joining else BambooPipelineEngine
+    with _engine_class(partial(engine_class, session=session)):
         return stock(*args, **kwargs)
 
 

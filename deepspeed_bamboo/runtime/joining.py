@@ -1,9 +1,8 @@
 """A worker that comes to a running job: its script runs from the top, and it is taken in at an iteration boundary.
 
-Until it asks for the job's step, or trains, the script sees a process group of the job's size in which this worker is
-alone: collectives give back what they are given. What stock DeepSpeed builds with it is a stage that this worker may be
-given; its values come from the others (``reconfiguration.py`` has their side). The job hears of the worker only when
-the script has done whatever it does first, reading its data for example: once it is a member everybody waits for it.
+Until then the script sees a process group of the job's size in which this worker is alone: collectives give back what
+they are given. What stock DeepSpeed builds with it is a stage that this worker may be given; its values come from the
+others (``reconfiguration.py`` has their side, ``late_engine.py`` the moment).
 """
 
 from __future__ import annotations
@@ -53,29 +52,6 @@ def alone_in_the_group(environment: Mapping[str, str], coordinator: JobCoordinat
         c10d.init_process_group = stock
 
 
-class LateEntry:
-    """Lets an engine join its job when the script first needs that: see the module."""
-
-    def __init__(self, engine: BambooPipelineEngine, grid: Grid) -> None:
-        """Raises ConfigError when the script builds another ``grid`` than the job has."""
-        self._engine = engine
-        self._pending = True
-        current = engine.session.coordinator.epoch()
-        if current is not None:
-            _check_grid(grid, current.placement.grid)
-
-    @property
-    def pending(self) -> bool:
-        """True while the job does not know of this worker."""
-        return self._pending
-
-    def enter(self) -> None:
-        """Join, unless that has been done. Raises as :func:`join`."""
-        if self._pending:
-            self._pending = False
-            join(self._engine)
-
-
 def join(engine: BambooPipelineEngine) -> None:
     """Register, wait to be taken in, and take part in that; returns when this worker is one of the job's.
 
@@ -86,7 +62,7 @@ def join(engine: BambooPipelineEngine) -> None:
     engine.host.set_aside()
     session.register(rank=int(os.environ.get("RANK", "0")))
     while not interruption.wait_until(lambda: interruption.record is not None, timeout_seconds=_LOOK_SECONDS):
-        if session.coordinator.finished() is not None:
+        if session.finished:
             raise JobStoppedError(f"job {session.identity.job} was complete before this worker could join it")
     record = interruption.record
     if record is None or record.lost or record.placement.hosted_by(session.worker):
@@ -104,8 +80,10 @@ def join(engine: BambooPipelineEngine) -> None:
     engine.reconfiguration.carry_out(record.number, target)
 
 
-def _check_grid(built: Grid, needed: Grid) -> None:
-    """Before the job hears of this worker: a script with other arguments must not do any harm."""
+def check_grid(engine: BambooPipelineEngine, built: Grid) -> None:
+    """Raise ConfigError for a script with other arguments, before the job hears of this worker."""
+    record = engine.session.coordinator.epoch()
+    needed = built if record is None else record.placement.grid
     if built != needed:
         raise ConfigError(
             f"this script builds a grid of {built.pipelines} x {built.stages} (pipelines x stages), but the job that "

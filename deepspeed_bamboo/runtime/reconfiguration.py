@@ -27,6 +27,7 @@ from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.core.reconfiguring import Target, next_target, transfers
 from deepspeed_bamboo.core.sites import WorkerSite
 from deepspeed_bamboo.errors import DrainedError, JobStoppedError
+from deepspeed_bamboo.runtime.news import tell_once
 from deepspeed_bamboo.runtime.protection import receive_replica, send_replica
 from deepspeed_bamboo.runtime.recovery import peers_of, tensor_peers
 
@@ -57,6 +58,7 @@ class Reconfiguration:
         self._taken_in: set[WorkerId] = set()
         self._noticed_at: float | None = None
         self._said_why_not = False
+        self.stop_agreed = False
         self._moved_seconds = 0.0
 
     # -- wishes ------------------------------------------------------------------------------------
@@ -119,6 +121,7 @@ class Reconfiguration:
         self._engine.failover.modes.note(value for _, value in sorted(self._engine.activity.previous[0].items()))
         wishes = [value.get("wish") for _, value in sorted(self._engine.activity.previous[0].items())]
         self._wish = next((wish for wish in wishes if wish is not None), None)
+        self.stop_agreed = self._wish is not None and self._wish.stop is not None
 
     # -- carrying them out -------------------------------------------------------------------------
 
@@ -290,6 +293,9 @@ class Reconfiguration:
     def _tell(self, target: Target, *, seconds: float) -> None:
         engine = self._engine
         hosted = [str(c) for c in target.placement.hosted_by(engine.session.worker)]
+        tell_once(
+            engine, f"step {engine.global_steps}: {target.reason}; {len(target.members)} workers, {seconds:.2f} s"
+        )
         fields: dict[str, Any] = {
             "reason": target.reason,
             "joining": list(target.joining),

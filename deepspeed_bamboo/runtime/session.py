@@ -96,6 +96,7 @@ class WorkerSession:
         self._present: dict[str, Member] = {}
         self._draining: dict[str, Drain] = {}
         self._stop: str | None = None
+        self._finished = False
         self._reports: dict[int, dict[str, dict[str, Any]]] = {}
         self._watch: Any = None
         self.closed = False
@@ -156,6 +157,11 @@ class WorkerSession:
         """Why the job is to end at the next boundary, as last heard of; None: it is not."""
         return self._stop
 
+    @property
+    def finished(self) -> bool:
+        """Whether the job has been declared complete, as last heard of."""
+        return self._finished
+
     def log(self, event: str, *, step: int, **fields: Any) -> None:
         """Write an event to this worker's event log; what onlookers want to know is told to them, too."""
         self.events.log(event, epoch=self.interruption.epoch, step=step, **fields)
@@ -206,6 +212,8 @@ class WorkerSession:
             self._draining = _changed(self._draining, change)
         elif change.kind == "stop":
             self._stop = change.value
+        elif change.kind == "finished":
+            self._finished = change.value is not None
         elif change.kind == "progress" and change.value is not None:
             recent = {number: found for number, found in self._reports.items() if number >= change.epoch - 1}
             known = recent.get(change.epoch, {})

@@ -37,12 +37,13 @@ class WorldGroup(ProcessGroup):
         if not operation:
             raise NotImplementedError(f"the world group reduces by sum, max, min and mean, not {opts.reduceOp}")
         for tensor in tensors:
-            tensor.copy_(combine(operation, self._gather(tensor)))
+            tensor.detach().copy_(combine(operation, self._gather(tensor)))
         return FinishedWork()
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> FinishedWork:
         for tensor in tensors:
-            tensor.copy_(self._gather(tensor)[opts.rootRank])
+            # Stock broadcasts parameters, tied ones for example.
+            tensor.detach().copy_(self._gather(tensor)[opts.rootRank])
         return FinishedWork()
 
     def barrier(self, opts: Any = None) -> FinishedWork:
@@ -54,7 +55,7 @@ class WorldGroup(ProcessGroup):
             values = self._gather(tensor)
             if self.rank() == opts.rootRank:
                 operation = REDUCTIONS.get(getattr(opts.reduceOp, "op", opts.reduceOp), "")
-                tensor.copy_(combine(operation, values))
+                tensor.detach().copy_(combine(operation, values))
         return FinishedWork()
 
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> FinishedWork:

@@ -210,6 +210,42 @@ def train_with_joiners(
     return result
 
 
+def train_by_count(training: Training, waits: dict[str, int]) -> dict[str, Any]:
+    """As a script that knows nothing of the plugin: counts its steps, one iterator to train and one to evaluate."""
+    engine = build(training)
+    make = models.tokens if training.layers == "tied" else models.vectors
+    iterator = models.micro_batches(make, pipeline=0, first_step=0, count=training.micro_batches)
+    evaluated = models.micro_batches(make, pipeline=100, first_step=0, count=training.micro_batches)
+    losses, evaluations = [], []
+    for step in range(training.steps):
+        _wait_for_joiners(engine, waits.get(str(step), 0))
+        losses.append(float(engine.train_batch(iterator)))
+        if step in training.evaluate_before:
+            evaluations.append(float(engine.eval_batch(evaluated)))
+    result = {
+        "losses": losses,
+        "evaluations": evaluations,
+        "digest": engine.state_digest(),
+        "steps": engine.global_steps,
+        "hosted": [str(c) for c in engine.placement.hosted_by(engine.session.worker)],
+    }
+    engine.close()
+    return result
+
+
+def train_until_stopped(training: Training, stop_at: int) -> dict[str, Any]:
+    """A loop that looks whether the job is to end, and something to do after it."""
+    engine = build(training)
+    iterator = models.micro_batches(models.vectors, pipeline=0, first_step=0, count=training.micro_batches)
+    while engine.global_steps < training.steps and not engine.finished:
+        if engine.global_steps == stop_at and engine.is_reporter:
+            engine.session.coordinator.request_stop("asked to by a test")
+        engine.train_batch(iterator)
+    result = {"steps": engine.global_steps, "digest": engine.state_digest()}
+    engine.close()
+    return result
+
+
 def _wait_for_joiners(engine: Any, count: int) -> None:
     deadline = time.monotonic() + 60.0
     while count and engine.is_reporter:
