@@ -13,6 +13,8 @@ the coordinate is in that step for the first time. ``"attempt": 1`` fires in the
 which is how the loss of the worker that took over is scripted, ``"attempt": 2`` in the second, and so
 on. In later steps the count starts at 0 again, whoever hosts the coordinate then, so a second loss in
 a later step needs nothing special.
+
+A further loss in the middle of a recovery is scripted by one of RECOVERY_POINTS in place of an instruction.
 """
 
 from __future__ import annotations
@@ -33,6 +35,10 @@ ENVIRONMENT_VARIABLE = "BAMBOO_FAULTS"
 PER_MICRO_BATCH = ("forward", "backward", "send_activation", "send_grad")
 PER_STEP = ("reduce", "step", "idle")
 INSTRUCTIONS = PER_MICRO_BATCH + PER_STEP
+# Moments of a recovery, in their order: the new epoch is known; this worker has reported; it is about to connect; it
+# has what it takes over, about to go on; and after that step, counted as the next one: shadows are about to be
+# rebuilt; they are, about to be said.
+RECOVERY_POINTS = ("interrupted", "reported", "regroup", "resume", "protect", "protected")
 SIGNALS = ("KILL", "STOP", "TERM", "NOTICE")
 
 _DEFAULTS: Mapping[str, Any] = {"pipeline": 0, "signal": "KILL", "attempt": 0}
@@ -41,7 +47,7 @@ _COUNTS = ("step", "pipeline", "stage", "attempt", "micro_batch")
 
 @dataclass(frozen=True)
 class Fault:
-    """One scripted fault. ``at`` is one of INSTRUCTIONS, ``signal`` one of SIGNALS.
+    """One scripted fault. ``at`` is one of INSTRUCTIONS or RECOVERY_POINTS, ``signal`` one of SIGNALS.
 
     ``idle`` is the moment before a step's first instruction. ``micro_batch`` is None exactly for the
     instructions that a step has once; ``seconds`` (how long before the node goes) exactly for NOTICE.
@@ -175,11 +181,11 @@ def _wrong_values(values: Mapping[str, Any]) -> Iterable[str]:
         value = values.get(key)
         if key in values and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
             yield f"{key} {value!r} must be a whole number from 0 up"
-    if "at" in values and values["at"] not in INSTRUCTIONS:
-        yield f"unknown instruction {choose_from(values['at'], INSTRUCTIONS)}"
+    if "at" in values and values["at"] not in INSTRUCTIONS + RECOVERY_POINTS:
+        yield f"unknown instruction {choose_from(values['at'], INSTRUCTIONS + RECOVERY_POINTS)}"
     if values["signal"] not in SIGNALS:
         yield f"unknown signal {choose_from(values['signal'], SIGNALS)}"
-    if values.get("at") in PER_STEP and "micro_batch" in values:
+    if values.get("at") in PER_STEP + RECOVERY_POINTS and "micro_batch" in values:
         yield f"{values['at']!r} happens once a step and has no micro_batch; leave micro_batch out"
     seconds = values.get("seconds")
     if values["signal"] == "NOTICE":

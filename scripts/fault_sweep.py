@@ -15,7 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from deepspeed_bamboo.faults import ENVIRONMENT_VARIABLE
@@ -23,7 +23,7 @@ from deepspeed_bamboo.sweep.cases import PROFILES, select
 from deepspeed_bamboo.sweep.forked import ForkedJobs
 from deepspeed_bamboo.sweep.job import job_environment, run_job
 from deepspeed_bamboo.sweep.rows import Row, table_line, total_lines, totals
-from deepspeed_bamboo.sweep.sweep import Sweep, SweepError
+from deepspeed_bamboo.sweep.sweep import RunJob, Sweep, SweepError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.pop(ENVIRONMENT_VARIABLE, None)
     rows: list[Row] = []
     try:
-        with nullcontext(run_job) if arguments.launcher else ForkedJobs() as job:
+        with jobs_of(arguments) as job:
             sweep = Sweep(root=ROOT, folder=arguments.folder.resolve(), job=job)
             for row in sweep.rows(cases, jobs=arguments.jobs):
                 rows.append(row)
@@ -53,6 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(row.passed for row in rows) else 1
 
 
+def jobs_of(arguments: argparse.Namespace) -> AbstractContextManager[RunJob]:
+    """What runs one job."""
+    if arguments.launcher:
+        return nullcontext(run_job)
+    return ForkedJobs(lease_seconds=arguments.lease_seconds, limit_seconds=arguments.limit_seconds)
+
+
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The script's arguments. Exits with a usage message when they are wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -62,6 +69,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--jobs", type=int, default=1, help="jobs at a time (default: 1; each has 4 or so workers)")
     parser.add_argument("--launcher", action="store_true", help="start each job with deepspeed's launcher; slower")
+    parser.add_argument(
+        "--lease-seconds", type=float, default=3.0, help="a worker silent for longer is lost (default: 3; busy: more)"
+    )
+    parser.add_argument("--limit-seconds", type=float, default=90.0, help="of one job (default: 90; busy: more)")
     parser.add_argument("--folder", type=Path, default=Path("runs/fault_sweep"), help="for what jobs leave")
     parser.add_argument("--results", type=Path, default=Path("runs/fault_sweep.json"), help="JSON file for the rows")
     parser.add_argument("--list", action="store_true", help="name the cases and stop")

@@ -92,6 +92,8 @@ def build_engine(arguments: argparse.Namespace, size: ModelSize) -> Any:
         partition_method=arguments.partition,
         seed_layers=arguments.seed_layers,
         activation_checkpoint_interval=arguments.activation_checkpoint_interval,
+        # Reentrant checkpoints lose the gradients of layers whose input has none, as the embedding's tokens.
+        checkpointable_layers=["Block"] if arguments.activation_checkpoint_interval else None,
     )
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
     return engine

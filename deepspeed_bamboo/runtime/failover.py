@@ -47,6 +47,7 @@ class Failover:
             links=links,
             report=self._report,
             suspicion_seconds=engine.session.config.coordinator.suspicion_limit_seconds,
+            point=self._strike_if_scripted,
         )
         self.modes = ModeChoice(engine)
         self._clock: PauseClock | None = None
@@ -101,6 +102,11 @@ class Failover:
         self._lost_at = record.time_seconds
         self.enter_world(record)
         self._settle(settlement, before=before, after=after, taken=taken)
+        self._strike_if_scripted("resume")
+
+    def _strike_if_scripted(self, at: str) -> None:
+        for replica in self._engine.host.owners():
+            self._engine.strike_if_scripted(replica.coordinate, at, None)
 
     def _settle(self, settlement: Settlement, *, before: Placement, after: Placement, taken: list[Coordinate]) -> None:
         engine, activity = self._engine, self._engine.activity
@@ -171,7 +177,9 @@ class Failover:
             backwards = previous.gradients_received if previous else (after.backwards if after else 0)
             forwards = after.activations_received if after else backwards
             self._clock.taken_over[coordinate] = (forwards, backwards)
-            kept = self._engine.host.owned[coordinate].progress
+            replica = self._engine.host.owned.get(coordinate)
+            # What is copied from another pipeline may have to wait for this worker's step, and starts from nothing.
+            kept = replica.progress if replica else CoordinateProgress()
             self._clock.recomputed["forwards"] += max(0, forwards - kept.forwards)
             self._clock.recomputed["backwards"] += max(0, backwards - kept.backwards)
 
@@ -243,6 +251,7 @@ class Failover:
             current = interruption.active
             if current is None:
                 raise RuntimeError("no epoch has been entered")
+            self._strike_if_scripted("protect")
             self._drop_unlisted_shadows()
             target = engine.placement.protected(current.members)
             missing = {c: w for c, w in target.shadows if engine.placement.shadow(c) is None}
@@ -254,6 +263,7 @@ class Failover:
         if not copied or interruption.active is not copied[0][0]:
             return
         current, engine.placement = copied[0]
+        self._strike_if_scripted("protected")
         if engine.is_reporter:
             self._propose_protected(current)
         seconds = time.perf_counter() - started

@@ -103,6 +103,8 @@ class StageHost:
         replica = StageReplica(coordinate, {}, logical_groups(state["module"], logical))
         self._active = replica
         self.save()
+        # A worker that never builds another replica never switches, which would do this.
+        deepspeed_groups.mpu = logical
         self.owned[coordinate] = replica
         self._prepare(replica)
         return replica

@@ -61,6 +61,7 @@ class Recovery:
         report: what this worker has to report, asked for once per epoch.
         suspicion_seconds: how long a failed transfer waits for the verdict of the lease or the agent
             before this worker proposes the loss itself.
+        point: called with the name of each of ``faults.RECOVERY_POINTS`` on the way.
     """
 
     def __init__(
@@ -70,11 +71,13 @@ class Recovery:
         links: Links,
         report: Callable[[], Report],
         suspicion_seconds: float,
+        point: Callable[[str], None],
     ) -> None:
         self._session = session
         self._links = links
         self._report = report
         self._suspicion_seconds = suspicion_seconds
+        self._point = point
 
     def recover(
         self, cause: EpochChangedError | PeerLostError, *, placement: Placement
@@ -97,6 +100,7 @@ class Recovery:
                     raise ExpelledError(f"epoch {record.number} does not include this worker: {record.reason}")
                 interruption.enter(record)
                 clock.epoch_seen = clock.epoch_seen or interruption.seen_seconds
+                self._point("interrupted")
                 self._links.close()
                 clock.aborted = time.time()
                 settlement = settle(self._exchange_reports(record))
@@ -148,6 +152,7 @@ class Recovery:
         session, number = self._session, record.number
         own = self._report()
         session.coordinator.publish_progress(number, session.worker, own.outline().to_json())
+        self._point("reported")
         reports = self._await_reports(number, record.members)
         most, needing = keeper(reports)
         if most is None:
@@ -172,6 +177,7 @@ class Recovery:
         return {name: Report.from_json(published[name]) for name in names}
 
     def _regroup(self, record: EpochRecord) -> None:
+        self._point("regroup")
         members = self._session.coordinator.members()
         missing = [worker for worker in record.members if worker not in members]
         if missing:

@@ -53,7 +53,9 @@ def _build_initial_shadows(
     Raises BambooError when a worker dies meanwhile: nothing has been trained, so nothing is lost.
     """
     session = engine.session
-    alike = engine.protects and not engine.zero_optimization()
+    # Without shadows too: where another pipeline holds the same, nothing has to be kept for a loss. As ZeRO does,
+    # DeepSpeed's bf16 optimizer spreads its fp32 weights and moments over the pipelines.
+    alike = not engine.zero_optimization() and not engine.using_bf16_optimizer
     placement = Placement.initial(grid, order, protected=engine.protects, alike=alike)
     record = EpochRecord(
         number=0,

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from deepspeed_bamboo.faults import INSTRUCTIONS, PER_MICRO_BATCH, Fault, FaultScript
+from deepspeed_bamboo.sweep.kinds import covering_losses
 from deepspeed_bamboo.sweep.outside import OutsideKill
-from deepspeed_bamboo.sweep.setups import FIRST_SETUPS, FURTHER_SETUPS, STEPS, Setup
+from deepspeed_bamboo.sweep.setups import FIRST_SETUPS, MODE_SETUPS, STEPS, Setup, covering_setups
 
 EARLY_STEP, LATE_STEP = 0, 5
 
@@ -63,12 +64,30 @@ def at_random(count: int = 20, *, seed: int = 0) -> Iterator[Case]:
         yield Case(setup, outside=kill)
 
 
-def further() -> Iterator[Case]:
-    """Other grids, precisions and models, at points that differ in kind; and losses in a row."""
-    for setup in FURTHER_SETUPS:
+def full() -> Iterator[Case]:
+    """A covering selection of everything, not the product.
+
+    Every point of every stage for one setup (M4 in a later step, M8 in the first), kills from outside, losses in a
+    row; the modes at points that differ in kind; and setups in which every two values of ``FACTORS`` meet (grids,
+    micro-batches, modes, precisions, models, updates), in each at least two losses, so that every kind of loss meets
+    every value that it can meet. About an hour on two cores.
+    """
+    for setup, step in zip(FIRST_SETUPS, (LATE_STEP, EARLY_STEP), strict=True):
+        for fault in every_point(setup, step=step):
+            yield Case(setup, FaultScript((fault,)))
+    yield from stopped()
+    yield from losses_in_a_row(FIRST_SETUPS[0])
+    for setup in MODE_SETUPS:
         for fault in points_of_each_kind(setup, step=LATE_STEP):
             yield Case(setup, FaultScript((fault,)))
-    yield from losses_in_a_row(FIRST_SETUPS[0])
+    yield from covering()
+    yield from at_random()
+
+
+def covering() -> Iterator[Case]:
+    """The part of the full profile that combines everything with everything."""
+    for setup, script in covering_losses(covering_setups(), least=2):
+        yield Case(setup, script)
 
 
 def losses_in_a_row(setup: Setup) -> Iterator[Case]:
@@ -86,7 +105,8 @@ PROFILES: Mapping[str, Callable[[], Iterable[Case]]] = {
     "quick": quick,
     "first": first_failover,
     "random": at_random,
-    "full": lambda: (*first_failover(), *at_random(), *further()),
+    "covering": covering,
+    "full": full,
 }
 
 

@@ -31,10 +31,12 @@ _RESTART_SECONDS = 0.1
 class ForkedJobs:
     """Called like ``run_job``. One fork server and one etcd for all jobs; use as a context manager.
 
-    Jobs find this process's environment as it was when the context manager was made.
+    Jobs find this process's environment as it was when the context manager was made. On a busy machine a worker may
+    be silent for longer than ``lease_seconds``, and counts as lost.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, lease_seconds: float = 3.0, limit_seconds: float = 90.0) -> None:
+        self._lease_seconds, self._limit_seconds = lease_seconds, limit_seconds
         self._etcd = PrivateEtcd()
         try:
             self._server = ForkServer(PRELOAD)
@@ -58,13 +60,14 @@ class ForkedJobs:
         workers: int,
         folder: Path,
         outside: OutsideKill | None = None,
-        limit_seconds: float = 90.0,
+        limit_seconds: float | None = None,
         max_restarts: int = 0,
     ) -> JobResult:
         """Run a training script with its arguments; as ``run_job`` does, in much less time.
 
         ``max_restarts``: how often each slot replaces a killed worker, at once.
         """
+        limit_seconds = self._limit_seconds if limit_seconds is None else limit_seconds
         folder.mkdir(parents=True, exist_ok=True)
         with Machine(
             self._server,
@@ -74,6 +77,7 @@ class ForkedJobs:
             endpoints=(str(self._etcd.endpoint),),
             max_restarts=max_restarts,
             restart_seconds=_RESTART_SECONDS,
+            lease_seconds=self._lease_seconds,
         ) as machine:
             killer = OutsideKiller(outside, events=folder / "events", strike=machine.kill_worker) if outside else None
             with killer or nullcontext():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from deepspeed_bamboo.core.grid import Grid
+from deepspeed_bamboo.sweep.covering import pairwise
 
 STEPS = 8
 
@@ -24,6 +26,8 @@ class Setup:
     mode: str = "lazy"
     offload: str = "cpu"
     gradient_clipping: float = 1.0
+    global_norm: bool = False  # of all stages; else stock's rule
+    check_shadows_every: int = 0  # steps
     schedule: bool = False  # a learning rate that changes with every step
     script_arguments: tuple[str, ...] = ()
 
@@ -36,6 +40,11 @@ class Setup:
     def workers(self) -> int:
         """One for each coordinate."""
         return len(self.grid)
+
+    @property
+    def pipelines_alike(self) -> bool:
+        """Whether every pipeline holds all of a stage's state, so that one can be copied to another."""
+        return not self.zero_stage and self.dtype != "bf16"
 
     def arguments(self, *, configuration: str, event_log: str) -> list[str]:
         """Arguments for scripts/train.py. ``configuration``: the file that holds :meth:`settings`."""
@@ -54,8 +63,15 @@ class Setup:
             "gradient_clipping": self.gradient_clipping,
             "bamboo": {**bamboo, "redundancy": {**bamboo.get("redundancy", {}), **redundancy}},
         }
+        if self.global_norm:
+            settings["bamboo"]["gradient_norm"] = "global"
+        if self.check_shadows_every:
+            settings["bamboo"]["debug_check_shadows"] = self.check_shadows_every
         if self.dtype != "fp32":
             settings[self.dtype] = {"enabled": True}
+        if self.dtype == "fp16":
+            # A first scale that overflows, soon raised (with ZeRO: without it DeepSpeed's pipelines don't scale).
+            settings["fp16"].update(initial_scale_power=24, loss_scale_window=2, hysteresis=1)
         if self.zero_stage:
             settings["zero_optimization"] = {"stage": self.zero_stage}
             settings["zero_allow_untested_optimizer"] = True
@@ -67,25 +83,64 @@ class Setup:
 
 FIRST_SETUPS = (Setup("M4"), Setup("M8", micro_batches=8))
 
-FURTHER_SETUPS = (
+MODE_SETUPS = (
     Setup("eager", mode="eager"),
     Setup("full", mode="full"),
     Setup("eager-recompute", mode="eager", offload="recompute", script_arguments=("--dropout", "0.1")),
-    Setup("eager-dropout-M8", mode="eager", micro_batches=8, script_arguments=("--dropout", "0.1")),
-    Setup("M2", micro_batches=2),
-    Setup("P2", stages=2),
-    Setup("P3", stages=3),
-    Setup("D2P2", pipelines=2, stages=2),
-    Setup("D3P1", pipelines=3, stages=1),
-    Setup("D2P1", pipelines=2, stages=1),
-    Setup("bf16", dtype="bf16"),
-    Setup("fp16", dtype="fp16"),
-    Setup("zero1", zero_stage=1),
-    Setup("bf16-zero1-D2P2", dtype="bf16", zero_stage=1, pipelines=2, stages=2),
-    Setup("dropout", script_arguments=("--dropout", "0.1")),
-    Setup("tied", script_arguments=("--tied",)),
-    Setup("checkpointing", script_arguments=("--activation-checkpoint-interval", "1", "--dropout", "0.1")),
-    Setup("clipping", gradient_clipping=0.05),
-    Setup("no-clipping", gradient_clipping=0.0),
-    Setup("schedule", schedule=True),
 )
+
+# What the covering setups combine. A value's name is part of the setup's name.
+FACTORS: Mapping[str, Sequence[str]] = {
+    "grid": ("1x2", "1x3", "1x4", "1x5", "1x6", "2x1", "2x2", "2x3", "3x1", "3x2"),  # pipelines x stages
+    "micro_batches": ("fewer", "equal", "more"),  # than stages
+    "redundancy": ("off", "lazy", "eager.none", "eager.cpu", "eager.recompute", "full"),
+    "precision": ("fp32", "bf16", "fp16", "fp32.zero1", "bf16.zero1", "fp16.zero1"),
+    "model": ("plain", "dropout", "tied", "tied.dropout", "checkpointing"),
+    "update": ("clipped", "tightly", "unclipped", "global.norm", "schedule"),
+}
+
+_MODELS: Mapping[str, tuple[str, ...]] = {
+    "plain": (),
+    "dropout": ("--dropout", "0.1"),
+    "tied": ("--tied",),
+    "tied.dropout": ("--tied", "--dropout", "0.1"),
+    "checkpointing": ("--activation-checkpoint-interval", "1", "--dropout", "0.1"),
+}
+
+
+@cache
+def covering_setups() -> tuple[Setup, ...]:
+    """Setups in which every two values of ``FACTORS`` meet that can."""
+    return tuple(_setup(combination) for combination in pairwise(FACTORS, possible=_survives))
+
+
+def _survives(chosen: Mapping[str, str]) -> bool:
+    """Whether there can be such a setup, and it can survive a loss: without shadows only from another pipeline."""
+    grid, precision = chosen.get("grid", "3x6"), chosen.get("precision", "")
+    spread = precision.endswith("zero1") or precision == "bf16"  # each pipeline has a part of the optimizer's state
+    if chosen.get("redundancy") == "off" and (grid.startswith("1x") or spread):
+        return False
+    return not (chosen.get("micro_batches") == "fewer" and grid.endswith("x1"))
+
+
+def _setup(chosen: Mapping[str, str]) -> Setup:
+    pipelines, stages = map(int, chosen["grid"].split("x"))
+    mode, _, offload = chosen["redundancy"].partition(".")
+    dtype, _, zero = chosen["precision"].partition(".")
+    uniform = ("--partition", "uniform") if stages > 4 else ()
+    update = chosen["update"]
+    return Setup(
+        "-".join(chosen.values()),
+        stages=stages,
+        pipelines=pipelines,
+        micro_batches={"fewer": max(1, stages - 1), "equal": stages, "more": stages + 3}[chosen["micro_batches"]],
+        dtype=dtype,
+        zero_stage=1 if zero else 0,
+        mode=mode,
+        offload=offload or "cpu",
+        gradient_clipping={"tightly": 0.05, "global.norm": 0.05, "unclipped": 0.0}.get(update, 1.0),
+        global_norm=update == "global.norm",
+        schedule=update == "schedule",
+        check_shadows_every=0 if mode == "off" else 3,
+        script_arguments=(*_MODELS[chosen["model"]], *uniform),
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,13 +33,23 @@ class Sweep:
         self._base = load_deepspeed_settings(root / "configs" / "cpu-demo.json")
         self._folder = folder
         self._run_job = job
+        self._guard = threading.Lock()
+        self._locks: dict[Setup, threading.Lock] = {}
+        self._references: dict[Setup, RunSummary] = {}
 
     def rows(self, cases: Sequence[Case], *, jobs: int = 1) -> Iterator[Row]:
         """The row of each case, in their order, ``jobs`` at a time. Raises SweepError."""
         with ThreadPoolExecutor(jobs) as pool:
-            setups = list(dict.fromkeys(case.setup for case in cases))
-            references = dict(zip(setups, pool.map(self.reference, setups), strict=True))
-            yield from pool.map(lambda case: self.row(case, reference=references[case.setup]), cases)
+            yield from pool.map(lambda case: self.row(case, reference=self._reference_once(case.setup)), cases)
+
+    def _reference_once(self, setup: Setup) -> RunSummary:
+        """The undisturbed run's summary; run when it is first asked for."""
+        with self._guard:
+            lock = self._locks.setdefault(setup, threading.Lock())
+        with lock:
+            if setup not in self._references:
+                self._references[setup] = self.reference(setup)
+            return self._references[setup]
 
     def reference(self, setup: Setup) -> RunSummary:
         """The summary of the undisturbed run of ``setup``. Raises SweepError when it fails."""

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.errors import ConfigError
-from deepspeed_bamboo.faults import INSTRUCTIONS, PER_MICRO_BATCH, SIGNALS, Fault, FaultScript
+from deepspeed_bamboo.faults import INSTRUCTIONS, PER_MICRO_BATCH, RECOVERY_POINTS, SIGNALS, Fault, FaultScript
 
 COUNT = st.integers(0, 9)
 
 
 @st.composite
 def a_fault(draw: st.DrawFn) -> Fault:
-    at = draw(st.sampled_from(INSTRUCTIONS))
+    at = draw(st.sampled_from(INSTRUCTIONS + RECOVERY_POINTS))
     signal = draw(st.sampled_from(SIGNALS))
     return Fault(
         step=draw(COUNT),

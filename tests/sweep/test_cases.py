@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import pytest
 
 from deepspeed_bamboo.config import parse_bamboo_section
-from deepspeed_bamboo.faults import INSTRUCTIONS
+from deepspeed_bamboo.faults import INSTRUCTIONS, RECOVERY_POINTS
 from deepspeed_bamboo.sweep.cases import PROFILES, select
-from deepspeed_bamboo.sweep.setups import FIRST_SETUPS, FURTHER_SETUPS, STEPS, Setup
+from deepspeed_bamboo.sweep.covering import pairwise
+from deepspeed_bamboo.sweep.kinds import KINDS
+from deepspeed_bamboo.sweep.setups import FACTORS, FIRST_SETUPS, MODE_SETUPS, STEPS, Setup, covering_setups
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -61,6 +66,43 @@ def test_kills_from_outside_are_twenty_and_the_same_each_time() -> None:
     assert {kill.rank for kill in kills if kill is not None} == {0, 1, 2, 3}
 
 
+def test_the_full_profile_covers_every_pair_of_values_and_every_kind_of_loss() -> None:
+    setups = {case.setup.name: set(case.setup.name.split("-")) for case in select("covering")}
+    for one, other in itertools.combinations(FACTORS, 2):
+        for pair in itertools.product(FACTORS[one], FACTORS[other]):
+            if pair not in IMPOSSIBLE:
+                assert any(set(pair) <= values for values in setups.values()), pair
+    faults = [fault for case in select("covering") for fault in case.faults.faults]
+    assert {fault.at for fault in faults} == {*INSTRUCTIONS, *RECOVERY_POINTS}
+    assert {fault.attempt for fault in faults} == {0, 1}
+    assert {len(case.faults.faults) for case in select("covering")} == {1, 2, 3}
+    assert set(setups) <= {case.setup.name for case in select("full")}
+
+
+# Without shadows only another pipeline that holds all of the state survives; one stage can't have fewer micro-batches.
+IMPOSSIBLE = {
+    *(("off", precision) for precision in ("bf16", "fp32.zero1", "bf16.zero1", "fp16.zero1")),
+    *((f"1x{stages}", "off") for stages in range(2, 7)),
+    *((f"{pipelines}x1", "fewer") for pipelines in (2, 3)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_loss_leave_out_what_nobody_survives(kind: str) -> None:
+    numbers = random.Random(0)
+    assert KINDS[kind](Setup("big", stages=4, pipelines=3), numbers) is not None
+    alone = KINDS[kind](Setup("pair", stages=2), numbers)
+    assert (alone is None) == (kind not in ("in-a-pass", "in-the-tail", "stopped"))
+
+
+def test_pairwise_is_much_smaller_than_the_product_and_says_what_it_cannot_cover() -> None:
+    factors = {name: [f"{name}{n}" for n in range(4)] for name in "abcd"}
+    chosen = pairwise(factors)
+    assert 16 <= len(chosen) <= 28 < 4**4
+    with pytest.raises(ValueError, match="in no combination"):
+        pairwise(factors, possible=lambda combination: len(combination) < 4)
+
+
 def test_cases_are_selected_by_name() -> None:
     names = [case.name for case in select("first", only=["M8/KILL-0.2-*-step0", "M4/STOP-0.1-*"])]
     assert len(names) == 16
@@ -68,7 +110,7 @@ def test_cases_are_selected_by_name() -> None:
     assert select("first", only=["nothing"]) == []
 
 
-@pytest.mark.parametrize("setup", (*FIRST_SETUPS, *FURTHER_SETUPS), ids=lambda setup: setup.name)
+@pytest.mark.parametrize("setup", (*FIRST_SETUPS, *MODE_SETUPS, *covering_setups()), ids=lambda setup: setup.name)
 def test_every_setup_is_a_valid_configuration(setup: Setup) -> None:
     base = {"optimizer": {"type": "Adam"}, "bamboo": {"coordinator": {"lease_seconds": 2}}}
     settings = setup.settings(base)
@@ -80,5 +122,5 @@ def test_every_setup_is_a_valid_configuration(setup: Setup) -> None:
 
 
 def test_setups_have_names_of_their_own() -> None:
-    names = [setup.name for setup in (*FIRST_SETUPS, *FURTHER_SETUPS)]
+    names = [setup.name for setup in (*FIRST_SETUPS, *MODE_SETUPS, *covering_setups())]
     assert len(set(names)) == len(names)
