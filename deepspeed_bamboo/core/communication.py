@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.instructions import RECEIVES, SENDS, TAIL, Instruction, Op
@@ -19,8 +20,7 @@ from deepspeed_bamboo.core.schedule import Mode
 from deepspeed_bamboo.core.timeline import Order
 
 
-@dataclass(frozen=True)
-class Route:
+class Route(NamedTuple):
     """One kind of message between two coordinates or from a coordinate to a neighbour's shadow.
 
     Micro-batches from ``first`` on travel from ``source`` to ``target`` by ``send`` and ``receive``;
@@ -63,17 +63,18 @@ def routes(
     needs a route otherwise.
     """
     owners, shadows = dict(placement.owners), dict(placement.shadows)
-    last_stage = placement.grid.stages - 1
+    directions = ((True, -1), (False, 1)) if mode.trains else ((True, -1),)
+    redundant_ops = mode.redundant_ops
     for c in coordinates:
-        for forward in (True, False) if mode.trains else (True,):
-            neighbour = Coordinate(c.pipeline, c.stage - 1 if forward else c.stage + 1)
-            if not 0 <= neighbour.stage <= last_stage:
+        for forward, distance in directions:
+            neighbour = Coordinate(c.pipeline, c.stage + distance)
+            source = owners.get(neighbour)
+            if source is None:
                 continue
-            yield _route(c, neighbour, forward, owners[neighbour], owners[c], progress[neighbour], progress[c], False)
+            yield _route(c, neighbour, forward, source, owners[c], progress[neighbour], progress[c], False)
             holder = shadows.get(c)
-            if (Op.FRC if forward else Op.BRC) in mode.redundant_ops and holder not in (None, owners[neighbour]):
-                assert holder is not None
-                yield _route(c, neighbour, forward, owners[neighbour], holder, progress[neighbour], redundant[c], True)
+            if (Op.FRC if forward else Op.BRC) in redundant_ops and holder is not None and holder != source:
+                yield _route(c, neighbour, forward, source, holder, progress[neighbour], redundant[c], True)
 
 
 def _route(
@@ -86,19 +87,16 @@ def _route(
     received: CoordinateProgress,
     to_shadow: bool,
 ) -> Route:
-    return Route(
-        source=source,
-        target=target,
-        send=Op.SEND_ACTIVATION if forward else Op.SEND_GRAD,
-        sender=sender,
-        receive=Op.RECV_ACTIVATION if forward else Op.RECV_GRAD,
-        receiver=receiver,
-        producer=Op.FNC if forward else Op.BNC,
-        consumer=(Op.FRC if forward else Op.BRC) if to_shadow else (Op.FNC if forward else Op.BNC),
-        first=received.activations_received if forward else received.gradients_received,
-        available=sent.forwards if forward else sent.backwards,
-        to_shadow=to_shadow,
-    )
+    # By position, in the order of the fields: there is one for each coordinate, direction and plan.
+    if forward:
+        consumer = Op.FRC if to_shadow else Op.FNC
+        first, available = received.activations_received, sent.forwards
+        ops = Op.SEND_ACTIVATION, sender, Op.RECV_ACTIVATION, receiver, Op.FNC, consumer
+    else:
+        consumer = Op.BRC if to_shadow else Op.BNC
+        first, available = received.gradients_received, sent.backwards
+        ops = Op.SEND_GRAD, sender, Op.RECV_GRAD, receiver, Op.BNC, consumer
+    return Route(source, target, *ops, first, available, to_shadow)
 
 
 def peer(instruction: Instruction, *, placement: Placement) -> WorkerId:
@@ -130,23 +128,27 @@ def lower(
     """The program of every worker in ``order``, in its order. ``redundant`` counts FRC and BRC per shadow."""
     every = tuple(routes(placement, coordinates=coordinates, progress=progress, redundant=redundant, mode=mode))
     sends, channels = _place_sends(every, order)
-    loaded = {Op.FNC: progress, Op.FRC: redundant}
-    last_stage = placement.grid.stages - 1
+    loaded: dict[tuple[Op, Coordinate], int] = {}
+    for c in coordinates:
+        if c.stage in (0, placement.grid.stages - 1):
+            loaded[Op.FNC, c], loaded[Op.FRC, c] = progress[c].loaded, redundant[c].loaded
     tail = tuple(Instruction(op) for op in TAIL) if mode.trains else ()
     receives = _Receives(every, channels)
     programs = []
     for worker, passes in order.items():
         program = list(sends.at_start[worker])
-        for timed in passes:
-            instruction = timed.instruction
-            op, c, m = instruction.op, instruction.coordinate, instruction.micro_batch
-            assert c is not None and m is not None
-            if op in loaded and c.stage in (0, last_stage) and m >= loaded[op][c].loaded:
+        for _, instruction, _, _ in passes:
+            op, coordinate, m, _ = instruction
+            assert coordinate is not None and m is not None
+            key = op, coordinate
+            if key in loaded and m >= loaded[key]:
                 # Before the receive, whose wait hides it.
-                program.append(Instruction(Op.LOAD, c, m))
-            program.extend(receives.before(op, c, m))
+                program.append(Instruction(Op.LOAD, coordinate, m))
+            receives.before(key, m, program)
             program.append(instruction)
-            program.extend(route.sending(m) for route in sends.after.get((op, c), ()) if m >= route.first)
+            for route in sends.after.get(key, ()):
+                if m >= route.first:
+                    program.append(route.sending(m))
         programs.append((worker, tuple(program) + tail))
     return tuple(programs)
 
@@ -173,8 +175,7 @@ def _place_sends(every: tuple[Route, ...], order: Order) -> tuple[_Sends, Mappin
         for route, m in messages:
             channels.setdefault((worker, route.target), []).append((route, m))
     for worker, passes in order.items():
-        for timed in passes:
-            op, c, done = timed.instruction.op, timed.instruction.coordinate, timed.instruction.micro_batch
+        for _, (op, c, done, _), _, _ in passes:
             assert c is not None and done is not None
             for route in after.get((op, c), ()):
                 if done >= route.first:
@@ -189,9 +190,9 @@ def _available(every: tuple[Route, ...], order: Order) -> Mapping[WorkerId, list
         return {}
     receiving = {route.target for route, _ in resent}
     used_at = {
-        (t.instruction.op, t.instruction.coordinate, t.instruction.micro_batch): (t.start, position)
+        (op, c, m): (start, position)
         for worker in receiving
-        for position, t in enumerate(order[worker])
+        for position, (_, (op, c, m, _), start, _) in enumerate(order[worker])
     }
     resent.sort(key=lambda item: used_at[item[0].consumer, item[0].receiver, item[1]])
     by_source: dict[WorkerId, list[tuple[Route, int]]] = {}
@@ -208,13 +209,10 @@ class _Receives:
         self.inputs = {(route.consumer, route.receiver): route for route in every}
         self.received = {key: route.first for key, route in self.inputs.items()}
 
-    def before(self, op: Op, coordinate: Coordinate, micro_batch: int) -> list[Instruction]:
-        """The receives that must come right before this pass."""
-        key = (op, coordinate)
+    def before(self, key: tuple[Op, Coordinate], micro_batch: int, program: list[Instruction]) -> None:
+        """Append to ``program`` the receives that must come right before this pass."""
         route = self.inputs.get(key)
-        result: list[Instruction] = []
         while route is not None and self.received[key] <= micro_batch:
             delivered, m = next(self.queues[route.source, route.target])
             self.received[delivered.consumer, delivered.receiver] = m + 1
-            result.append(delivered.receiving(m))
-        return result
+            program.append(delivered.receiving(m))

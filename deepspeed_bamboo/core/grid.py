@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -25,6 +26,11 @@ class Coordinate(NamedTuple):
         return cls(int(pipeline), int(stage))
 
 
+@lru_cache(maxsize=64)
+def _coordinates(pipelines: int, stages: int) -> tuple[Coordinate, ...]:
+    return tuple(Coordinate(d, p) for d in range(pipelines) for p in range(stages))
+
+
 @dataclass(frozen=True)
 class Grid:
     """``pipelines`` x ``stages`` coordinates. Constant for the whole life of a job (DESIGN 6)."""
@@ -41,7 +47,7 @@ class Grid:
 
     def __iter__(self) -> Iterator[Coordinate]:
         """All coordinates, pipeline by pipeline, stages in order."""
-        return (Coordinate(d, p) for d in range(self.pipelines) for p in range(self.stages))
+        return iter(_coordinates(self.pipelines, self.stages))
 
     def __contains__(self, coordinate: object) -> bool:
         if not isinstance(coordinate, Coordinate):

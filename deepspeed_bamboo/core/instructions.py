@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from deepspeed_bamboo.core.grid import Coordinate
 
@@ -45,8 +45,7 @@ RECEIVES = frozenset({Op.RECV_ACTIVATION, Op.RECV_GRAD})
 _TO_SHADOW = "shadow"
 
 
-@dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     """``op`` on micro-batch ``micro_batch`` of ``coordinate``; both None for the ops of ``TAIL``.
 
     ``coordinate`` is the one whose state the instruction uses: the sender's for a SEND, the receiver's

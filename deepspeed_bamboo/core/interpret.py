@@ -7,7 +7,7 @@ interleaving, so one run covers them all (Kahn, 1974). What it computes is who h
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from deepspeed_bamboo.core.grid import Coordinate
@@ -77,16 +77,26 @@ class _BrokenError(Exception):
 
 
 class _State:
-    """Counts of one coordinate or shadow while the plan runs."""
+    """Counts of one coordinate or shadow while the plan runs, and the worker that holds it."""
 
-    __slots__ = ("activations_received", "backwards", "forwards", "gradients_received", "loaded")
+    __slots__ = (
+        "activations_received",
+        "backwards",
+        "first",
+        "forwards",
+        "gradients_received",
+        "holder",
+        "last",
+        "loaded",
+        "loads",
+    )
 
-    def __init__(self, counts: CoordinateProgress) -> None:
-        self.loaded = counts.loaded
-        self.activations_received = counts.activations_received
-        self.forwards = counts.forwards
-        self.gradients_received = counts.gradients_received
-        self.backwards = counts.backwards
+    def __init__(self, counts: CoordinateProgress, *, holder: WorkerId, first: bool, last: bool) -> None:
+        self.loaded, self.activations_received, self.forwards, self.gradients_received, self.backwards = counts
+        self.holder = holder
+        self.first = first
+        self.last = last
+        self.loads = first or last
 
     def freeze(self) -> CoordinateProgress:
         return CoordinateProgress(
@@ -94,19 +104,21 @@ class _State:
         )
 
 
-@dataclass
 class _Channel:
     """The queue from one worker to another. ``waiter`` is the receiver when it waits for the next message."""
 
-    messages: deque[tuple[_Route, int, int]]  # route, micro-batch, time
-    waiter: WorkerId | None = None
+    __slots__ = ("messages", "waiter")
+
+    def __init__(self) -> None:
+        self.messages: deque[tuple[_Route, int, int]] = deque()  # route, micro-batch, time
+        self.waiter: WorkerId | None = None
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class _Route:
     """One kind of message: from a coordinate to a neighbour, or to the neighbour's shadow. ``unsent`` counts up."""
 
-    receive: Op
+    forward: bool
     source: WorkerId
     target: WorkerId
     receiver: Coordinate
@@ -117,7 +129,11 @@ class _Route:
     unsent: int
 
     def receiving(self, micro_batch: int) -> Instruction:
-        return Instruction(self.receive, self.receiver, micro_batch, self.to_shadow)
+        op = Op.RECV_ACTIVATION if self.forward else Op.RECV_GRAD
+        return Instruction(op, self.receiver, micro_batch, self.to_shadow)
+
+
+_Handler = Callable[[WorkerId, Instruction], bool]
 
 
 class _Machine:
@@ -130,30 +146,42 @@ class _Machine:
         redundant: Mapping[Coordinate, CoordinateProgress],
         costs: Costs,
     ) -> None:
-        covered = frozenset(plan.coordinates)
+        covered = frozenset(plan.pipelines)
         self.plan = plan
-        self.redundant_ops = plan.mode.redundant_ops
-        self.last_stage = plan.placement.grid.stages - 1
-        self.owners = {c: w for c, w in plan.placement.owners if c in covered}
-        self.shadows = {c: w for c, w in plan.placement.shadows if c in covered}
+        self.micro_batches = plan.micro_batches
+        self.runs_shadows = bool(plan.mode.redundant_ops)
+        self.last_stage = last = plan.placement.grid.stages - 1
         start = CoordinateProgress()
-        self.before = {c: Coordinate(c.pipeline, c.stage - 1) for c in self.owners}
-        self.behind = {c: Coordinate(c.pipeline, c.stage + 1) for c in self.owners}
-        self.own = {c: _State(progress.get(c, start)) for c in self.owners}
+        self.own = {
+            c: _State(progress.get(c, start), holder=w, first=c.stage == 0, last=c.stage == last)
+            for c, w in plan.placement.owners
+            if c.pipeline in covered
+        }
         self.red = {
-            c: _State(shadow_progress(c, redundant.get(c, start), last_stage=self.last_stage)) for c in self.shadows
+            c: _State(
+                shadow_progress(c, redundant.get(c, start), last_stage=last),
+                holder=w,
+                first=c.stage == 0,
+                last=c.stage == last,
+            )
+            for c, w in plan.placement.shadows
+            if c.pipeline in covered
         }
         self.channels: dict[tuple[WorkerId, WorkerId], _Channel] = {}
         self.routes = self._routes()
         self.programs = dict(plan.programs)
+        self.debts = Debts(plan, own=self.own, red=self.red)
         self.position = dict.fromkeys(self.programs, 0)
         self.clock = dict.fromkeys(self.programs, 0)
         self.tail = dict.fromkeys(self.programs, 0)
         self.committing: set[WorkerId] = set()
         self.runnable = deque(self.programs)
         self.timeline: list[Timed] = []
-        self.costs = dict.fromkeys(Op, 0) | costs.by_op()
-        self.handlers = {
+        by_op = costs.by_op()
+        self.actions = {op: (handler, by_op.get(op, 0)) for op, handler in self._handlers().items()}
+
+    def _handlers(self) -> Mapping[Op, _Handler]:
+        return {
             Op.LOAD: self._load,
             Op.FNC: self._forward,
             Op.BNC: self._backward,
@@ -189,134 +217,140 @@ class _Machine:
     def _routes(self) -> dict[tuple[Op, Coordinate, bool], _Route]:
         """Every route twice: by the sender's and by the receiver's op, coordinate and flag."""
         routes: dict[tuple[Op, Coordinate, bool], _Route] = {}
-        shadows = self.shadows if self.redundant_ops else {}
-        for to_shadow, holders, states in ((False, self.owners, self.own), (True, shadows, self.red)):
-            for receiver, target in holders.items():
-                state = states[receiver]
-                for forward, sender in ((True, self.before[receiver]), (False, self.behind[receiver])):
-                    source = self.owners.get(sender)
+        for to_shadow, states in ((False, self.own), (True, self.red if self.runs_shadows else {})):
+            for receiver, state in states.items():
+                for forward, distance in ((True, -1), (False, 1)):
+                    sender = Coordinate(receiver.pipeline, receiver.stage + distance)
+                    sending = self.own.get(sender)
                     # A shadow takes its neighbour's tensors directly when both are on one worker.
-                    if source is None or (to_shadow and source == target):
+                    if sending is None or (to_shadow and sending.holder == state.holder):
                         continue
+                    pair = sending.holder, state.holder
+                    if pair not in self.channels:
+                        self.channels[pair] = _Channel()
                     route = _Route(
-                        Op.RECV_ACTIVATION if forward else Op.RECV_GRAD,
-                        source,
-                        target,
+                        forward,
+                        *pair,
                         receiver,
                         to_shadow,
-                        self.own[sender],
+                        sending,
                         state,
-                        self.channels.setdefault((source, target), _Channel(deque())),
+                        self.channels[pair],
                         state.activations_received if forward else state.gradients_received,
                     )
                     routes[Op.SEND_ACTIVATION if forward else Op.SEND_GRAD, sender, to_shadow] = route
-                    routes[route.receive, receiver, to_shadow] = route
+                    routes[Op.RECV_ACTIVATION if forward else Op.RECV_GRAD, receiver, to_shadow] = route
         return routes
 
     def _run_worker(self, worker: WorkerId, stop: int | None, until: int | None) -> Instruction | None:
         """Run one worker as far as it goes; returns the instruction at which it waits, if it does."""
-        program, clock, costs, handlers = self.programs[worker], self.clock, self.costs, self.handlers
-        position = self.position[worker]
-        end = len(program) if stop is None else min(stop, len(program))
-        blocked: Instruction | None = None
-        while position < end:
+        program, clock, actions, note = self.programs[worker], self.clock, self.actions, self.timeline.append
+        first = self.position[worker]
+        last = len(program) if stop is None else min(stop, len(program))
+        for position in range(first, last):
             instruction = program[position]
-            op = instruction.op
-            cost = costs[op]
+            handler, cost = actions[instruction.op]
             if until is not None and clock[worker] + cost > until:
-                break
+                self.position[worker] = position
+                return None
             try:
-                went_on = handlers[op](worker, instruction)
+                went_on = handler(worker, instruction)
             except _BrokenError as broken:
                 rule = str(broken)
                 raise schedule_error(rule, self.plan, self.timeline, worker=worker, instruction=instruction) from None
             if not went_on:
-                blocked = instruction
-                break
+                self.position[worker] = position
+                return instruction
             start = clock[worker]
-            clock[worker] = start + cost
-            self.timeline.append(Timed(worker, instruction, start, start + cost))
-            position += 1
-        self.position[worker] = position
-        return blocked
+            if cost:
+                clock[worker] = start + cost
+            note(Timed(worker, instruction, start, start + cost))
+        self.position[worker] = max(first, last)
+        return None
 
     # One handler per op: returns whether the worker goes on, raises _BrokenError for a broken rule.
 
     def _load(self, worker: WorkerId, instruction: Instruction) -> bool:
-        c, m = self._target(worker, instruction)
-        state = self.own[c] if self.owners[c] == worker else self._shadow(worker, c)
-        if c.stage not in (0, self.last_stage):
+        _, c, m, _ = instruction
+        state = self.own.get(c)  # type: ignore[arg-type]
+        if state is None or state.holder != worker:
+            state = self._shadow(worker, instruction)
+        if m != state.loaded or m >= self.micro_batches or self.tail[worker]:
+            raise self._misplaced(worker, instruction, "loads", state.loaded)
+        if not state.loads:
             raise _BrokenError("only the first and the last stage load")
-        if m != (expected := state.loaded):
-            raise _out_of_order("loads", expected)
-        state.loaded += 1
+        state.loaded = m + 1
         return True
 
     def _forward(self, worker: WorkerId, instruction: Instruction) -> bool:
-        c, m = self._target(worker, instruction)
-        state = self._owned(worker, c)
-        if m != (expected := state.forwards):
-            raise _out_of_order("forwards", expected)
-        if c.stage > 0 and m >= state.activations_received:
+        _, c, m, _ = instruction
+        state = self.own.get(c)  # type: ignore[arg-type]
+        if state is None or state.holder != worker:
+            raise self._not_owned(instruction, state)
+        if m != state.forwards or m >= self.micro_batches or self.tail[worker]:
+            raise self._misplaced(worker, instruction, "forwards", state.forwards)
+        if m >= state.activations_received and not state.first:
             raise _BrokenError(f"the activation of micro-batch {m} is not received")
-        if m >= state.loaded and c.stage in (0, self.last_stage):
+        if state.loads and m >= state.loaded:
             raise _BrokenError(f"micro-batch {m} is not loaded")
-        state.forwards += 1
+        state.forwards = m + 1
         return True
 
     def _backward(self, worker: WorkerId, instruction: Instruction) -> bool:
-        c, m = self._target(worker, instruction)
-        state = self._owned(worker, c)
-        if m != (expected := state.backwards):
-            raise _out_of_order("backwards", expected)
+        _, c, m, _ = instruction
+        state = self.own.get(c)  # type: ignore[arg-type]
+        if state is None or state.holder != worker:
+            raise self._not_owned(instruction, state)
+        if m != state.backwards or m >= self.micro_batches or self.tail[worker]:
+            raise self._misplaced(worker, instruction, "backwards", state.backwards)
         if m >= state.forwards:
             raise _BrokenError(f"the forward of micro-batch {m} is not done")
-        if c.stage < self.last_stage and m >= state.gradients_received:
+        if m >= state.gradients_received and not state.last:
             raise _BrokenError(f"the gradient of micro-batch {m} is not received")
-        state.backwards += 1
+        state.backwards = m + 1
         return True
 
     def _redundant_forward(self, worker: WorkerId, instruction: Instruction) -> bool:
-        c, m = self._target(worker, instruction)
-        state = self._shadow(worker, c)
-        if m != (expected := state.forwards):
-            raise _out_of_order("redundant forwards", expected)
-        if c.stage > 0:
-            before = self.before[c]
-            have = self.own[before].forwards if self.owners[before] == worker else state.activations_received
-            if m >= have:
+        state = self._shadow(worker, instruction)
+        _, c, m, _ = instruction
+        if m != state.forwards or m >= self.micro_batches or self.tail[worker]:
+            raise self._misplaced(worker, instruction, "redundant forwards", state.forwards)
+        if not state.first and c is not None:
+            before = Coordinate(c.pipeline, c.stage - 1)
+            here = self.own[before]
+            if m >= (here.forwards if here.holder == worker else state.activations_received):
                 raise _BrokenError(f"the activation of micro-batch {m} from {before} is not on worker {worker}")
-        if m >= state.loaded and c.stage in (0, self.last_stage):
+        if state.loads and m >= state.loaded:
             raise _BrokenError(f"micro-batch {m} is not loaded")
-        state.forwards += 1
+        state.forwards = m + 1
         return True
 
     def _redundant_backward(self, worker: WorkerId, instruction: Instruction) -> bool:
-        c, m = self._target(worker, instruction)
-        state = self._shadow(worker, c)
-        if m != (expected := state.backwards):
-            raise _out_of_order("redundant backwards", expected)
+        state = self._shadow(worker, instruction)
+        _, c, m, _ = instruction
+        if m != state.backwards or m >= self.micro_batches or self.tail[worker]:
+            raise self._misplaced(worker, instruction, "redundant backwards", state.backwards)
         if m >= state.forwards:
             raise _BrokenError(f"the redundant forward of micro-batch {m} is not done")
-        if c.stage < self.last_stage:
-            behind = self.behind[c]
-            have = self.own[behind].backwards if self.owners[behind] == worker else state.gradients_received
-            if m >= have:
+        if not state.last and c is not None:
+            behind = Coordinate(c.pipeline, c.stage + 1)
+            here = self.own[behind]
+            if m >= (here.backwards if here.holder == worker else state.gradients_received):
                 raise _BrokenError(f"the gradient of micro-batch {m} from {behind} is not on worker {worker}")
-        state.backwards += 1
+        state.backwards = m + 1
         return True
 
     def _send(self, worker: WorkerId, instruction: Instruction) -> bool:
-        c, m = self._target(worker, instruction)
-        route = self._route(instruction, c)
-        if route.source != worker:
-            raise _BrokenError(f"{c} belongs to worker {route.source}")
-        state = route.sender_state
-        if m >= (state.forwards if route.receive is Op.RECV_ACTIVATION else state.backwards):
-            raise _BrokenError(f"micro-batch {m} is not computed yet")
-        if m != (expected := route.unsent):
-            raise _out_of_order("sends", expected)
-        route.unsent += 1
+        op, c, m, to_shadow = instruction
+        route = self.routes.get((op, c, to_shadow))  # type: ignore[arg-type]
+        if route is None or route.source != worker:
+            raise self._no_route(instruction, None if route is None else route.source)
+        computed = route.sender_state.forwards if route.forward else route.sender_state.backwards
+        if m != route.unsent or m >= computed or self.tail[worker]:
+            misplaced = self._misplaced(worker, instruction, "sends", route.unsent)
+            early = m is not None and computed <= m < self.micro_batches and not self.tail[worker]
+            raise _BrokenError(f"micro-batch {m} is not computed yet") if early else misplaced
+        route.unsent = m + 1
         channel = route.channel
         channel.messages.append((route, m, self.clock[worker]))
         if channel.waiter is not None:
@@ -325,13 +359,14 @@ class _Machine:
         return True
 
     def _receive(self, worker: WorkerId, instruction: Instruction) -> bool:
-        c, m = self._target(worker, instruction)
-        route = self._route(instruction, c)
-        if route.target != worker:
-            raise _BrokenError(f"{c} belongs to worker {route.target}")
-        state, forward = route.receiver_state, route.receive is Op.RECV_ACTIVATION
-        if m != (expected := state.activations_received if forward else state.gradients_received):
-            raise _out_of_order("receives", expected)
+        op, c, m, to_shadow = instruction
+        route = self.routes.get((op, c, to_shadow))  # type: ignore[arg-type]
+        if route is None or route.target != worker:
+            raise self._no_route(instruction, None if route is None else route.target)
+        state = route.receiver_state
+        expected = state.activations_received if route.forward else state.gradients_received
+        if m != expected or m >= self.micro_batches or self.tail[worker]:
+            raise self._misplaced(worker, instruction, "receives", expected)
         channel = route.channel
         if not channel.messages:
             channel.waiter = worker
@@ -342,17 +377,11 @@ class _Machine:
         channel.messages.popleft()
         if sent_at > self.clock[worker]:
             self.clock[worker] = sent_at
-        if forward:
-            state.activations_received += 1
+        if route.forward:
+            state.activations_received = m + 1
         else:
-            state.gradients_received += 1
+            state.gradients_received = m + 1
         return True
-
-    def _route(self, instruction: Instruction, coordinate: Coordinate) -> _Route:
-        route = self.routes.get((instruction.op, coordinate, instruction.to_shadow))
-        if route is None:
-            raise _BrokenError("there is no neighbour for it" + (" that needs it" if instruction.to_shadow else ""))
-        return route
 
     def _end(self, worker: WorkerId, instruction: Instruction) -> bool:
         """The ops of the tail, each once, in order, when all that the worker holds is complete."""
@@ -362,7 +391,7 @@ class _Machine:
         if instruction.op is not expected:
             raise _BrokenError(f"the tail is {', '.join(op.value for op in TAIL)}, in this order, once")
         if self.tail[worker] == 0:
-            missing = unfinished(self.plan, worker, own=self.own, red=self.red)
+            missing = self.debts.of(worker)
             if missing:
                 raise _BrokenError(missing)
         if instruction.op is Op.COMMIT:
@@ -377,52 +406,64 @@ class _Machine:
         self.tail[worker] += 1
         return True
 
-    # What handlers check.
+    def _shadow(self, worker: WorkerId, instruction: Instruction) -> _State:
+        state = self.red.get(instruction.coordinate) if self.runs_shadows else None  # type: ignore[arg-type]
+        if state is None or state.holder != worker:
+            self._require_place(instruction)
+            raise _BrokenError(f"the plan runs no shadow of {instruction.coordinate} on worker {worker}")
+        return state
 
-    def _target(self, worker: WorkerId, instruction: Instruction) -> tuple[Coordinate, int]:
-        c, m = instruction.coordinate, instruction.micro_batch
+    # What an instruction breaks that is not where, or not when, it may be.
+
+    def _misplaced(self, worker: WorkerId, instruction: Instruction, what: str, expected: int) -> _BrokenError:
         if self.tail[worker]:
-            raise _BrokenError(f"nothing comes after {TAIL[self.tail[worker] - 1].value} but the rest of the tail")
-        if c is None or m is None or c not in self.owners or not 0 <= m < self.plan.micro_batches:
-            raise _BrokenError(
-                f"it needs a coordinate of the plan and a micro-batch in 0..{self.plan.micro_batches - 1}"
-            )
-        return c, m
+            last = TAIL[self.tail[worker] - 1].value
+            return _BrokenError(f"nothing comes after {last} but the rest of the tail")
+        self._require_place(instruction)
+        return _BrokenError(f"{what} go in micro-batch order, each once: next is {expected}")
 
-    def _owned(self, worker: WorkerId, coordinate: Coordinate) -> _State:
-        if self.owners[coordinate] != worker:
-            raise _BrokenError(f"{coordinate} belongs to worker {self.owners[coordinate]}")
-        return self.own[coordinate]
+    def _not_owned(self, instruction: Instruction, state: _State | None) -> _BrokenError:
+        self._require_place(instruction)
+        return _BrokenError(f"{instruction.coordinate} belongs to worker {state.holder if state else None}")
 
-    def _shadow(self, worker: WorkerId, coordinate: Coordinate) -> _State:
-        if self.shadows.get(coordinate) != worker or not self.redundant_ops:
-            raise _BrokenError(f"the plan runs no shadow of {coordinate} on worker {worker}")
-        return self.red[coordinate]
+    def _no_route(self, instruction: Instruction, holder: WorkerId | None) -> _BrokenError:
+        self._require_place(instruction)
+        if holder is not None:
+            return _BrokenError(f"{instruction.coordinate} belongs to worker {holder}")
+        return _BrokenError("there is no neighbour for it" + (" that needs it" if instruction.to_shadow else ""))
+
+    def _require_place(self, instruction: Instruction) -> None:
+        c, m = instruction.coordinate, instruction.micro_batch
+        if c is None or m is None or c not in self.own or not 0 <= m < self.micro_batches:
+            raise _BrokenError(f"it needs a coordinate of the plan and a micro-batch in 0..{self.micro_batches - 1}")
 
 
-def _out_of_order(what: str, expected: int) -> _BrokenError:
-    return _BrokenError(f"{what} go in micro-batch order, each once: next is {expected}")
+class Debts:
+    """What each worker owes by a plan, against what is done so far (``own``, and ``red`` for shadows)."""
 
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        own: Mapping[Coordinate, CoordinateProgress | _State],
+        red: Mapping[Coordinate, CoordinateProgress | _State],
+    ) -> None:
+        self._micro_batches = plan.micro_batches
+        self._owed: dict[WorkerId, list[tuple[Op, Coordinate, CoordinateProgress | _State]]] = {}
+        normal = (Op.FNC, Op.BNC) if plan.mode.trains else (Op.FNC,)
+        kinds = ((plan.placement.owners, own, normal), (plan.placement.shadows, red, plan.mode.redundant_ops))
+        for holders, states, ops in kinds:
+            for c, worker in holders if ops else ():
+                if c in states:
+                    self._owed.setdefault(worker, []).extend((op, c, states[c]) for op in ops)
 
-def unfinished(
-    plan: Plan,
-    worker: WorkerId,
-    *,
-    own: Mapping[Coordinate, CoordinateProgress | _State],
-    red: Mapping[Coordinate, CoordinateProgress | _State],
-) -> str | None:
-    """What ``worker`` has not done of what the plan owes, in words; None when all is done."""
-    trains, redundant = plan.mode.trains, plan.mode.redundant_ops
-    for c in plan.placement.hosted_by(worker):
-        if c in own:
-            for done, word in ((own[c].forwards, "FNC"), (own[c].backwards if trains else None, "BNC")):
-                if done is not None and done < plan.micro_batches:
-                    return f"{word} {c} {done} is missing"
-    for c in plan.placement.shadowed_by(worker):
-        for op, done in ((Op.FRC, red[c].forwards), (Op.BRC, red[c].backwards)) if c in red else ():
-            if op in redundant and done < plan.micro_batches:
+    def of(self, worker: WorkerId) -> str | None:
+        """What ``worker`` has not done, in words; None when all is done."""
+        for op, c, state in self._owed.get(worker, ()):
+            done = state.forwards if op in (Op.FNC, Op.FRC) else state.backwards
+            if done < self._micro_batches:
                 return f"{op.value} {c} {done} is missing"
-    return None
+        return None
 
 
 def schedule_error(

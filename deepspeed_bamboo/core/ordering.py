@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.instructions import Instruction, Op
@@ -53,6 +54,7 @@ def order_passes(
     return job.run(forward=costs.forward, backward=costs.backward)
 
 
+@lru_cache(maxsize=1024)
 def _template(*, stages: int, micro_batches: int, stage: int, mode: Mode) -> tuple[_Pass, ...]:
     """All passes of one stage, in order."""
     order = stage_order if mode.trains else inference_order

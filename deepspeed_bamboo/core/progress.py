@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 
 
-@dataclass(frozen=True)
-class CoordinateProgress:
+class CoordinateProgress(NamedTuple):
     """Counts: micro-batches ``0 .. n-1`` are done, since everything happens in micro-batch order.
 
     ``CoordinateProgress()`` is the start of an iteration. The first stage receives no activations and
@@ -26,12 +23,12 @@ class CoordinateProgress:
 
     def to_json(self) -> dict[str, int]:
         """A value that ``json`` can write and :meth:`from_json` reads back equal."""
-        return dataclasses.asdict(self)
+        return self._asdict()
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> CoordinateProgress:
         """Inverse of :meth:`to_json`. Raises ValueError for other keys and for values that are no counts."""
-        names = {field.name for field in dataclasses.fields(cls)}
+        names = set(cls._fields)
         if set(value) != names:
             raise ValueError(
                 f"progress has the keys {', '.join(sorted(names))}, got {', '.join(sorted(value)) or 'none'}"
@@ -69,9 +66,10 @@ def check_progress(progress: Mapping[Coordinate, CoordinateProgress], *, grid: G
 
 def _broken_rule(counts: CoordinateProgress, coordinate: Coordinate, *, grid: Grid, micro_batches: int) -> str | None:
     first, last = coordinate.stage == 0, coordinate.stage == grid.stages - 1
-    values = (counts.loaded, counts.activations_received, counts.forwards, counts.gradients_received, counts.backwards)
+    if not any(counts):
+        return None
     rules = (
-        (max(values) <= micro_batches and min(values) >= 0, f"every count lies in 0..{micro_batches}"),
+        (max(counts) <= micro_batches and min(counts) >= 0, f"every count lies in 0..{micro_batches}"),
         (counts.backwards <= counts.forwards, "a backward follows its forward"),
         (first or counts.forwards <= counts.activations_received, "a forward needs its activation"),
         (last or counts.backwards <= counts.gradients_received, "a backward needs its gradient"),

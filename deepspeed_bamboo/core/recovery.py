@@ -145,7 +145,10 @@ def _plan(
     start = CoordinateProgress()
     complete = {c: progress.get(c, start) for c in coordinates}
     last_stage = placement.grid.stages - 1
-    shadows = {c: shadow_progress(c, redundant.get(c, start), last_stage=last_stage) for c in coordinates}
+    shadows = dict.fromkeys(coordinates, start)
+    for c, counts in redundant.items():
+        if c in shadows:
+            shadows[c] = shadow_progress(c, counts, last_stage=last_stage)
     check_progress(shadows, grid=placement.grid, micro_batches=micro_batches)
     order = dict(
         order_passes(

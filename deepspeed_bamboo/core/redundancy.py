@@ -123,11 +123,11 @@ class _Finished:
         self.ends: dict[tuple[Op, Coordinate, int], int] = {}
         self.pipeline_ends = [0] * self.grid.pipelines
         for passes in order.values():
-            for timed in passes:
-                op, c, m = timed.instruction.op, timed.instruction.coordinate, timed.instruction.micro_batch
+            for _, (op, c, m, _), _, end in passes:
                 assert c is not None and m is not None
-                self.ends[op, c, m] = timed.end
-                self.pipeline_ends[c.pipeline] = max(self.pipeline_ends[c.pipeline], timed.end)
+                self.ends[op, c, m] = end
+                if end > self.pipeline_ends[c.pipeline]:
+                    self.pipeline_ends[c.pipeline] = end
 
     def end_for(self, worker: WorkerId) -> int:
         """The end of the pipelines that ``worker`` computes for: until then it waits before the tail."""

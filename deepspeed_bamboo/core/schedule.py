@@ -24,7 +24,9 @@ class Mode(enum.Enum):
     @property
     def redundant_ops(self) -> tuple[Op, ...]:
         """Which redundant passes a plan of this mode runs for every shadow."""
-        return {Mode.EAGER: (Op.FRC,), Mode.FULL: (Op.FRC, Op.BRC)}.get(self, ())
+        if self is Mode.EAGER:
+            return (Op.FRC,)
+        return (Op.FRC, Op.BRC) if self is Mode.FULL else ()
 
     @property
     def trains(self) -> bool:

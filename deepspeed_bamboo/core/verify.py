@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.instructions import TAIL
-from deepspeed_bamboo.core.interpret import Execution, ScheduleError, interpret, schedule_error, unfinished
+from deepspeed_bamboo.core.interpret import Debts, Execution, ScheduleError, interpret, schedule_error
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.core.schedule import Plan
 from deepspeed_bamboo.core.timeline import Costs
@@ -44,8 +44,9 @@ def verify(
         raise schedule_error(
             f"waits for ever; {others}", plan, execution.timeline, worker=worker, instruction=instruction
         )
+    debts = Debts(plan, own=execution.progress, red=execution.redundant)
     for worker, program in plan.programs:
-        missing = unfinished(plan, worker, own=execution.progress, red=execution.redundant)
+        missing = debts.of(worker)
         if plan.mode.trains and tuple(instruction.op for instruction in program[-len(TAIL) :]) != TAIL:
             missing = f"it must end with {', '.join(op.value for op in TAIL)}"
         if missing:

@@ -331,7 +331,7 @@ def _as_inputs(outputs: Tensors, *, copy: bool = True) -> Tensors:
 
 
 def _advance(replica: StageReplica, **counts: int) -> None:
-    replica.progress = dataclasses.replace(replica.progress, **counts)
+    replica.progress = replica.progress._replace(**counts)
 
 
 def _detached(outputs: Any) -> Tensors:

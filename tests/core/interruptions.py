@@ -22,6 +22,9 @@ from deepspeed_bamboo.core.recovery import plan_iteration, progress_after_loss, 
 from deepspeed_bamboo.core.schedule import Plan
 from deepspeed_bamboo.core.verify import verify
 
+# Of every forward and backward the micro-batches done, in that order.
+History = dict[Op, dict[Coordinate, list[int]]]
+
 _END = (1 << 16) - 1  # stops are shares of a program in 1/65536: this one is its end
 
 
@@ -115,7 +118,7 @@ def run_to_the_end(case: Case) -> Execution:
     plan = fresh_plan(placement, case.micro_batches, case.mode)
     progress: Mapping[Coordinate, CoordinateProgress] = dict.fromkeys(placement.grid, CoordinateProgress())
     redundant: Mapping[Coordinate, CoordinateProgress] = {}
-    history: dict[tuple[Op, Coordinate], list[int]] = {(op, c): [] for op in (Op.FNC, Op.BNC) for c in placement.grid}
+    history: History = {op: {c: [] for c in placement.grid} for op in (Op.FNC, Op.BNC)}
     for hit in case.hits:
         cut = interpret(plan, progress=progress, redundant=redundant, stops=_stops(plan, hit))
         _record(cut, history)
@@ -132,7 +135,7 @@ def run_to_the_end(case: Case) -> Execution:
         for c in placement.grid:
             if after.owner(c) != placement.owner(c):
                 assert stored[c] == (progress[c].forwards, progress[c].backwards)
-                history[Op.FNC, c], history[Op.BNC, c] = list(range(stored[c][0])), list(range(stored[c][1]))
+                history[Op.FNC][c], history[Op.BNC][c] = list(range(stored[c][0])), list(range(stored[c][1]))
             else:
                 assert progress[c] == cut.progress[c]
         plan = plan_iteration(
@@ -141,8 +144,10 @@ def run_to_the_end(case: Case) -> Execution:
         placement = after
     end = verify(plan, progress, redundant=redundant)
     _record(end, history)
-    for (op, coordinate), done in history.items():
-        assert done == list(range(case.micro_batches)), f"{op.value} of {coordinate}: {done}"
+    every = list(range(case.micro_batches))
+    for op, by_coordinate in history.items():
+        for coordinate, done in by_coordinate.items():
+            assert done == every, f"{op.value} of {coordinate}: {done}"
     return end
 
 
@@ -164,9 +169,7 @@ def _without_some(placement: Placement, workers: Sequence[WorkerId], hit: Hit) -
     return after
 
 
-def _record(execution: Execution, history: dict[tuple[Op, Coordinate], list[int]]) -> None:
-    for timed in execution.timeline:
-        instruction = timed.instruction
-        if instruction.op in (Op.FNC, Op.BNC):
-            assert instruction.coordinate is not None and instruction.micro_batch is not None
-            history[instruction.op, instruction.coordinate].append(instruction.micro_batch)
+def _record(execution: Execution, history: History) -> None:
+    for _, (op, coordinate, micro_batch, _), _, _ in execution.timeline:
+        if op is Op.FNC or op is Op.BNC:
+            history[op][coordinate].append(micro_batch)
