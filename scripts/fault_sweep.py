@@ -23,7 +23,7 @@ from deepspeed_bamboo.sweep.cases import PROFILES, select
 from deepspeed_bamboo.sweep.forked import ForkedJobs
 from deepspeed_bamboo.sweep.job import job_environment, run_job
 from deepspeed_bamboo.sweep.rows import Row, table_line, total_lines, totals
-from deepspeed_bamboo.sweep.sweep import RunJob, Sweep, SweepError
+from deepspeed_bamboo.sweep.sweep import RunJob, Sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -38,16 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.update(job_environment())
     os.environ.pop(ENVIRONMENT_VARIABLE, None)
     rows: list[Row] = []
-    try:
-        with jobs_of(arguments) as job:
-            sweep = Sweep(root=ROOT, folder=arguments.folder.resolve(), job=job)
-            for row in sweep.rows(cases, jobs=arguments.jobs):
-                rows.append(row)
-                print(table_line(row), flush=True)
-                write_results(arguments.results, rows)
-    except SweepError as error:
-        print(error, file=sys.stderr)
-        return 1
+    with jobs_of(arguments) as job:
+        sweep = Sweep(root=ROOT, folder=arguments.folder.resolve(), job=job)
+        for row in sweep.rows(cases, jobs=arguments.jobs):
+            rows.append(row)
+            print(table_line(row), flush=True)
+            write_results(arguments.results, rows)
     print("\n".join(total_lines(rows)))
     print(f"results: {arguments.results}")
     return 0 if all(row.passed for row in rows) else 1

@@ -38,9 +38,16 @@ class Sweep:
         self._references: dict[Setup, RunSummary] = {}
 
     def rows(self, cases: Sequence[Case], *, jobs: int = 1) -> Iterator[Row]:
-        """The row of each case, in their order, ``jobs`` at a time. Raises SweepError."""
+        """The row of each case, in their order, ``jobs`` at a time. Where the undisturbed run fails, that is wrong."""
+
+        def one(case: Case) -> Row:
+            try:
+                return self.row(case, reference=self._reference_once(case.setup))
+            except SweepError as error:
+                return Row(case.name, 0.0, (str(error),))
+
         with ThreadPoolExecutor(jobs) as pool:
-            yield from pool.map(lambda case: self.row(case, reference=self._reference_once(case.setup)), cases)
+            yield from pool.map(one, cases)
 
     def _reference_once(self, setup: Setup) -> RunSummary:
         """The undisturbed run's summary; run when it is first asked for."""
