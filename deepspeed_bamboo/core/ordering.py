@@ -98,6 +98,7 @@ class _Job:
         self.first = [c.stage == 0 for c in coordinates]
         self.last = [c.stage == last_stage for c in coordinates]
         self.left = left
+        self.count = [len(items) for items in left]
         self.next = [0] * len(coordinates)
         self.forwards = [p.forwards for p in progress]
         self.backwards = [p.backwards for p in progress]
@@ -139,16 +140,19 @@ class _Job:
         best: int | None = None
         lowest: _Pass | None = None
         for i in self.hosted[worker]:
-            left, index = self.left[i], self.next[i]
-            if index == len(left) or (lowest is not None and lowest <= left[index]):
+            index = self.next[i]
+            if index == self.count[i]:
                 continue
-            _, is_forward, m = left[index]
+            item = self.left[i][index]
+            if lowest is not None and lowest <= item:
+                continue
+            _, is_forward, m = item
             if is_forward:
                 ready = self.first[i] or m < self.activations[i] or m < self.forwards[i - 1]
             else:
                 ready = self.last[i] or m < self.gradients[i] or m < self.backwards[i + 1]
             if ready:
-                best, lowest = i, left[index]
+                best, lowest = i, item
         return best
 
     def _finish(self, place: int, is_forward: bool) -> int | None:

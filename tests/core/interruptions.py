@@ -21,6 +21,7 @@ from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.core.recovery import plan_iteration, progress_after_loss, redundant_after_loss
 from deepspeed_bamboo.core.schedule import Plan
 from deepspeed_bamboo.core.verify import verify
+from tests.core.cuts import Cut, Cuts
 
 # Of every forward and backward the micro-batches done, in that order.
 History = dict[Op, dict[Coordinate, list[int]]]
@@ -55,6 +56,11 @@ def fresh_plan(placement: Placement, micro_batches: int, mode: str) -> Plan:
     plan = plan_iteration(placement, micro_batches=micro_batches, mode=mode)
     verify(plan)
     return plan
+
+
+@cache
+def fresh_cuts(placement: Placement, micro_batches: int, mode: str) -> Cuts:
+    return Cuts(fresh_plan(placement, micro_batches, mode))
 
 
 def hits(workers: int) -> st.SearchStrategy[Hit]:
@@ -119,9 +125,15 @@ def run_to_the_end(case: Case) -> Execution:
     progress: Mapping[Coordinate, CoordinateProgress] = dict.fromkeys(placement.grid, CoordinateProgress())
     redundant: Mapping[Coordinate, CoordinateProgress] = {}
     history: History = {op: {c: [] for c in placement.grid} for op in (Op.FNC, Op.BNC)}
-    for hit in case.hits:
-        cut = interpret(plan, progress=progress, redundant=redundant, stops=_stops(plan, hit))
-        _record(cut, history)
+    for number, hit in enumerate(case.hits):
+        cut: Cut | Execution
+        if number == 0:
+            cut = fresh_cuts(placement, case.micro_batches, case.mode).at(stops_of(plan, hit))
+            for c, counts in cut.progress.items():
+                history[Op.FNC][c], history[Op.BNC][c] = list(range(counts.forwards)), list(range(counts.backwards))
+        else:
+            cut = interpret(plan, progress=progress, redundant=redundant, stops=stops_of(plan, hit))
+            _record(cut, history)
         after = _without_some(placement, [worker for worker, _ in plan.programs], hit)
         stored = {c: (p.forwards, p.backwards) for c, p in cut.redundant.items()}
         progress = progress_after_loss(
@@ -151,7 +163,8 @@ def run_to_the_end(case: Case) -> Execution:
     return end
 
 
-def _stops(plan: Plan, hit: Hit) -> dict[WorkerId, int]:
+def stops_of(plan: Plan, hit: Hit) -> dict[WorkerId, int]:
+    """After how many instructions each worker stops."""
     points = zip(plan.programs, hit.stops, strict=False)  # after a loss there are fewer programs than points
     return {worker: stop * (len(program) + 1) >> 16 for (worker, program), stop in points}
 

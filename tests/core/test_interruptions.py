@@ -10,7 +10,16 @@ from deepspeed_bamboo.core.instructions import TAIL
 from deepspeed_bamboo.core.interpret import interpret
 from deepspeed_bamboo.core.recovery import plan_iteration, progress_after_loss
 from deepspeed_bamboo.core.verify import verify
-from tests.core.interruptions import Case, cases, fresh_plan, initial, run_to_the_end, scattered_cases
+from tests.core.interruptions import (
+    Case,
+    cases,
+    fresh_cuts,
+    fresh_plan,
+    initial,
+    run_to_the_end,
+    scattered_cases,
+    stops_of,
+)
 
 FAST = settings(deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 SWEEP = settings(FAST, derandomize=False, max_examples=10_000)
@@ -42,6 +51,16 @@ def test_any_grid_hit_once(case: Case) -> None:
 @given(cases(pipelines=3, stages=(2, 6), micro_batches=8, modes=MODES, losses=3))
 def test_hit_again_in_the_middle_of_a_recovery(case: Case) -> None:
     run_to_the_end(case)
+
+
+@settings(FAST, max_examples=300)
+@given(cases(pipelines=3, stages=(1, 8), micro_batches=16, modes=MODES, losses=1) | scattered_cases(modes=MODES))
+def test_cuts_are_those_of_the_interpreter(case: Case) -> None:
+    plan = fresh_plan(case.placement, case.micro_batches, case.mode)
+    stops = stops_of(plan, case.hits[0])
+    found, expected = fresh_cuts(case.placement, case.micro_batches, case.mode).at(stops), interpret(plan, stops=stops)
+    assert found.positions == expected.positions
+    assert (found.progress, found.redundant) == (expected.progress, expected.redundant)
 
 
 @settings(FAST, max_examples=400)
