@@ -61,6 +61,7 @@ class Channel:
         peer: the other worker's id, for errors.
         interruption: ends waits; also notified when a message arrives.
         timeout_seconds: bound of every single operation.
+        network: gloo's device, which all channels of a process may share; None: one of its own.
     """
 
     def __init__(
@@ -71,12 +72,13 @@ class Channel:
         peer: str,
         interruption: Interruption,
         timeout_seconds: float,
+        network: Any = None,
     ) -> None:
         self.peer = peer
         self.lanes: DeviceLanes | None = None
         self._interruption = interruption
         self._other = 1 if first else 0
-        self._group = c10d.ProcessGroupGloo(store, 0 if first else 1, 2, timedelta(seconds=timeout_seconds))
+        self._group = _group_of_two(store, 0 if first else 1, timeout_seconds=timeout_seconds, network=network)
         self._sending: list[tuple[Any, torch.Tensor]] = []
         self._sent_before: list[tuple[Any, torch.Tensor]] = []
         self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -244,6 +246,15 @@ class Channel:
 
     def _take(self, tensor: torch.Tensor, tag: int) -> None:
         self._group.recv([tensor], self._other, tag).wait()
+
+
+def _group_of_two(store: Any, rank: int, *, timeout_seconds: float, network: Any) -> Any:
+    """A gloo group with the peer. Raises RuntimeError when the peer does not come."""
+    options = c10d.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=timeout_seconds)
+    options._devices = [network or c10d.ProcessGroupGloo.create_default_device()]
+    options._threads = 1  # for collectives, of which there are none
+    return c10d.ProcessGroupGloo(store, rank, 2, options)
 
 
 def _split(payload: torch.Tensor, description: Description) -> list[torch.Tensor]:

@@ -37,6 +37,9 @@ class Links:
         self._order: tuple[WorkerId, ...] = ()
         self._name = ""
         self._channels: dict[WorkerId, Channel] = {}
+        # Gloo's device, made with the first channel. It has a thread that wakes up a hundred times a second, so one
+        # for each channel would slow down whoever shares a processor with many workers.
+        self._network: Any = None
         # Clients of other workers' stores that nobody is using, by address and port.
         self._idle_clients: dict[tuple[str, int], list[Any]] = defaultdict(list)
         self._aside: dict[WorkerId, dict[str, Message]] = defaultdict(dict)
@@ -54,9 +57,11 @@ class Links:
 
         Every worker of the new epoch calls this with the same ``order`` and ``name``, at an iteration boundary.
         """
-        for peer in [peer for peer in self._channels if peer not in order]:
-            self._channels.pop(peer).close()
+        gone = {peer: channel for peer, channel in self._channels.items() if peer not in order}
+        for peer in gone:
+            del self._channels[peer]
             self._aside.pop(peer, None)
+        _close(gone)
         self._members = dict(members)
         self._order = tuple(order)
         self._name = name
@@ -70,6 +75,8 @@ class Links:
         peers = [peer for peer in dict.fromkeys(peers) if peer != self._me]
         wanted = [peer for peer in peers if peer not in self._channels]
         fast = self._without_lanes(set(peers) & set(with_lanes))
+        if wanted and self._network is None:
+            self._network = c10d.ProcessGroupGloo.create_default_device()
         made: dict[WorkerId, Channel] = {}
         lanes: dict[WorkerId, DeviceLanes] = {}
         opening: dict[WorkerId, DeviceLanes] = {}
@@ -147,6 +154,7 @@ class Links:
                 peer=peer,
                 interruption=self._interruption,
                 timeout_seconds=self._timeout_seconds,
+                network=self._network,
             )
 
     def _open_lanes(self, peer: WorkerId, opening: dict[WorkerId, DeviceLanes]) -> DeviceLanes:
@@ -202,10 +210,16 @@ class Links:
         """Drop all channels and whatever was put aside. Never blocks."""
         channels, self._channels = self._channels, {}
         self._aside.clear()
-        for channel in channels.values():
-            channel.close()
+        _close(channels)
 
     def _channel(self, worker: WorkerId) -> Channel:
         if worker not in self._channels:
             self.connect([worker])
         return self._channels[worker]
+
+
+def _close(channels: dict[WorkerId, Channel]) -> None:
+    """Close them, and let go of what is behind them in another thread: gloo takes 10 ms and more for each."""
+    for channel in channels.values():
+        channel.close()
+    threading.Thread(target=channels.clear, name="bamboo-burial").start()

@@ -90,6 +90,8 @@ class Recovery:
         interruption.expect(None)
         clock = PauseClock(stalled=time.time() if isinstance(cause, PeerLostError) else 0.0)
         while True:
+            # Its frames hold a channel, which takes its time to go and must not do so in this thread.
+            cause.__traceback__ = cause.__cause__ = cause.__context__ = None
             try:
                 if isinstance(cause, PeerLostError):
                     self._await_verdict(cause)
