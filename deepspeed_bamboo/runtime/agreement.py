@@ -1,7 +1,8 @@
 """All workers hand in a value and get everybody's: nobody sees the result before all have handed in.
 
 That is the agreement of DESIGN 5 (commit rule): whoever has seen it knows that every worker had come this
-far. It goes through the first worker of the epoch: one hop in, one hop out.
+far. It goes up a tree to the first worker of the epoch, and the result down again; so no worker talks to more
+than FAN_OUT others below it, however many there are, and up to FAN_OUT + 1 workers need one hop each way.
 """
 
 from __future__ import annotations
@@ -14,22 +15,44 @@ from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.runtime.channel import Message
 from deepspeed_bamboo.runtime.links import Links
 
+FAN_OUT = 8
 
-def agree(value: Any, *, links: Links, me: WorkerId, workers: Sequence[WorkerId], label: str) -> dict[WorkerId, Any]:
-    """Return every worker's ``value``. ``workers`` is the same list everywhere; its first one collects.
+
+def agree(
+    value: Any,
+    *,
+    links: Links,
+    me: WorkerId,
+    workers: Sequence[WorkerId],
+    label: str,
+    fan_out: int = FAN_OUT,
+) -> dict[WorkerId, Any]:
+    """Return every worker's ``value``. ``workers`` is the same list everywhere; its first one has all first.
 
     Raises PeerLostError or what interrupts the wait; then some workers may have seen the result and others
     not, which recovery settles.
     """
-    root = workers[0]
-    if me != root:
-        links.send(root, Message(f"{label}/in", data=value))
-        result: dict[WorkerId, Any] = pickle.loads(links.receive(root, f"{label}/out").data)
-        return result
-    values = {me: value}
-    for worker in workers[1:]:
-        values[worker] = links.receive(worker, f"{label}/in").data
-    packed = pickle.dumps(values)  # once, since it grows with the number of workers, as does that of the messages
-    for worker in workers[1:]:
+    above, below = tree_neighbours(workers, me, fan_out=fan_out)
+    collected = {me: value}
+    for worker in below:
+        collected.update(pickle.loads(links.receive(worker, f"{label}/in").data))
+    if above is None:
+        result = {worker: collected[worker] for worker in workers}
+        packed = pickle.dumps(result)
+    else:
+        links.send(above, Message(f"{label}/in", data=pickle.dumps(collected)))
+        packed = links.receive(above, f"{label}/out").data
+        result = pickle.loads(packed)
+    for worker in below:
         links.send(worker, Message(f"{label}/out", data=packed))
-    return values
+    return result
+
+
+def tree_neighbours(
+    workers: Sequence[WorkerId], me: WorkerId, *, fan_out: int = FAN_OUT
+) -> tuple[WorkerId | None, tuple[WorkerId, ...]]:
+    """The worker above ``me`` in the tree (None for the first one), and those below."""
+    place = workers.index(me)
+    above = workers[(place - 1) // fan_out] if place else None
+    first = place * fan_out + 1
+    return above, tuple(workers[first : first + fan_out])

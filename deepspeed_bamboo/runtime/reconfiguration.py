@@ -27,6 +27,7 @@ from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.core.reconfiguring import Target, next_target, transfers
 from deepspeed_bamboo.core.sites import WorkerSite
 from deepspeed_bamboo.errors import DrainedError, JobStoppedError
+from deepspeed_bamboo.runtime.agreement import tree_neighbours
 from deepspeed_bamboo.runtime.news import tell_once
 from deepspeed_bamboo.runtime.protection import receive_replica, send_replica
 from deepspeed_bamboo.runtime.recovery import peers_of, tensor_peers
@@ -264,10 +265,10 @@ class Reconfiguration:
                 receive_replica(engine, move.coordinate, source=move.source, label=label)
 
     def _peers(self, record: EpochRecord, target: Target, partners: Iterable[WorkerId]) -> list[WorkerId]:
-        """Those that state comes from or goes to, and the first worker, through which agreements go."""
-        me, first = self._engine.session.worker, record.members[0]
-        through = target.joining if me == first else ((first,) if me in target.joining else ())
-        return sorted({*partners, *through} - {me})
+        """Those that state comes from or goes to, and those through which the agreements with who joins go."""
+        above, below = tree_neighbours(record.members, self._engine.session.worker)
+        through = below if above is None else (above, *below)
+        return sorted({*partners, *through} - {self._engine.session.worker})
 
     def _adopt(self, record: EpochRecord, target: Target) -> None:
         """Everybody has agreed: roles change, and the channels of the new placement are made."""

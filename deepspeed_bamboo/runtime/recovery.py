@@ -14,6 +14,7 @@ from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.settlement import Report, Settlement, keeper, settle
 from deepspeed_bamboo.errors import BambooError, ExpelledError
+from deepspeed_bamboo.runtime.agreement import tree_neighbours
 from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.session import WorkerSession
@@ -200,9 +201,10 @@ class Recovery:
 def peers_of(placement: Placement, worker: WorkerId, *, members: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:
     """All workers that ``worker`` exchanges messages with in every iteration of ``placement``.
 
-    Those of :func:`tensor_peers`, and the first member, through which agreements go.
+    Those of :func:`tensor_peers`, and those next to it in the tree through which agreements go.
     """
-    through = members if worker == members[0] else members[:1]
+    above, below = tree_neighbours(members, worker)
+    through = below if above is None else (above, *below)
     return tuple(sorted({*tensor_peers(placement, worker), *through} - {worker}))
 
 
