@@ -92,6 +92,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pipelines", type=int, nargs="+", default=[1], help="one benchmark for each number")
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3, help="kills of each stage's worker (default: 3)")
+    parser.add_argument("--most-kills", type=int, help="end after so many (default: all of all rounds)")
     parser.add_argument("--mode", default="lazy", choices=("lazy", "eager", "full"), help="redundancy.mode")
     parser.add_argument("--accelerator", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=1, help="CPU threads per worker")
@@ -125,7 +126,7 @@ def launched(script: Sequence[str], *, max_restarts: int, **rest: Any) -> Any:
 
 def measure_losses(setup: BenchSetup, result: dict[str, Any], *, job: RunJob, arguments: argparse.Namespace) -> None:
     """The undisturbed job and the one with kills. Raises BenchError when one of them fails."""
-    script = kills(setup, rounds=arguments.rounds)
+    script = FaultScript(kills(setup, rounds=arguments.rounds).faults[: arguments.most_kills])
     steps = FIRST_KILL + STEPS_BETWEEN_KILLS * len(script.faults) + STEPS_AT_THE_END
     folder = arguments.folder.resolve() / setup.name
     run = functools.partial(
