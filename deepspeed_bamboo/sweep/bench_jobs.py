@@ -52,8 +52,12 @@ class BenchSetup:
         return f"{self.model}-{self.pipelines}x{self.stages}-{self.mode}"
 
     @property
+    def grid(self) -> Grid:
+        return Grid(self.pipelines, self.stages)
+
+    @property
     def workers(self) -> int:
-        return len(Grid(self.pipelines, self.stages))
+        return len(self.grid)
 
     def settings(self, *, plugin: Mapping[str, Any] | None) -> dict[str, Any]:
         """The DeepSpeed configuration; ``plugin``: what its section has besides the mode, None for no section."""
