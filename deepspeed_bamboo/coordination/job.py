@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable, JobNameTaken, NoEpoch
-from deepspeed_bamboo.coordination.keys import GENERATION, JobKeys, decode, encode, member_of
+from deepspeed_bamboo.coordination.keys import GENERATION, JobKeys, decode, encode, member_of, stop_reason
 from deepspeed_bamboo.coordination.records import AgentRecord, Change, Drain, EpochRecord, JobFailure, Member
 from deepspeed_bamboo.coordination.registration import Registration
 from deepspeed_bamboo.coordination.store import KeyValueStore
@@ -272,7 +272,7 @@ class JobCoordinator:
     def stop_requested(self) -> str | None:
         """Why the job is asked to end, if it is."""
         entry = self._store.get(self._keys.stop)
-        return None if entry is None else str(decode(entry.value)["reason"])
+        return None if entry is None else stop_reason(decode(entry.value))
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "agent": AgentRecord.from_json,
     "failure": JobFailure.from_json,
     "drain": Drain.from_json,
+    "stop": lambda value: stop_reason(value),
 }
 
 
@@ -97,6 +98,11 @@ class JobKeys:
 def member_of(value: dict[str, Any]) -> Member:
     """The member that a value of its key describes."""
     return Member.from_json({name: field for name, field in value.items() if name != GENERATION})
+
+
+def stop_reason(value: dict[str, Any]) -> str:
+    """Why the job is asked to end, from the value of that key."""
+    return str(value["reason"])
 
 
 def encode(value: Any) -> str:

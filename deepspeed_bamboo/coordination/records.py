@@ -159,7 +159,7 @@ class Change:
     | suspicion    | the suspect   | its n | dict: reporter, reason       |
     | generation   |               |       | int                          |
     | drain        | the node      |       | Drain                        |
-    | stop         |               |       | dict: reason                 |
+    | stop         |               |       | str: why                     |
     | failure      |               |       | JobFailure                   |
     | finished     |               |       | dict                         |
     | resync       |               |       | everything missed was told   |

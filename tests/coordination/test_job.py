@@ -204,7 +204,7 @@ def test_a_watcher_is_told_everything_that_is_and_that_changes(open_job: OpenJob
         Change("ended", worker="w7", value={"code": 0}),
         Change("drain", worker="n4", value=drain),
         Change("drain", worker="n4"),
-        Change("stop", value={"reason": "enough"}),
+        Change("stop", value="enough"),
         Change("member", worker="w0"),
         Change("agent", worker="0"),
         Change("finished", value={"digest": "d"}),

@@ -107,7 +107,7 @@ def test_a_worker_is_not_replaced_before_its_loss_is_settled() -> None:
     assert agent.handle(epoch(OWN)) == [StartWorker(REPLACED, 0, joining=True)]
 
 
-@pytest.mark.parametrize("news", [changed("stop", {"reason": "enough"}), drain()])
+@pytest.mark.parametrize("news", [changed("stop", "enough"), drain()])
 def test_nobody_is_replaced_in_a_job_that_stops_or_on_a_node_to_be_left(news: Changed) -> None:
     agent = restarting(WorkerExited(OWN, -9, ""), epoch(OWN), news)
     assert [a for a in agent.handle(Woken("restart")) if isinstance(a, StartWorker)] == []
