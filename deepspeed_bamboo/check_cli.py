@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import sys
 from typing import Any
 
-from deepspeed_bamboo.config import SECTION, load_bamboo_section
+from deepspeed_bamboo.config import SECTION
+from deepspeed_bamboo.elastic.settings_source import load_section
 
 
 def add_parser(subparsers: Any) -> None:
@@ -24,11 +23,13 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the file named in ``arguments``. Raises ConfigError."""
-    # DeepSpeed writes warnings to the standard output when it is imported; that is for the result.
-    with contextlib.redirect_stdout(sys.stderr):
-        config = load_bamboo_section(arguments.configuration)
+    # Not load_bamboo_section: that imports deepspeed, which takes seconds and prints warnings.
+    config = load_section(arguments.configuration)
     if config is None:
-        print(f'{arguments.configuration} has no "{SECTION}" section: this is plain DeepSpeed')
+        print(
+            f'{arguments.configuration} has no "{SECTION}" section: this is plain DeepSpeed; '
+            f'"{SECTION}": {{}} turns the plugin on'
+        )
         return 0
     print(config.model_dump_json(indent=2))
     if config.redundancy.mode == "auto":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,16 @@ def test_check_says_what_it_finds(
     assert main(["check", str(path)]) == code
     output = capsys.readouterr()
     assert expected in (output.err if code else output.out)
+
+
+def test_check_does_not_import_deepspeed_which_prints_warnings(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text("{'bamboo': {'seed': 1},}  # as DeepSpeed reads it")
+    program = (
+        "import sys; from deepspeed_bamboo.cli import main; main(sys.argv[1:]); sys.exit('deepspeed' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, "check", str(path)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and json.loads(done.stdout)["seed"] == 1
 
 
 def test_no_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
