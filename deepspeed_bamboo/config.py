@@ -182,13 +182,23 @@ class NoticesConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Asynchronous checkpoints, read only when redundancy can't cover a loss."""
+    """Asynchronous checkpoints, read only when redundancy can't cover a loss. Not built yet."""
 
     dir: Location | None = None
-    """A directory or s3://bucket/prefix; null: none are written."""
+    """A directory or s3://bucket/prefix; null: none are written. Refused for now, rather than ignored."""
 
     interval_minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
     """Time between checkpoints."""
+
+    @field_validator("dir")
+    @classmethod
+    def _check_dir(cls, location: str | None) -> str | None:
+        if location is not None:
+            raise ValueError(
+                f"{location!r} would stay empty: checkpoints by this plugin are not built yet. Leave it out (null); "
+                "a loss that no shadow covers then ends the job"
+            )
+        return location
 
 
 class BambooConfig(Section):
@@ -210,7 +220,7 @@ class BambooConfig(Section):
     """Who warns that this machine is about to be taken."""
 
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    """Asynchronous checkpoints."""
+    """Asynchronous checkpoints; not built yet."""
 
     event_log: Location | None = None
     """Directory that gets one JSON-lines file per worker; null: no event log."""

@@ -63,6 +63,7 @@ def test_suspicion_follows_the_lease_unless_set() -> None:
         ({"coordinator": {"endpoints": ["h:1", "h:1"]}}, ["listed twice"]),
         ({"coordinator": {"prefix": "jobs"}}, ["bamboo.coordinator.prefix", "slash"]),
         ({"checkpoint": {"interval_minutes": -1}}, ["bamboo.checkpoint.interval_minutes", "-1"]),
+        ({"checkpoint": {"dir": "s3://b/p"}}, ["bamboo.checkpoint.dir: 's3://b/p'", "not built yet", "Leave it out"]),
         ({"event_log": ""}, ["bamboo.event_log", "at least 1"]),
         ({"enabled": "yes"}, ["bamboo.enabled", "'yes'", "bool"]),
         ({"debug_check_shadows": True}, ["bamboo.debug_check_shadows", "True", "integer"]),
