@@ -21,7 +21,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from .build import available_policies
-from .console import table_console
+from .console import print_whole, table_console
 from .errors import ScenarioError, SimulationError
 from .jobs import Job, build_job
 from .predict import counts_by_interval, fitting_history, mean_absolute_error, named_predictors
@@ -154,7 +154,7 @@ def _compare_predictors(arguments: argparse.Namespace, console: Console) -> int:
             table.add_column(f"{horizon} min", justify="right")
         for name, by_horizon in errors.items():
             table.add_row(name, *(f"{error:.2f}" for error in by_horizon.values()))
-        console.print(table)
+        print_whole(table, console)
     return 0
 
 

@@ -8,19 +8,18 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from .console import print_whole, width_of
 from .results import Summary
 
 __all__ = ["as_json", "print_table"]
 
+# A terminal gets as many as it has room for, and always the first ones; files and the JSON have all.
 _COLUMNS = (
     ("samples/s", "throughput_samples_per_second", ".2f"),
     ("$/h", "cost_dollars_per_hour", ".2f"),
     ("value", "value", ".3f"),
     ("fatal", "fatal_losses", ".1f"),
     ("paused h", "paused_hours", ".2f"),
-)
-# Shown where the terminal has room for them; the JSON has all.
-_MORE_COLUMNS = (
     ("wasted h", "wasted_hours", ".2f"),
     ("redundant h", "redundant_hours", ".2f"),
     ("idle h", "idle_hours", ".2f"),
@@ -28,7 +27,7 @@ _MORE_COLUMNS = (
     ("machines", "instances", ".1f"),
     ("lifetime h", "instance_lifetime_hours", ".2f"),
 )
-_WIDE = 130
+_LEAST_COLUMNS = 3
 
 
 def as_json(summaries: Sequence[Summary], *, about: Mapping[str, object]) -> str:
@@ -46,15 +45,25 @@ def as_json(summaries: Sequence[Summary], *, about: Mapping[str, object]) -> str
 
 
 def print_table(summaries: Sequence[Summary], *, title: str, console: Console) -> None:
-    """One line a policy: means, with half of the 95 % confidence interval where there are several seeds."""
+    """One line a policy: means, with half of the 95 % confidence interval where there are several seeds.
+
+    A column that has no room is left out, never cut; where even the first ones have none, lines are longer.
+    """
+    count = len(_COLUMNS)
+    while count > _LEAST_COLUMNS and width_of(_table(summaries, title, count), console) > console.width:
+        count -= 1
+    print_whole(_table(summaries, title, count), console)
+
+
+def _table(summaries: Sequence[Summary], title: str, count: int) -> Table:
+    """The table with the first ``count`` columns."""
     table = Table(title=title, title_justify="left")
     table.add_column("policy", no_wrap=True)
-    columns = (*_COLUMNS, *_MORE_COLUMNS) if console.width >= _WIDE else _COLUMNS
-    for heading, _, _ in columns:
+    for heading, _, _ in _COLUMNS[:count]:
         table.add_column(heading, justify="right", no_wrap=True)
     for summary in summaries:
-        table.add_row(summary.policy, *(_cell(summary, name, form) for _, name, form in columns))
-    console.print(table)
+        table.add_row(summary.policy, *(_cell(summary, name, form) for _, name, form in _COLUMNS[:count]))
+    return table
 
 
 def _cell(summary: Summary, name: str, form: str) -> str:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from deepspeed_bamboo.sim.build import available_policies
 from deepspeed_bamboo.sim.cli import add_parser, main
 from deepspeed_bamboo.sim.errors import ScenarioError
 from deepspeed_bamboo.sim.jobs import build_job
+from deepspeed_bamboo.sim.report import print_table
+from deepspeed_bamboo.sim.results import RunResult, Summary
 from deepspeed_bamboo.sim.runner import run_one
 from deepspeed_bamboo.sim.scenario import load_preset, load_scenario, parse_scenario, preset_names
 
@@ -47,6 +52,21 @@ def test_several_policies_come_by_name(capsys: pytest.CaptureFixture[str], tmp_p
     assert main(command) == 0
     assert list(json.loads(target.read_text())["policies"]) == available_policies(load_preset("bert"))
     assert "oracle" in capsys.readouterr().out
+
+
+def test_no_figure_is_cut_in_a_pipe_or_a_narrow_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--preset", "bert", "--removal-probability", "0.1", "--seeds", "2", "--duration-hours", "1"]
+    assert main(command) == 0
+    table = capsys.readouterr().out
+    assert "…" not in table and all(heading in table for heading in ("samples/s", "redundant h", "lifetime h"))
+
+    runs = [RunResult(*[scale * 61.7] * len(fields(RunResult))) for scale in (1, 4)]
+    summary = Summary("deepspeed-bamboo-eager", tuple(runs))
+    screen = Console(width=80, force_terminal=True, file=io.StringIO())
+    print_table([summary], title="t", console=screen)
+    assert isinstance(screen.file, io.StringIO)
+    shown = screen.file.getvalue()
+    assert "…" not in shown and "value" in shown and "lifetime h" not in shown and screen.width == 80
 
 
 def test_the_subcommand_registers_itself() -> None:
