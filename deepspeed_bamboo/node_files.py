@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,23 @@ from deepspeed_bamboo.core.sites import WorkerSite
 from deepspeed_bamboo.errors import ConfigError
 
 COLUMNS = ("worker", "node", "zone")
-_FORM = 'JSON: [{"worker": "w0", "node": "n0", "zone": "a"}, ...] or [["w0", "n0", "a"], ...]; CSV: w0,n0,a a line'
+_FORM = (
+    'JSON: [{"worker": "w0", "node": "n0", "zone": "a"}, ...] or [["w0", "n0", "a"], ...]; CSV: the heading '
+    "worker,node,zone and a line like w0,n0,a for each worker"
+)
+# What people call columns; a first line of nothing else is a heading, and no worker.
+_HEADINGS = frozenset({*COLUMNS, "name", "id", "rank", "slot", "host", "machine", "instance", "az", "region"})
 
 
 def read_sites(path: Path) -> list[WorkerSite]:
     """The workers in ``path``; an empty or missing zone is not known.
 
-    A file that starts with a bracket is JSON, anything else CSV, with or without a heading. Raises ConfigError for
-    what is neither, and OSError for a file that can't be read.
+    A file that starts with a bracket is JSON, anything else CSV, with a heading of the columns that it has, or
+    without one. Raises ConfigError for what is neither, and OSError for a file that can't be read.
     """
     text = path.read_text(encoding="utf-8")
     is_json = text.lstrip().startswith(("[", "{"))
-    rows = _json_rows(text, path) if is_json else _csv_rows(text)
+    rows = _json_rows(text, path) if is_json else _csv_rows(text, path)
     return [_site(row, place=place, path=path) for place, row in rows]
 
 
@@ -56,13 +61,39 @@ def _json_rows(text: str, path: Path) -> Iterator[tuple[str, list[Any]]]:
             yield place, list(entry) if isinstance(entry, list) else [entry]
 
 
-def _csv_rows(text: str) -> Iterator[tuple[str, list[Any]]]:
-    rows: Iterable[list[str]] = csv.reader(text.splitlines(), skipinitialspace=True)
-    for number, row in enumerate(rows, start=1):
+def _csv_rows(text: str, path: Path) -> Iterator[tuple[str, list[Any]]]:
+    order: Sequence[str] | None = None
+    for number, row in enumerate(csv.reader(text.splitlines(), skipinitialspace=True), start=1):
         cells: list[Any] = [cell.strip() for cell in row]
-        is_heading = tuple(cells) in (COLUMNS, COLUMNS[:2])
-        if any(cells) and not cells[0].startswith("#") and not is_heading:
-            yield f"line {number}", cells
+        if not any(cells) or cells[0].startswith("#"):
+            continue
+        if order is None:
+            order = _heading(cells, place=f"line {number}", path=path)
+            if order is not None:
+                continue
+            order = COLUMNS
+        yield f"line {number}", _sorted_cells(cells, order)
+
+
+def _heading(cells: Sequence[str], *, place: str, path: Path) -> Sequence[str] | None:
+    """The columns that a first line names, or None when it is a worker. Raises ConfigError for other columns."""
+    names = [cell.lower() for cell in cells]
+    if not set(names) <= _HEADINGS:
+        return None
+    if len(set(names)) < len(names) or not set(COLUMNS[:2]) <= set(names) <= set(COLUMNS):
+        raise ConfigError(
+            f"{place}, {','.join(cells)}, is a heading with other columns than worker,node,zone (which name each "
+            f"worker, its machine, and its zone, which may be left out). {_FORM}",
+            where=str(path),
+        )
+    return names
+
+
+def _sorted_cells(cells: list[Any], order: Sequence[str]) -> list[Any]:
+    """``cells`` in the order of COLUMNS; those of a line with too many or too few as they are."""
+    if len(cells) != len(order):
+        return cells
+    return [cells[order.index(column)] for column in COLUMNS if column in order]
 
 
 def _site(row: list[Any], *, place: str, path: Path) -> WorkerSite:

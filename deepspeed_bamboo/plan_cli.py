@@ -29,7 +29,11 @@ def add_parser(subparsers: _SubParsers) -> None:
         description="Place a grid of pipelines and stages on workers, neighbours and shadows apart in nodes and zones.",
     )
     parser.add_argument(
-        "--nodes", type=Path, required=True, metavar="FILE", help="workers: JSON list or CSV of worker,node,zone"
+        "--nodes",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="workers: CSV headed worker,node,zone, or JSON",
     )
     parser.add_argument("--pipelines", type=int, required=True, metavar="D", help="pipelines")
     parser.add_argument("--stages", type=int, required=True, metavar="P", help="stages of a pipeline")

@@ -34,6 +34,13 @@ def test_a_missing_zone_is_unknown(tmp_path: Path) -> None:
     assert [site.zone for site in read_sites(file)] == ["", ""]
 
 
+@pytest.mark.parametrize("text", ["Worker, Node, Zone\nw0,n0,a\n", "# spot\nzone,node,worker\na,n0,w0\n", "w0,n0,a\n"])
+def test_a_heading_says_which_column_is_which(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "nodes.csv"
+    file.write_text(text)
+    assert [list(site) for site in read_sites(file)] == [["w0", "n0", "a"]]
+
+
 def test_the_plan_shows_coordinates_and_losses(nodes: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--nodes", str(nodes), "--pipelines", "1", "--stages", "4"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -64,6 +71,10 @@ def test_a_written_plan_is_read_as_the_current_one(nodes: Path, capsys: pytest.C
     ("text", "named"),
     [
         ("w0\n", "line 1 is ['w0']"),
+        ("name,zone\nw0,a\n", "line 1, name,zone, is a heading with other columns than worker,node,zone"),
+        ("worker,zone\nw0,a\n", "CSV: the heading worker,node,zone and a line like w0,n0,a for each worker"),
+        ("worker,worker,node\nw0,a\n", "is a heading with other columns"),
+        ("worker,node,zone\nw0,n0,a,b\n", "line 2 is ['w0', 'n0', 'a', 'b']"),
         ("[1]", "entry 1 is [1]"),
         ("[", "not JSON"),
         ("{}", "a dict instead of a list"),
