@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _CONNECT_SECONDS = 5.0
 _WATCH_SECONDS = 1.0
+_ELSEWHERE = "For a job that uses your own etcd give --endpoints or --deepspeed_config"
 
 
 class NoSuchJobError(BambooError):
@@ -61,16 +62,16 @@ def run_drain(arguments: argparse.Namespace) -> int:
     with _job(arguments) as coordinator:
         if arguments.cancel:
             coordinator.cancel_drain(arguments.node)
-            print(f"job {arguments.job}: node {arguments.node} may stay")
+            print(f"job {coordinator.job}: node {arguments.node} may stay")
             return 0
         agents, members = coordinator.agents().values(), coordinator.members().values()
         nodes = sorted({agent.node for agent in agents} | {member.node for member in members})
         if arguments.node not in nodes:
             raise NoSuchJobError(
-                f"no node {arguments.node!r} takes part in job {arguments.job!r}; its nodes are {', '.join(nodes)}"
+                f"no node {arguments.node!r} takes part in job {coordinator.job!r}; its nodes are {', '.join(nodes)}"
             )
         coordinator.request_drain(arguments.node, deadline_seconds=arguments.deadline_seconds, reason="ds_bamboo drain")
-        print(f"job {arguments.job}: node {arguments.node} is to be left at the next iteration boundary")
+        print(f"job {coordinator.job}: node {arguments.node} is to be left at the next iteration boundary")
     return 0
 
 
@@ -78,12 +79,12 @@ def run_stop(arguments: argparse.Namespace) -> int:
     """Request the end of the job."""
     with _job(arguments) as coordinator:
         coordinator.request_stop("ds_bamboo stop")
-        print(f"job {arguments.job}: is to end at the next iteration boundary")
+        print(f"job {coordinator.job}: is to end at the next iteration boundary")
     return 0
 
 
 def _add_job_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--job", required=True, metavar="NAME", help="the job's name, as given to the launcher")
+    parser.add_argument("--job", metavar="NAME", help="the job's name (default: the only one that runs there)")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--endpoints", metavar="HOST:PORT,...", help="its etcd (default: that of a job of yours on this machine)"
@@ -115,33 +116,48 @@ def _job(arguments: argparse.Namespace) -> Iterator[JobCoordinator]:
             yield _find_here(arguments.job, opened)
 
 
-def _find(job: str, endpoints: list[str], *, prefix: str, guard: Any, opened: contextlib.ExitStack) -> JobCoordinator:
+def _find(
+    job: str | None, endpoints: list[str], *, prefix: str, guard: Any, opened: contextlib.ExitStack
+) -> JobCoordinator:
+    """The job of that name there; None: the only one."""
     from deepspeed_bamboo.coordination import JobCoordinator, running_jobs
     from deepspeed_bamboo.elastic.running_job import open_store
 
     store = open_store(endpoints, within_seconds=_CONNECT_SECONDS, guard=guard)
     opened.callback(store.close)
+    where = f"at {','.join(endpoints)} under {prefix}"
+    if job is None:
+        job = _only(running_jobs(store, prefix=prefix), where=where)
     coordinator = JobCoordinator(store, job=job, prefix=prefix)
     if not coordinator.agents() and coordinator.peek_epoch() is None and coordinator.failure() is None:
-        raise NoSuchJobError(
-            f"no job {job!r} at {','.join(endpoints)} under {prefix}; {_those(running_jobs(store, prefix=prefix))}"
-        )
+        raise NoSuchJobError(f"no job {job!r} {where}; {_those(running_jobs(store, prefix=prefix))}")
     return coordinator
 
 
-def _find_here(job: str, opened: contextlib.ExitStack) -> JobCoordinator:
+def _find_here(job: str | None, opened: contextlib.ExitStack) -> JobCoordinator:
+    """As :func:`_find`, among the jobs on this machine that have an etcd of their own."""
     from deepspeed_bamboo.coordination.published import published_jobs
 
+    there = sorted({found.job for found in published_jobs()})
+    if job is None:
+        job = _only(there, where="of yours with an etcd of its own on this machine", remedy=_ELSEWHERE)
     for found in published_jobs(job):
         with contextlib.suppress(BambooError):
             return _find(job, [found.endpoint], prefix=found.prefix, guard=None, opened=opened)
-    there = sorted({found.job for found in published_jobs()})
     if job in there:
         raise NoSuchJobError(f"the job {job!r} on this machine is about to begin or to end; ask again in a moment")
     raise NoSuchJobError(
-        f"no job {job!r} of yours with an etcd of its own on this machine; {_those(there)}. "
-        "For a job that uses your own etcd give --endpoints or --deepspeed_config"
+        f"no job {job!r} of yours with an etcd of its own on this machine; {_those(there)}. {_ELSEWHERE}"
     )
+
+
+def _only(jobs: list[str], *, where: str, remedy: str = "") -> str:
+    """The one job that there is. Raises NoSuchJobError that lists them when it is not one."""
+    if len(jobs) > 1:
+        raise NoSuchJobError(f"there run several jobs {where}: {', '.join(jobs)}; say which with --job NAME")
+    if not jobs:
+        raise NoSuchJobError(f"no job {where}. {remedy}".rstrip())
+    return jobs[0]
 
 
 def _those(jobs: list[str]) -> str:

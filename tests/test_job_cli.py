@@ -171,6 +171,29 @@ def test_a_job_that_is_not_there_is_named_with_those_that_are(
     assert "no job 'busy' of yours" in capsys.readouterr().err
 
 
+def test_the_only_job_needs_no_name(
+    job: JobCoordinator, server: PrivateEtcd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--endpoints", str(server.endpoint)]
+    assert main(["drain", "b", *where]) == 0
+    assert "job busy: node b is to be left" in capsys.readouterr().out
+    assert main(["status"]) == 1
+    assert "no job of yours with an etcd of its own on this machine. For a job that" in capsys.readouterr().err
+    about = PublishedJob("busy", "/deepspeed_bamboo", str(server.endpoint), os.getpid(), own_pid_namespace())
+    publish(server.directory, about)
+    assert main(["status"]) == 0
+    assert "job busy: running" in capsys.readouterr().out
+
+    store = EtcdStore([server.endpoint])
+    another = JobCoordinator(store, job="other").register_agent(AgentRecord(0, "a", 1), lease_seconds=60)
+    publish(server.directory, replace(about, job="other"))
+    assert main(["stop"]) == 1 and main(["stop", *where]) == 1
+    assert capsys.readouterr().err.count("busy, other; say which with --job NAME") == 2
+    assert job.stop_requested() is None
+    another.withdraw()
+    store.close()
+
+
 def test_a_private_job_is_found_on_its_machine(
     job: JobCoordinator, server: PrivateEtcd, capsys: pytest.CaptureFixture[str]
 ) -> None:
