@@ -24,6 +24,7 @@ from deepspeed_bamboo.elastic.agent_settings import AgentHooks, AgentSettings
 from deepspeed_bamboo.elastic.boot import Boot
 from deepspeed_bamboo.elastic.bootstrap import NOTICE_SIGNALS
 from deepspeed_bamboo.elastic.error_report import ErrorReport
+from deepspeed_bamboo.elastic.first_word import FirstWord
 from deepspeed_bamboo.elastic.leftovers import remove_shared_memory, signal_session
 from deepspeed_bamboo.elastic.mailbox import Mailbox
 from deepspeed_bamboo.elastic.messenger import Messenger
@@ -81,6 +82,7 @@ class BambooElasticAgent(LocalElasticAgent):
         self._hooks = hooks or AgentHooks()
         self._supervisor = Supervisor(slot, lease_seconds=settings.lease_seconds, rules=settings.rules)
         self._mailbox = Mailbox()
+        self._first_word = FirstWord(f"{boot.job} at {boot.endpoints}")
         self._agents: set[str] = set()
         # Those of the same command that have not been seen yet.
         self._expected = {str(rank) for rank in boot.ranks or range(slot.world_size)}
@@ -173,7 +175,8 @@ class BambooElasticAgent(LocalElasticAgent):
             elif isinstance(action, decisions.EndWorker):
                 self._stop_worker()
             elif isinstance(action, decisions.Say):
-                self._say(action.text)
+                if not action.once or self._first_word.take():
+                    self._say(action.text)
             elif isinstance(action, decisions.WakeAfter):
                 self._mailbox.put_later(decisions.Woken(action.reason), after_seconds=action.seconds)
             elif isinstance(action, decisions.Leave):
@@ -241,7 +244,7 @@ class BambooElasticAgent(LocalElasticAgent):
 
     def _on_death(self, pid: int) -> None:
         if pid in self._settings.launchers:
-            self._mailbox.put(decisions.LauncherGone(command=pid != self._settings.launchers[0]))
+            self._mailbox.put(decisions.LauncherGone(pid, command=pid != self._settings.launchers[0]))
         else:
             self._mailbox.put(decisions.CoordinatorGone("the agent of rank 0, which ran the job's etcd, was killed"))
 

@@ -36,8 +36,9 @@ class Signalled:
 
 @dataclass(frozen=True)
 class LauncherGone:
-    """The launcher has ended. ``command``: it was the ``deepspeed`` command itself, not a node's launcher."""
+    """The launcher ``pid`` has ended. ``command``: it was the ``deepspeed`` command itself, not a node's launcher."""
 
+    pid: int
     command: bool
 
 
@@ -172,9 +173,10 @@ class Finish:
 
 @dataclass(frozen=True)
 class Say:
-    """Tell the user."""
+    """Tell the user. ``once``: only if no other agent of the job on this machine has spoken for all."""
 
     text: str
+    once: bool = False
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from deepspeed_bamboo.elastic.decisions import (
     how_it_ended,
 )
 from deepspeed_bamboo.elastic.error_report import last_line
+from deepspeed_bamboo.elastic.interruptions import by_lost_launcher, by_signal
 from deepspeed_bamboo.elastic.rules import EXIT_DRAINED, EXIT_EXPELLED, EXIT_JOB_FAILED, Entry, Rules
 from deepspeed_bamboo.elastic.slot import Slot
 
@@ -384,22 +385,23 @@ class Supervisor:
             return [RequestDrain(self._slot.node, self._rules.grace_seconds, reason)]
         if self._rules.entry is Entry.JOIN:
             return self._leave_alone(f"{name} was sent to its agent", code=128 + number)
-        first = self._failure is None and self._offered is None
-        if first:
-            self._code_if_interrupted = 128 + number
-        actions: list[Action] = []
-        if first:
-            message = f"{name} was sent to the agent of rank {self._slot.rank} on {self._slot.node}"
-            actions += self._offer(JobFailure(worker=self.worker, kind="interrupted", message=message, traceback=""))
-        elif number == signal.SIGINT and self._own is Own.ENDING:
+        if number == signal.SIGINT and self._own is Own.ENDING and (self._failure or self._offered):
             return [KillWorker("interrupted twice")]
-        return actions + self._end_worker()
+        return self._interrupt(by_signal(number, self._slot), number)
+
+    def _interrupt(self, message: str, number: int) -> list[Action]:
+        """End the job, as signal ``number`` does, unless it ends already."""
+        if self._failure is not None or self._offered is not None:
+            return self._end_worker()
+        self._code_if_interrupted = 128 + number
+        failure = JobFailure(worker=self.worker, kind="interrupted", message=message, traceback="")
+        return [*self._offer(failure), *self._end_worker()]
 
     def _on_launcher_gone(self, event: LauncherGone) -> list[Action]:
         if self._finished and self._own is not Own.RUNNING:
             return []
         if self._rules.entry is not Entry.JOIN and (event.command or self._slot.one_machine):
-            return self._on_signal(signal.SIGHUP)
+            return self._interrupt(by_lost_launcher(event.pid), signal.SIGHUP)
         return self._leave_alone("its launcher is gone, which is taken for the loss of this node", code=1)
 
     def _leave_alone(self, reason: str, *, code: int) -> list[Action]:
@@ -415,8 +417,7 @@ class Supervisor:
         if self._failure is not None or (self._finished and self._own is not Own.RUNNING):
             return []
         self._failure = JobFailure(worker=self.worker, kind="interrupted", message=event.reason, traceback="")
-        say = [Say(f"the job ends: {event.reason}")] if self._slot.local_rank == 0 or self._slot.one_machine else []
-        return [*say, *self._end_worker()]
+        return [Say(f"the job ends: {event.reason}", once=True), *self._end_worker()]
 
     def _offer(self, failure: JobFailure) -> list[Action]:
         self._offered, self._offer_pending = failure, True
@@ -434,12 +435,13 @@ class Supervisor:
         known, self._failure = self._failure, failure
         if known is not None:
             return []
+        told_here = failure.kind == "interrupted" and self._slot.one_machine  # by the agent that was interrupted
         actions: list[Action] = []
         if failure.worker == self.worker and failure.kind == "user_error" and self._offered != failure:
             # The worker has told the job itself; its agent is still the one to show it.
             text = f"worker {failure.worker} (rank {self._slot.rank}) failed: {failure.message}\n{failure.traceback}"
             actions.append(Say(f"the job ends: {text}".rstrip()))
-        elif self._offered != failure and self._slot.local_rank == 0:
+        elif self._offered != failure and self._slot.local_rank == 0 and not told_here:
             actions.append(Say(f"the job ends: {failure.message} (worker {failure.worker})"))
         return actions + self._end_worker()
 
@@ -451,7 +453,7 @@ class Supervisor:
         if event.first and event.failure.kind == "user_error":
             actions.append(Say(f"the job ends: {event.failure.message}\n{event.failure.traceback}".rstrip()))
         elif event.first and event.failure.kind == "interrupted":
-            actions.append(Say(f"the job ends: {event.failure.message}"))
+            actions.append(Say(f"the job ends: {event.failure.message}", once=True))
         return actions + (self._end_worker() if event.first else [])
 
     def _on_loss_settled(self, event: LossSettled) -> list[Action]:

@@ -90,6 +90,8 @@ def test_signals_to_the_launcher_end_the_job_within_ten_seconds(tmp_path: Path, 
         assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
     assert "lost" not in job.output, job.output
     assert "Traceback" not in job.output, job.output
+    why = f"the launcher (process {job.process.pid}) is gone" if how == "SIGKILL" else "was sent to the agent of rank"
+    assert job.output.count("the job ends: ") == 1 and why in job.output, job.output
 
 
 def test_sigterm_to_the_deepspeed_command_leaves_no_orphans(tmp_path: Path) -> None:
@@ -116,7 +118,7 @@ def test_a_killed_agent_of_rank_0_takes_its_coordinator_along_and_the_job_ends(t
         agent.kill()
         assert job.wait(within_seconds=limit) != 0
         assert [process for process in tree if alive(process.pid)] == []
-    assert "rank 0, which ran the job's etcd, was killed" in job.output, job.output
+    assert job.output.count("rank 0, which ran the job's etcd, was killed") == 1, job.output
 
 
 def test_without_the_section_the_script_runs_as_ever(tmp_path: Path) -> None:

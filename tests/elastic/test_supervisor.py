@@ -32,6 +32,8 @@ from deepspeed_bamboo.elastic.decisions import (
     Woken,
     WorkerExited,
 )
+from deepspeed_bamboo.elastic.first_word import FirstWord
+from deepspeed_bamboo.elastic.interruptions import by_signal
 from deepspeed_bamboo.elastic.slot import Slot
 from deepspeed_bamboo.elastic.supervisor import Supervisor
 from tests.coordination.helpers import first_epoch, member
@@ -153,6 +155,28 @@ def test_a_signal_ends_the_job_for_all(number: signal.Signals) -> None:
     assert end == EndWorker()
     assert agent.handle(WorkerExited(OWN, -15, "")) == [Withdraw(OWN)]
     assert kinds(agent.handle(FailureRecorded(fail.failure, first=True))) == ["Say", "Leave"]
+
+
+def test_what_ends_jobs_by_itself_is_named_with_the_signal() -> None:
+    assert "when one of them has ended" in by_signal(signal.SIGTERM, SLOT)
+    assert "when one of them" not in by_signal(signal.SIGTERM, replace(SLOT, local_world_size=1))
+    assert "terminal" in by_signal(signal.SIGHUP, SLOT)
+    assert by_signal(signal.SIGINT, SLOT) == "SIGINT was sent to the agent of rank 1 on n"
+
+
+def test_an_interruption_is_told_by_one_agent_of_the_machine() -> None:
+    theirs = replace(OTHERS_FAILURE, kind="interrupted")
+    first = replace(SLOT, local_rank=0)
+    assert kinds(training(slot=first).handle(changed("failure", theirs))) == ["EndWorker"]
+    of_two = training(slot=replace(first, world_size=6))
+    assert kinds(of_two.handle(changed("failure", theirs))) == ["Say", "EndWorker"]
+
+
+def test_one_of_all_processes_has_the_first_word() -> None:
+    one, other, elsewhere = FirstWord("a"), FirstWord("a"), FirstWord("b")
+    assert one.take() and one.take() and not other.take() and elsewhere.take()
+    del one
+    assert other.take()
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_worker() -> None:
@@ -288,23 +312,26 @@ def test_a_generation_that_skips_one_is_caught_up_with() -> None:
 
 
 def test_without_its_launcher_a_job_of_one_machine_ends() -> None:
-    assert kinds(training().handle(LauncherGone(command=False))) == ["Fail", "EndWorker"]
+    fail, end = training().handle(LauncherGone(4711, command=False))
+    assert isinstance(fail, Fail) and "the launcher (process 4711) is gone" in fail.failure.message
+    assert "was sent" not in fail.failure.message and end == EndWorker()
 
 
 def test_without_its_launcher_one_of_several_machines_counts_as_lost() -> None:
     agent = training(slot=replace(SLOT, world_size=6))
-    assert kinds(agent.handle(LauncherGone(command=False))) == ["KillWorker"]
+    assert kinds(agent.handle(LauncherGone(7, command=False))) == ["KillWorker"]
     assert kinds(agent.handle(WorkerExited(OWN, -9, ""))) == ["ReportLoss", "Leave"]
 
 
 def test_without_the_deepspeed_command_every_machine_ends() -> None:
     agent = training(slot=replace(SLOT, world_size=6))
-    assert kinds(agent.handle(LauncherGone(command=True))) == ["Fail", "EndWorker"]
+    assert kinds(agent.handle(LauncherGone(7, command=True))) == ["Fail", "EndWorker"]
 
 
 def test_without_its_coordinator_every_agent_ends_on_its_own() -> None:
     agent = training()
-    assert kinds(agent.handle(CoordinatorGone("rank 0 is gone"))) == ["Say", "EndWorker"]
+    say = Say("the job ends: rank 0 is gone", once=True)
+    assert agent.handle(CoordinatorGone("rank 0 is gone")) == [say, EndWorker()]
     assert agent.handle(WorkerExited(OWN, -15, "")) == [Withdraw(OWN), Leave(1)]
 
     waiting = training()

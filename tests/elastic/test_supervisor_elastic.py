@@ -156,7 +156,7 @@ def test_a_signal_to_a_command_that_joined_ends_its_part_only() -> None:
     assert kinds(agent.handle(Signalled(signal.SIGINT))) == ["KillWorker"]
     assert kinds(agent.handle(WorkerExited(OWN, -9, ""))) == ["ReportLoss", "Leave"]
     agent = joining(Entry.JOIN, epoch(), RESYNC)
-    assert kinds(agent.handle(LauncherGone(command=True))) == ["KillWorker"]
+    assert kinds(agent.handle(LauncherGone(7, command=True))) == ["KillWorker"]
 
 
 def test_a_drained_worker_is_no_loss_and_its_agent_leaves() -> None:
