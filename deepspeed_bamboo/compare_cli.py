@@ -68,12 +68,14 @@ def pauses(summary: RunSummary) -> Iterator[str]:
         yield f"failover in step {failover.step}, epoch {failover.epoch}: {', '.join(failover.lost)} lost"
         yield f"  pause  {_parts(failover)}"
         if failover.kill_to_recompute_seconds is not None:
-            yield f"  from the kill to the first recomputed instruction  {failover.kill_to_recompute_seconds:.3f} s"
+            yield f"  (from the kill to the first recomputed instruction {failover.kill_to_recompute_seconds:.3f} s)"
 
 
 def _parts(failover: FailoverSummary) -> str:
-    known = [part for part in PAUSE_PARTS if part in failover.pause_seconds]
-    return ", ".join(f"{part} {failover.pause_seconds[part]:.3f} s" for part in known) or "not known"
+    """The whole pause, and what it consists of."""
+    seconds = failover.pause_seconds
+    known = [f"{part} {seconds[part]:.3f} s" for part in PAUSE_PARTS if part in seconds and part != "total"]
+    return f"{seconds['total']:.3f} s: {', '.join(known)}" if "total" in seconds else ", ".join(known) or "not known"
 
 
 def _curve_cell(loss: float | None, *, highest: float) -> str:

@@ -37,13 +37,16 @@ class Progress:
             self._bar.stop()
 
     def show(self, *, done: int, loss: float, samples_per_second: float, epoch: int, news: Iterable[str] = ()) -> None:
-        """Say that ``done`` steps are done; each of ``news`` is printed as a line of its own first."""
+        """Say that ``done`` steps are done; each of ``news`` is printed as a line of its own first.
+
+        Steps are named as everywhere, from 0 on: the first line is of step 0.
+        """
         text = f"loss {loss:.4f}  {samples_per_second:.0f} samples/s  epoch {epoch}"
         if self._bar is None or self._task is None:
             for line in news:
                 print(line, file=self._stream, flush=True)
             if done in (self._first + 1, self._total) or done % self._every == 0:
-                print(f"step {done}/{self._total}  {text}", file=self._stream, flush=True)
+                print(f"step {done - 1}  {text}  {done}/{self._total} done", file=self._stream, flush=True)
             return
         if not self._started:
             self._bar.start()
@@ -54,5 +57,5 @@ class Progress:
 
 
 def _bar(stream: TextIO) -> RichProgress:
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("done  {task.fields[text]}"), TimeRemainingColumn())
     return RichProgress(*columns, console=Console(file=stream))

@@ -13,8 +13,6 @@ from typing import Any
 
 from deepspeed_bamboo.events import EventLog
 
-_PARTS = ("detect", "abort", "regroup", "recompute")
-
 
 class RunLog:
     """What a training loop calls around ``engine.train_batch``. Every worker has one."""
@@ -79,13 +77,10 @@ class RunLog:
 
 
 def failover_lines(events: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A plain line for each failover among ``events``."""
+    """A plain line for each failover among ``events``. Pauses differ by worker: ``ds_bamboo compare`` has the job's."""
     return [_failover_line(event) for event in events if event["event"] == "failover"]
 
 
 def _failover_line(event: Mapping[str, Any]) -> str:
     lost = ", ".join(map(str, event.get("lost", ()))) or "?"
-    pause = event.get("pause_seconds", {})
-    parts = ", ".join(f"{part} {pause[part]:.3f}" for part in _PARTS if part in pause)
-    total = f"{pause['total']:.3f} s" if "total" in pause else "unknown"
-    return f"step {event['step']}: failover of {lost}, pause {total} ({parts}); epoch {event['epoch']}"
+    return f"step {event['step']}: failover, {lost} lost and taken over; epoch {event['epoch']}"

@@ -37,7 +37,7 @@ echo "$KILL" >"$OUT/faults.json"
 
 echo "== Training undisturbed: 4 workers, one stage each"
 train undisturbed || explain_failure undisturbed
-echo "== Training again; the worker of stage 2 is killed (SIGKILL) in step 9, in a backward pass"
+echo "== Training again; the worker of stage 2 is killed (SIGKILL) in a backward pass of step 9 (the first step is 0)"
 BAMBOO_FAULTS="$OUT/faults.json" train killed || explain_failure killed
 echo
 ds_bamboo compare "$OUT/undisturbed" "$OUT/killed" --names undisturbed "worker killed" --failovers 1 --minimum-fall 30

@@ -149,7 +149,7 @@ def train(
     if log.is_reporter:
         if arguments.event_log is not None:
             print(f"events: {merge_event_files(arguments.event_log, run=log.run)}")
-        print(f"finished step {engine.global_steps}, loss {loss}, digest {digest or 'not computed'}", flush=True)
+        print(f"finished {engine.global_steps} steps, loss {loss}, digest {digest or 'not computed'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def test_each_failover_is_news_once() -> None:
     pause = {"detect": 0.0125, "abort": 0.1, "total": 0.75}
     engine.log_event("failover", lost=["0.2", "0.3"], pause_seconds=pause)
     engine.log_event("notice")
-    assert log.news() == ["step 7: failover of 0.2, 0.3, pause 0.750 s (detect 0.013, abort 0.100); epoch 3"]
+    assert log.news() == ["step 7: failover, 0.2, 0.3 lost and taken over; epoch 3"]
     assert log.news() == []
 
 
@@ -88,9 +88,9 @@ def test_without_a_terminal_progress_is_lines() -> None:
             news = ["step 5: failover of 0.2"] if done == 5 else []
             progress.show(done=done, loss=1 / done, samples_per_second=64.4, epoch=int(done > 5), news=news)
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "step 1/40  loss 1.0000  64 samples/s  epoch 0"
+    assert lines[0] == "step 0  loss 1.0000  64 samples/s  epoch 0  1/40 done"
     assert lines.count("step 5: failover of 0.2") == 1
-    assert lines[-1] == "step 40/40  loss 0.0250  64 samples/s  epoch 1"
+    assert lines[-1] == "step 39  loss 0.0250  64 samples/s  epoch 1  40/40 done"
     assert len(lines) == 22
 
 

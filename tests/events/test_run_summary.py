@@ -101,7 +101,7 @@ class TestCommand:
         assert main(["compare", str(one), str(other), "--failovers", "1", "--minimum-fall", "30"]) == 0
         output = capsys.readouterr().out
         assert "0.1 lost and taken over" in output
-        assert "detect 0.010 s, abort 0.020 s, regroup 0.030 s, recompute 0.040 s, total 0.100 s" in output
+        assert "pause  0.100 s: detect 0.010 s, abort 0.020 s, regroup 0.030 s, recompute 0.040 s" in output
         assert "the loss fell by 50%" in output
 
     @pytest.mark.parametrize(
