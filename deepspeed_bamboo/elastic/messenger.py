@@ -122,7 +122,7 @@ class Messenger:
     def _probe(self, action: decisions.CheckSuspect) -> None:
         member = self._coordinator.members().get(action.worker)
         if member is not None and probe(member) is Presence.GONE:
-            self._propose(action.worker, f"{action.reason}; its machine refuses connections to it")
+            self._propose(action.worker, f"{action.reason}; its process is gone, its machine answers")
 
     def _propose(self, worker: WorkerId, reason: str) -> None:
         before = self._coordinator.epoch()

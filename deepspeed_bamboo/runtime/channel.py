@@ -20,6 +20,7 @@ import torch
 
 from deepspeed_bamboo.errors import ModelError
 from deepspeed_bamboo.runtime.c10d import c10d
+from deepspeed_bamboo.runtime.connection_errors import cause_of
 from deepspeed_bamboo.runtime.interruption import Interruption, PeerLostError
 from deepspeed_bamboo.runtime.lanes import Arrival, Description, DeviceLanes
 
@@ -208,14 +209,14 @@ class Channel:
         try:
             self._sending.append((self._group.send([tensor], self._other, tag), tensor))
         except RuntimeError as error:
-            raise PeerLostError(self.peer, str(error)) from error
+            raise PeerLostError(self.peer, cause_of(error)) from error
 
     def _read(self) -> None:
         while self._wanted.get() and not self._closed:
             try:
                 message = self._read_one()
             except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
-                self._error = str(error).splitlines()[0]
+                self._error = cause_of(error)
                 self._interruption.notify()
                 return
             self._arrived.append(message)

@@ -15,6 +15,7 @@ from deepspeed_bamboo.coordination import Member
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.runtime.c10d import c10d
 from deepspeed_bamboo.runtime.channel import Channel, Message
+from deepspeed_bamboo.runtime.connection_errors import cause_of
 from deepspeed_bamboo.runtime.interruption import Interruption, PeerLostError
 from deepspeed_bamboo.runtime.lanes import DeviceLanes
 
@@ -86,7 +87,7 @@ class Links:
             try:
                 build()
             except (RuntimeError, ValueError) as error:
-                errors[peer] = str(error).splitlines()[0]
+                errors[peer] = cause_of(error)
             self._interruption.notify()
 
         def build_channel(peer: WorkerId) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from deepspeed_bamboo.runtime.c10d import c10d
 from deepspeed_bamboo.runtime.channel import Channel, Message
+from deepspeed_bamboo.runtime.connection_errors import cause_of
 from deepspeed_bamboo.runtime.interruption import Interruption, PeerLostError
 
 _OPERATION_SECONDS = 20.0
@@ -67,3 +68,21 @@ def test_draining_to_a_peer_that_is_gone_is_no_error_but_expecting_something_of_
     one.drain()
     with pytest.raises(PeerLostError):
         one.receive()
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("[../gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:3: Connection reset by peer. GLHF!",
+         "the connection was reset"),
+        ("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:27", "the connection was closed"),
+        ("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv", "the connection timed out"),
+        ("The client socket has timed out after 1000ms while trying to connect", "the connection timed out"),
+        ("[gloo/transport/tcp/pair.cc:9] Something new \U0001f3d6", "the connection failed"),
+        ("NCCL error in: x.cpp:1, remote process exited", "the connection failed"),
+        ("the peer has dropped the channel\nmore", "the peer has dropped the channel"),
+        ("", "RuntimeError"),
+    ],
+)  # fmt: skip
+def test_people_are_told_causes_in_their_own_words(text: str, cause: str) -> None:
+    assert cause_of(RuntimeError(text)) == cause
