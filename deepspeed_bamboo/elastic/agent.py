@@ -17,6 +17,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from deepspeed_bamboo.coordination import AgentRecord, Change, JobCoordinator, Registration
+from deepspeed_bamboo.coordination.machine_token import MachineToken
 from deepspeed_bamboo.elastic import decisions
 from deepspeed_bamboo.elastic.address import VARIABLE as ADDRESS
 from deepspeed_bamboo.elastic.address import advertised_address, gloo_interface
@@ -24,7 +25,6 @@ from deepspeed_bamboo.elastic.agent_settings import AgentHooks, AgentSettings
 from deepspeed_bamboo.elastic.boot import Boot
 from deepspeed_bamboo.elastic.bootstrap import NOTICE_SIGNALS
 from deepspeed_bamboo.elastic.error_report import ErrorReport
-from deepspeed_bamboo.elastic.first_word import FirstWord
 from deepspeed_bamboo.elastic.leftovers import remove_shared_memory, signal_session
 from deepspeed_bamboo.elastic.mailbox import Mailbox
 from deepspeed_bamboo.elastic.messenger import Messenger
@@ -32,7 +32,7 @@ from deepspeed_bamboo.elastic.notices import NodeNotices
 from deepspeed_bamboo.elastic.processes import DeathWatch
 from deepspeed_bamboo.elastic.rendezvous import LauncherRendezvous
 from deepspeed_bamboo.elastic.slot import Slot, generation_of
-from deepspeed_bamboo.elastic.starting import QuietLogs, WorkerStarter
+from deepspeed_bamboo.elastic.starting import QuietLogs, WorkerStarter, quiet_grpc
 from deepspeed_bamboo.elastic.supervisor import Supervisor
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -82,7 +82,7 @@ class BambooElasticAgent(LocalElasticAgent):
         self._hooks = hooks or AgentHooks()
         self._supervisor = Supervisor(slot, lease_seconds=settings.lease_seconds, rules=settings.rules)
         self._mailbox = Mailbox()
-        self._first_word = FirstWord(f"{boot.job} at {boot.endpoints}")
+        self._first_word = MachineToken("first word", boot.job, *boot.endpoints)  # never given back
         self._agents: set[str] = set()
         # Those of the same command that have not been seen yet.
         self._expected = {str(rank) for rank in boot.ranks or range(slot.world_size)}
@@ -319,6 +319,7 @@ class BambooElasticAgent(LocalElasticAgent):
             "BAMBOO_AGENT_PID": str(os.getpid()),
             "BAMBOO_ERROR_FILE": error_file,
             **gloo_interface(os.environ, address),
+            **quiet_grpc(os.environ),
             **dict(self._settings.environment),
         }
 

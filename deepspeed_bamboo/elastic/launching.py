@@ -9,9 +9,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from deepspeed_bamboo.config import BambooConfig
 from deepspeed_bamboo.coordination import CoordinationError, EtcdGuard, JobCoordinator
@@ -25,10 +26,11 @@ from deepspeed_bamboo.elastic.command_line import CommandLine, parse_command_lin
 from deepspeed_bamboo.elastic.errors import LaunchError, RefusedError
 from deepspeed_bamboo.elastic.exchange_file import FileExchange
 from deepspeed_bamboo.elastic.exchange_socket import SocketExchange
+from deepspeed_bamboo.elastic.greeting import greeting
 from deepspeed_bamboo.elastic.notices import NoticePlan, look_around, notice_plan
 from deepspeed_bamboo.elastic.processes import launcher_chain
 from deepspeed_bamboo.elastic.rules import Entry, Rules
-from deepspeed_bamboo.elastic.running_job import RunningJob, can_be_joined, open_store, private_job
+from deepspeed_bamboo.elastic.running_job import RunningJob, can_be_joined, open_store, private_job, private_name
 from deepspeed_bamboo.elastic.settings_source import find_source, load_section
 from deepspeed_bamboo.elastic.slot import Slot, key_part, slot_from_environment
 from deepspeed_bamboo.elastic.supervisor import MAX_RESTARTS
@@ -46,7 +48,11 @@ _SILENT_SLOTS_WAIT_SECONDS = 3.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one slot. Returns the exit code of its process; does not return when the plugin is off."""
     line = parse_command_line(sys.argv[1:] if arguments is None else arguments)
-    _clean_up_when_told_to_end()
+    with _cleaning_up_when_told_to_end():
+        return _run(line)
+
+
+def _run(line: CommandLine) -> int:
     # All slots of a machine would say the same about the command line and the settings.
     speaks = _first_number(line.local_rank, os.environ.get("LOCAL_RANK")) == 0
     try:
@@ -120,7 +126,7 @@ def _lead(command: _Command, exchange: Exchange) -> int:
     slot, line, config = command.slot, command.line, command.config
     with contextlib.ExitStack() as until_the_end, contextlib.ExitStack() as until_registered:
         try:
-            running = _find_running(line, config, until_the_end)
+            running = _find_running(line, config, until_the_end, until_registered)
             _check_helpers(slot, config, running=running)
             if running is not None:
                 boot, coordinator = _join(running, slot), running.coordinator
@@ -130,6 +136,9 @@ def _lead(command: _Command, exchange: Exchange) -> int:
         except BambooError:
             exchange.refuse()
             raise
+        source = find_source(bamboo_config=line.bamboo_config, arguments=line.arguments)
+        prefix = f"[bamboo rank {_placed(slot, boot).rank}]"
+        print(prefix, greeting(boot, slot, config, source=source), file=sys.stderr, flush=True)
         hooks = AgentHooks(on_registered=until_registered.close, on_all_present=exchange.close)
         settings = replace(command.settings(boot), hosts_coordinator=boot.host_pid == os.getpid())
         return _be_agent(_placed(slot, boot), boot, line, coordinator=coordinator, settings=settings, hooks=hooks)
@@ -152,19 +161,28 @@ def _check_helpers(slot: Slot, config: BambooConfig, *, running: RunningJob | No
         )
 
 
-def _find_running(line: CommandLine, config: BambooConfig, opened: contextlib.ExitStack) -> RunningJob | None:
-    """The job that the command names, if it runs. Raises LaunchError when it must and does not."""
+def _find_running(
+    line: CommandLine, config: BambooConfig, opened: contextlib.ExitStack, until_registered: contextlib.ExitStack
+) -> RunningJob | None:
+    """The job that the command names, if it runs; otherwise its name is this command's ``until_registered``.
+
+    Raises LaunchError when it must run and does not.
+    """
     if line.job is None:
         return None
     within, endpoints = config.coordinator.connect_timeout_seconds, tuple(config.coordinator.endpoints)
     if not endpoints:
-        running = opened.enter_context(private_job(line.job, within_seconds=within))
-        if running is None and line.join:
-            raise LaunchError(
-                f"no job {line.job!r} with an etcd of its own runs on this machine; such a job can be joined by the "
-                "same user on its first machine only. For one that runs elsewhere set coordinator.endpoints, there "
-                "and here, to an etcd that both machines reach"
-            )
+        with contextlib.ExitStack() as claimed:
+            claimed.enter_context(private_name(line.job, within_seconds=within))
+            running = opened.enter_context(private_job(line.job, within_seconds=within))
+            if running is None and line.join:
+                raise LaunchError(
+                    f"no job {line.job!r} with an etcd of its own runs on this machine; such a job can be joined by "
+                    "the same user on its first machine only. For one that runs elsewhere set coordinator.endpoints, "
+                    "there and here, to an etcd that both machines reach"
+                )
+            if running is None:
+                until_registered.push(claimed.pop_all())
         return running
     store = opened.enter_context(contextlib.closing(_open(endpoints, config)))
     coordinator = JobCoordinator(store, job=line.job, prefix=config.coordinator.prefix)
@@ -310,15 +328,31 @@ def _job_name(script: str) -> str:
     return f"{key_part(Path(script).stem)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def _clean_up_when_told_to_end() -> None:
-    """Until the agent hears signals: leave by SystemExit, so that what was started so far is removed."""
+@contextlib.contextmanager
+def _cleaning_up_when_told_to_end() -> Iterator[None]:
+    """Until the agent hears signals: leave by SystemExit, so that what was started so far is removed.
+
+    More signals don't interrupt that; afterwards they end the process without a word, as it does anyway.
+    """
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
+
+    def handle_by(handler: Any) -> None:
+        for number in numbers:
+            signal.signal(number, handler)
 
     def leave(number: int, frame: object) -> None:
+        handle_by(signal.SIG_IGN)
         raise SystemExit(128 + number)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, leave)
+    handle_by(leave)
+    try:
+        yield
+    finally:
+        handle_by(signal.SIG_DFL)
 
 
 def _first_number(passed: int | None, variable: str | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from deepspeed_bamboo.coordination import (
     parse_endpoints,
 )
 from deepspeed_bamboo.coordination.etcd import EtcdStore
+from deepspeed_bamboo.coordination.machine_token import MachineToken
 from deepspeed_bamboo.coordination.published import PublishedJob, published_jobs
 
 _CALL_SECONDS = 1.0
@@ -55,11 +57,31 @@ def can_be_joined(coordinator: JobCoordinator) -> bool:
     if ending or coordinator.failure() is not None:
         raise JobNameTaken(f"the job {coordinator.job!r} is about to end; start this again in a moment, or give --job")
     if coordinator.epoch() is None:
-        raise JobNameTaken(
-            f"a job named {coordinator.job!r} is just starting and can't be joined before it trains; start this again "
-            "in a moment, or give this one another name with --job NAME"
-        )
+        raise _just_starting(coordinator.job)
     return True
+
+
+def _just_starting(job: str) -> JobNameTaken:
+    return JobNameTaken(
+        f"a job named {job!r} is just starting and can't be joined before it trains; start this again in a moment, or "
+        "give this one another name with --job NAME"
+    )
+
+
+@contextmanager
+def private_name(name: str, *, within_seconds: float) -> Iterator[None]:
+    """Be the only one of this user on this machine who looks for job ``name``, or starts it with an etcd of its own.
+
+    Whoever starts it leaves this when an agent is registered, so that the next one to look finds it. Another command
+    that is here is waited for that long; then JobNameTaken is raised, for it must be starting the job.
+    """
+    token = MachineToken("private job", tempfile.gettempdir(), name)
+    if not token.take(within_seconds=within_seconds):
+        raise _just_starting(name)
+    try:
+        yield
+    finally:
+        token.release()
 
 
 @contextmanager

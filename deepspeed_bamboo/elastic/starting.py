@@ -44,3 +44,13 @@ class CommandStarter:
             envs={0: dict(environment)},
             logs_specs=QuietLogs(),
         )
+
+
+def quiet_grpc(environment: Mapping[str, str]) -> dict[str, str]:
+    """What keeps gRPC from complaining in a worker each time that its script forks, to read data for instance.
+
+    A child has no use for the parent's connections to etcd, which is what gRPC's handlers are about. Whatever the
+    user has set stays.
+    """
+    wanted = {"GRPC_ENABLE_FORK_SUPPORT": "0", "GRPC_VERBOSITY": "ERROR"}
+    return {name: value for name, value in wanted.items() if name not in environment}

@@ -6,6 +6,7 @@ import json
 import re
 import stat
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,25 @@ def test_a_job_that_is_just_starting_cannot_be_joined(tmp_path: Path) -> None:
         assert second.output.count("cannot start") == 1, second.output
         first.process.terminate()
         first.wait(within_seconds=60)
+
+
+def test_of_two_commands_at_the_same_time_one_starts_the_job(tmp_path: Path) -> None:
+    script = """
+        training = FakeTraining()
+        print("registered", flush=True)
+        training.wait()
+    """
+    more: dict[str, Any] = {"slots": 1, "options": ONE_MORE}
+    with LaunchedJob(tmp_path / "a", script, **more) as one, LaunchedJob(tmp_path / "b", script, **more) as other:
+        while one.process.poll() is None and other.process.poll() is None:
+            time.sleep(0.05)
+        refused, started = (one, other) if other.process.poll() is None else (other, one)
+        assert "'grows' is just starting" in refused.output, refused.output
+        started.wait_for("registered")
+        assert "job grows: 1 worker; redundancy lazy; its own etcd at 127.0.0.1:" in started.output, started.output
+        assert "ds_bamboo status --job grows" in started.output, started.output
+        started.process.terminate()
+        started.wait(within_seconds=60)
 
 
 def test_who_only_wants_to_join_is_told_where_a_job_must_be(tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ from deepspeed_bamboo.elastic.decisions import (
     Woken,
     WorkerExited,
 )
-from deepspeed_bamboo.elastic.first_word import FirstWord
 from deepspeed_bamboo.elastic.interruptions import by_signal
 from deepspeed_bamboo.elastic.slot import Slot
 from deepspeed_bamboo.elastic.supervisor import Supervisor
@@ -170,13 +169,6 @@ def test_an_interruption_is_told_by_one_agent_of_the_machine() -> None:
     assert kinds(training(slot=first).handle(changed("failure", theirs))) == ["EndWorker"]
     of_two = training(slot=replace(first, world_size=6))
     assert kinds(of_two.handle(changed("failure", theirs))) == ["Say", "EndWorker"]
-
-
-def test_one_of_all_processes_has_the_first_word() -> None:
-    one, other, elsewhere = FirstWord("a"), FirstWord("a"), FirstWord("b")
-    assert one.take() and one.take() and not other.take() and elsewhere.take()
-    del one
-    assert other.take()
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_worker() -> None:

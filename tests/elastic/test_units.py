@@ -5,23 +5,30 @@ from __future__ import annotations
 import base64
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from deepspeed_bamboo.coordination import CoordinatorUnavailable
+from deepspeed_bamboo.config import BambooConfig, parse_bamboo_section
+from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobNameTaken
+from deepspeed_bamboo.elastic.boot import Boot
 from deepspeed_bamboo.elastic.command_line import CommandLine, parse_command_line
 from deepspeed_bamboo.elastic.courier import Courier, Errand
 from deepspeed_bamboo.elastic.decisions import Event, Woken
 from deepspeed_bamboo.elastic.error_report import ErrorReport, last_line
 from deepspeed_bamboo.elastic.errors import LaunchError
+from deepspeed_bamboo.elastic.greeting import greeting
 from deepspeed_bamboo.elastic.mailbox import Mailbox
+from deepspeed_bamboo.elastic.running_job import private_name
 from deepspeed_bamboo.elastic.settings_source import find_source, load_section
 from deepspeed_bamboo.elastic.slot import key_part, slot_from_environment
+from deepspeed_bamboo.elastic.starting import quiet_grpc
 from deepspeed_bamboo.errors import ConfigError
 from tests.elastic.launched import REPOSITORY
 
@@ -270,3 +277,54 @@ def test_of_a_very_long_report_the_end_is_kept() -> None:
 )
 def test_last_line(text: str, wanted: str) -> None:
     assert last_line(text) == wanted
+
+
+def test_grpc_is_quiet_in_workers_unless_the_user_wants_to_hear_it() -> None:
+    assert quiet_grpc({}) == {"GRPC_ENABLE_FORK_SUPPORT": "0", "GRPC_VERBOSITY": "ERROR"}
+    assert quiet_grpc({"GRPC_VERBOSITY": "DEBUG"}) == {"GRPC_ENABLE_FORK_SUPPORT": "0"}
+
+
+def test_only_one_command_at_a_time_looks_for_a_job_or_starts_it() -> None:
+    with private_name("one-start", within_seconds=0.1):
+        with pytest.raises(JobNameTaken, match="'one-start' is just starting"):
+            with private_name("one-start", within_seconds=0.1):
+                pass
+        with private_name("another", within_seconds=0.1):
+            pass
+    with private_name("one-start", within_seconds=0.1):
+        pass
+
+
+def test_the_greeting_says_what_runs_and_how_to_look_at_it() -> None:
+    slot = slot_from_environment({"RANK": "0", "WORLD_SIZE": "6", "LOCAL_SIZE": "6"})
+    boot = Boot("gpt", "/deepspeed_bamboo", ("127.0.0.1:77",), "127.0.0.1", (1,), 5)
+    assert greeting(boot, replace(slot, start_workers=4), BambooConfig(), source=None) == (
+        "job gpt: 4 workers and 2 stand-bys; redundancy lazy; its own etcd at 127.0.0.1:77. "
+        "See it with: ds_bamboo status --job gpt"
+    )
+    config = parse_bamboo_section({"coordinator": {"endpoints": ["e:1", "f:2"]}, "event_log": "/logs"})
+    shared = replace(boot, endpoints=("e:1", "f:2"))
+    assert greeting(shared, slot, config, source="ds.json") == (
+        "job gpt: 6 workers; redundancy lazy; etcd at e:1, f:2; event log in /logs. "
+        "See it with: ds_bamboo status --job gpt --endpoints e:1,f:2"
+    )
+    guarded = parse_bamboo_section({"coordinator": {"endpoints": ["e:1"], "ca_cert": "ca.pem"}})
+    joining = greeting(replace(shared, ranks=(6,)), slot, guarded, source="a b.json")
+    assert "1 worker of this command will join it, as rank 6;" in joining
+    assert joining.endswith("--deepspeed_config 'a b.json'")
+
+
+def test_a_signal_while_a_slot_ends_is_not_heard_of() -> None:
+    program = """
+import atexit, os, signal, sys
+from deepspeed_bamboo.elastic.launching import _cleaning_up_when_told_to_end
+atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))
+with _cleaning_up_when_told_to_end():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("cleaned up", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.stderr, done.returncode) == ("cleaned up\n", "", -signal.SIGTERM)

@@ -1,0 +1,37 @@
+"""What the first agent says before training: that the plugin is active, and how to look at the job."""
+
+from __future__ import annotations
+
+import shlex
+
+from deepspeed_bamboo.config import BambooConfig
+from deepspeed_bamboo.elastic.boot import Boot
+from deepspeed_bamboo.elastic.slot import Slot
+
+
+def greeting(boot: Boot, slot: Slot, config: BambooConfig, *, source: str | None) -> str:
+    """One line. ``source``: the DeepSpeed JSON, which a command for a guarded etcd has to name."""
+    coordinator = config.coordinator
+    if boot.ranks:
+        ranks = "rank" if len(boot.ranks) == 1 else "ranks"
+        who = f"{_count(len(boot.ranks), 'worker')} of this command will join it, as {ranks} "
+        who += ", ".join(map(str, boot.ranks))
+    else:
+        standbys = slot.world_size - slot.workers
+        who = _count(slot.workers, "worker") + (f" and {_count(standbys, 'stand-by')}" if standbys else "")
+    status = f"ds_bamboo status --job {shlex.quote(boot.job)}"
+    if coordinator.username or coordinator.ca_cert or coordinator.prefix != type(coordinator)().prefix:
+        status += f" --deepspeed_config {shlex.quote(source or 'FILE')}"
+    elif coordinator.endpoints:
+        status += f" --endpoints {','.join(coordinator.endpoints)}"
+    parts = [
+        f"job {boot.job}: {who}",
+        f"redundancy {config.redundancy.mode}",
+        f"{'etcd' if coordinator.endpoints else 'its own etcd'} at {', '.join(boot.endpoints)}",
+        *([f"event log in {config.event_log}"] if config.event_log else []),
+    ]
+    return f"{'; '.join(parts)}. See it with: {status}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
