@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deepspeed_bamboo.core.communication import peer
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.instructions import RECEIVES, SENDS, Instruction, Op
 from deepspeed_bamboo.core.placement import Placement, WorkerId
@@ -123,6 +124,8 @@ class Executor:
 
     def expect(self, program: Sequence[Instruction], context: IterationContext) -> None:
         """Say what ``program`` receives, so that it is received as soon as it is sent; look ahead to what it sends."""
+        messages = {(i.op, i.coordinate, i.to_shadow): i for i in program if i.op in SENDS | RECEIVES}
+        self._links.meet(peer(message, placement=context.placement) for message in messages.values())
         senders = (_sender(i) for i in program if i.op in RECEIVES)
         self._links.expect(Counter(context.placement.owner(sender) for sender in senders))
         self._followed_by = {} if self._engine.dynamic_shape else _sends_behind(program)

@@ -117,6 +117,15 @@ class Links:
         for peer, error in errors.items():
             raise PeerLostError(peer, error)
 
+    def meet(self, peers: Iterable[WorkerId]) -> None:
+        """Channels to all of ``peers`` that there are none to yet. Each of them does the same for this worker.
+
+        All at once: if each was made when it is first used, workers could wait for each other in a circle.
+        """
+        missing = set(peers) - self._channels.keys() - {self._me}
+        if missing:
+            self.connect(missing)
+
     def _without_lanes(self, peers: set[WorkerId]) -> list[WorkerId]:
         """Those of ``peers`` that lanes are yet to be made to, in an order of no meaning."""
         if self._device.type != "cuda":

@@ -13,6 +13,7 @@ from deepspeed_bamboo.sweep.outside import OutsideKill
 from deepspeed_bamboo.sweep.setups import FIRST_SETUPS, MODE_SETUPS, STEPS, Setup, covering_setups
 
 EARLY_STEP, LATE_STEP = 0, 5
+SELECTED_POINTS = ("reported", "resume", "protected")
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,19 @@ def losses_in_a_row(setup: Setup) -> Iterator[Case]:
     yield Case(setup, _script(*(Fault(step, stage, "backward", 1) for step, stage in ((1, 1), (3, 2), (5, 3)))))
 
 
+def selection() -> Iterator[Case]:
+    """Of the covering cases a few with a second loss in the middle of a recovery; under a minute."""
+    cases = sorted(covering(), key=lambda case: case.setup.workers)
+    for point in SELECTED_POINTS:
+        yield next(case for case in cases if any(fault.at == point for fault in case.faults.faults))
+
+
 PROFILES: Mapping[str, Callable[[], Iterable[Case]]] = {
     "quick": quick,
     "first": first_failover,
     "random": at_random,
     "covering": covering,
+    "selection": selection,
     "full": full,
 }
 

@@ -42,14 +42,14 @@ class Sweep:
 
         def one(case: Case) -> Row:
             try:
-                return self.row(case, reference=self._reference_once(case.setup))
+                return self.row(case, reference=self.reference_once(case.setup))
             except SweepError as error:
                 return Row(case.name, 0.0, (str(error),))
 
         with ThreadPoolExecutor(jobs) as pool:
             yield from pool.map(one, cases)
 
-    def _reference_once(self, setup: Setup) -> RunSummary:
+    def reference_once(self, setup: Setup) -> RunSummary:
         """The undisturbed run's summary; run when it is first asked for."""
         with self._guard:
             lock = self._locks.setdefault(setup, threading.Lock())

@@ -82,6 +82,8 @@ DEFAULT = [
         ),
         ONE_BY_FOUR,
     ),
+    # From five stages on workers of mode full have two partners that are no neighbours, whom all must meet at once.
+    (5, Training("full-1x5", 5, steps=4, bamboo=FULL), [kill(1, 0, 2, "backward", 1)]),
     (4, Training("fp16-1x4", 4, steps=6, settings={**CLIPPED, **FP16}, spikes=SPIKES, bamboo=CHECKED), ONE_BY_FOUR),
     (4, Training("fp16-zero-2x2", 2, steps=5, settings={**CLIPPED, **FP16, **ZERO}), TWO_BY_TWO),
     (
