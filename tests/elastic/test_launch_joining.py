@@ -105,6 +105,7 @@ def test_of_two_commands_at_the_same_time_one_starts_the_job(tmp_path: Path) -> 
         while one.process.poll() is None and other.process.poll() is None:
             time.sleep(0.05)
         refused, started = (one, other) if other.process.poll() is None else (other, one)
+        assert refused.wait(within_seconds=60) != 0
         assert "'grows' is just starting" in refused.output, refused.output
         started.wait_for("registered")
         assert "job grows: 1 worker; redundancy lazy; its own etcd at 127.0.0.1:" in started.output, started.output
