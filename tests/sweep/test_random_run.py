@@ -1,0 +1,59 @@
+"""Random events in one real job: workers are killed, join, are drained, get notices, etcd dies; nothing changes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deepspeed_bamboo.core.grid import Grid
+from deepspeed_bamboo.elastic.fork_server import ForkServer
+from deepspeed_bamboo.sweep.forked import PRELOAD
+from deepspeed_bamboo.sweep.happenings import draw
+from deepspeed_bamboo.sweep.job import job_environment
+from deepspeed_bamboo.sweep.random_run import RandomRun, run_undisturbed, run_with
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    before = dict(os.environ)
+    os.environ.update(job_environment())
+    try:
+        with ForkServer(PRELOAD) as server:
+            yield server
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.mark.parametrize(
+    ("seed", "grid", "steps", "count"),
+    [
+        pytest.param(9, Grid(1, 3), 16, 5, id="few"),
+        pytest.param(1, Grid(1, 4), 300, 100, id="hundred", marks=pytest.mark.sweep),
+        pytest.param(2, Grid(2, 2), 60, 20, id="two-pipelines", marks=pytest.mark.sweep),
+    ],
+)
+def test_nothing_of_the_result_changes(
+    server: ForkServer, tmp_path: Path, seed: int, grid: Grid, steps: int, count: int
+) -> None:
+    run = RandomRun(
+        script=ROOT / "scripts" / "train.py",
+        base=ROOT / "configs" / "cpu-demo.json",
+        grid=grid,
+        steps=steps,
+        limit_seconds=120.0 if steps < 100 else 1500.0,
+    )
+    workers = len(grid)
+    happenings = draw(
+        seed, grid=grid, steps=steps, count=count, micro_batches=run.micro_batches, workers=workers, most=workers + 2
+    )
+    reference = run_undisturbed(run, server=server, folder=tmp_path / "undisturbed")
+    verdict = run_with(run, happenings, reference=reference, server=server, folder=tmp_path / "disturbed")
+    assert verdict.problems == ()
+    assert sum(verdict.happened.values()) == count
+    assert verdict.digest == reference.digest
