@@ -41,7 +41,7 @@ class Message:
     key: str
     data: Any = None
     tensors: list[torch.Tensor] = field(default_factory=list)
-    arrival: Arrival | None = None  # its tensors, while they are still on their way over a lane
+    arrival: Arrival | None = None  # while its tensors are still on their way over a lane
     by_lane: bool = False  # received over a lane: the tensors are nobody else's
     kind: str | None = None  # what it has in common with other messages of the same form, see Channel.announce
 
@@ -141,8 +141,12 @@ class Channel:
         for _ in range(count):
             self._wanted.put(True)
 
-    def receive(self) -> Message:
-        """The next message from the peer. Raises PeerLostError, or what interrupts the wait."""
+    def receive(self, *, unseen: str | None = None) -> Message:
+        """The next message from the peer. Raises PeerLostError, or what interrupts the wait.
+
+        Message ``unseen`` is returned once its header is there. If it still has its ``arrival`` then, its tensors are
+        to be confirmed by that.
+        """
         if self._outstanding == 0:
             self._outstanding += 1
             self._wanted.put(True)
@@ -150,7 +154,9 @@ class Channel:
         if self._arrived:
             self._outstanding -= 1
             message = self._arrived.pop(0)
-            if message.arrival is not None:
+            if message.arrival is not None and message.key == unseen:
+                message.tensors = message.arrival.begin()
+            elif message.arrival is not None:
                 message.tensors = message.arrival.wait(self._interruption)
                 message.arrival = None
             return message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from deepspeed_bamboo.core.instructions import RECEIVES, SENDS, Instruction, Op
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.errors import ModelError
 from deepspeed_bamboo.runtime.channel import Message
+from deepspeed_bamboo.runtime.deferral import Deferral
 from deepspeed_bamboo.runtime.hosting import StageHost
 from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.randomness import ModelGenerators, forward_seed
@@ -85,6 +86,7 @@ class Executor:
         self._after = after
         self._offload = offload
         self._recomputes = recompute
+        self._deferral = Deferral(engine, host=host, interruption=engine.session.interruption)
         self._generators = ModelGenerators(engine.device)
         self._followed_by: dict[tuple[Op, Coordinate | None, int | None], list[Instruction]] = {}
         self._methods: dict[Op, Callable[[StageReplica, int, IterationContext], None]] = {
@@ -104,6 +106,9 @@ class Executor:
         if instruction.micro_batch is None:
             raise ValueError(f"{instruction} is not an instruction of a coordinate")
         replica = self._replica(instruction)
+        deferred = self._deferral.covers(instruction, replica)
+        if not deferred:
+            self._deferral.confirm()
         if instruction.op is not Op.SEND_GRAD:
             self._host.gradient_updates.flush()
         self._before(instruction, replica)
@@ -112,13 +117,18 @@ class Executor:
         self._host.activate(replica)
         if instruction.to_shadow:
             context = dataclasses.replace(context, for_shadow=True)
-        self._methods[instruction.op](replica, instruction.micro_batch, context)
+        with self._deferral.launching(instruction) if deferred else nullcontext():
+            self._methods[instruction.op](replica, instruction.micro_batch, context)
         self._after(instruction, replica)
 
     def attempt(self, body: Callable[[], None]) -> None:
         """Call ``body``, which executes instructions, and :meth:`leave_passes`, whatever it raised."""
         try:
             body()
+            self.leave_passes()
+        except BaseException as error:
+            self._deferral.end(error)
+            raise
         finally:
             self.leave_passes()
 
@@ -142,7 +152,11 @@ class Executor:
         self._links.announce(receiver, key, kind=_kind(name, send.coordinate, context))
 
     def leave_passes(self) -> None:
-        """Before other code runs: gradients are accumulated, and random number generators are the user's again."""
+        """Before other code runs: gradients are accumulated, and random number generators are the user's again.
+
+        Raises what interrupts the wait for what was used and not yet seen to arrive.
+        """
+        self._deferral.confirm()
         self._host.gradient_updates.flush()
         self._generators.give_back()
 
@@ -181,6 +195,7 @@ class Executor:
         engine = self._engine
         engine.module.micro_offset = replica.micro_offset + micro_batch
         self._seed_generators(replica, micro_batch, context)
+        self._deferral.note_buffers(replica, micro_batch)
         engine.stock_forward(buffer_id=micro_batch)
         outputs = engine.pipe_buffers["outputs"][micro_batch]
         if engine.is_last_stage():
@@ -229,8 +244,8 @@ class Executor:
         if not engine.is_first_stage():
             inputs = engine.pipe_buffers["inputs"][micro_batch]
             replica.retained_gradients[micro_batch] = _input_gradients(inputs, replica.coordinate)
-        for name in ("inputs", "outputs", "labels"):
-            engine.pipe_buffers[name][micro_batch] = None
+        if not self._deferral.holds(replica, micro_batch):
+            self._host.drop_micro_batch(replica, micro_batch)
         engine.grad_layer = None
         _advance(replica, backwards=micro_batch + 1)
 
@@ -251,11 +266,13 @@ class Executor:
     def _receive_activation(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
         sender = Coordinate(replica.coordinate.pipeline, replica.coordinate.stage - 1)
         key = _key("activation", sender, micro_batch, context)
-        message = self._links.receive(context.placement.owner(sender), key)
+        message = self._links.receive(context.placement.owner(sender), key, unseen=self._deferral.allows(replica))
         received = tuple(tensor.to(self._engine.device).detach() for tensor in message.tensors)
         # Else it may be a piece of a message, or belong to this worker's other coordinate.
         inputs = _as_inputs(received[0] if message.data else received, copy=not message.by_lane)
         self._engine.pipe_buffers["inputs"][micro_batch] = inputs
+        if message.arrival is not None:
+            self._deferral.begin(replica, micro_batch, receive=Op.RECV_ACTIVATION, arrival=message.arrival)
         _advance(replica, activations_received=micro_batch + 1)
 
     def _send_gradient(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
@@ -272,10 +289,12 @@ class Executor:
     def _receive_gradient(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
         sender = Coordinate(replica.coordinate.pipeline, replica.coordinate.stage + 1)
         key = _key("gradient", sender, micro_batch, context)
-        message = self._links.receive(context.placement.owner(sender), key)
+        message = self._links.receive(context.placement.owner(sender), key, unseen=self._deferral.allows(replica))
         gradients = [tensor.to(self._engine.device) for tensor in message.tensors]
         single = isinstance(replica.retained_outputs.get(micro_batch), torch.Tensor)
         replica.received_gradients[micro_batch] = gradients[0] if single else gradients
+        if message.arrival is not None:
+            self._deferral.begin(replica, micro_batch, receive=Op.RECV_GRAD, arrival=message.arrival)
         _advance(replica, gradients_received=micro_batch + 1)
 
 

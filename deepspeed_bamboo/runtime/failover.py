@@ -60,6 +60,11 @@ class Failover:
         # Coordinates that this worker owns by copying another pipeline's state, which it has yet to do.
         self._to_copy: list[Coordinate] = []
 
+    @property
+    def recovering(self) -> bool:
+        """True in the rest of an iteration that a loss has interrupted."""
+        return self._clock is not None
+
     def attempt(self, coordinate: Coordinate) -> int:
         """How often ``coordinate`` has changed hands in the current step."""
         return self._attempts[self._engine.global_steps, coordinate]

@@ -8,6 +8,7 @@ nothing but the sign of a zero, which the fp32 sum (never -0, since it starts at
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +19,23 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 class GradientUpdates:
     """The updates of one worker that have yet to be done.
 
-    They wait until the input gradient has been sent, for which the previous stage waits.
+    They wait until the input gradient has been sent, for which the previous stage waits, and until what they were
+    computed from was seen to be valid.
     """
 
     def __init__(self) -> None:
         self._waiting: list[Callable[[], None]] = []
+        self._grouped: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def covers(self, optimizer: Any) -> bool:
+        """True where a backward's gradients stay apart from the sums until :meth:`flush`."""
+        return optimizer in self._grouped
+
+    def drop(self, module: torch.nn.Module) -> None:
+        """Forget what waits: the gradients of one backward of ``module``, whose input never arrived."""
+        self._waiting.clear()
+        for parameter in module.parameters():
+            parameter.grad = None
 
     def group(self, optimizer: Any) -> None:
         """Replace ``optimizer``'s update by a grouped, postponed one; other classes of optimizers stay as they are."""
@@ -41,6 +54,7 @@ class GradientUpdates:
             self._waiting.extend(group.add for group in groups)
 
         optimizer.update_hp_grads = update_hp_grads
+        self._grouped.add(optimizer)
 
     def flush(self) -> None:
         """Do what waits. Called before anything reads gradients, and before the next backward."""

@@ -192,6 +192,12 @@ class StageHost:
         for slots in buffers.values():
             slots[:] = [None] * len(slots)
 
+    def drop_micro_batch(self, replica: StageReplica, micro_batch: int) -> None:
+        """After its backward: drop what it was computed from."""
+        buffers = self._engine.pipe_buffers if replica is self._active else replica.attributes["pipe_buffers"]
+        for name in ("inputs", "outputs", "labels"):
+            buffers[name][micro_batch] = None
+
     def forget_gradients(self, replica: StageReplica) -> None:
         """Drop accumulated gradients, but keep stored forwards."""
         with self.hosting(replica):

@@ -41,6 +41,11 @@ class Interruption:
         self._active: EpochRecord | None = None
         self._changes = 0
         self._expected: tuple[tuple[str, ...], Placement] | None = None
+        self._release: Callable[[], None] = lambda: None
+
+    def on_interruption(self, release: Callable[[], None]) -> None:
+        """``release`` is called, on the announcing thread, when the main thread's waits end. It must not block."""
+        self._release = release
 
     @property
     def epoch(self) -> int:
@@ -88,6 +93,7 @@ class Interruption:
                 self._record = record
                 self._seen_seconds = time.time()
                 self.condition.notify_all()
+        self._release_if_set()
 
     def announce_failure(self, failure: JobFailure) -> None:
         """The job has failed somewhere; every wait ends with :class:`JobFailedError`."""
@@ -95,12 +101,14 @@ class Interruption:
             if self._failure is None:
                 self._failure = failure
             self.condition.notify_all()
+        self._release_if_set()
 
     def announce_expulsion(self) -> None:
         """This worker's own lease is gone: it is no longer part of the job."""
         with self.condition:
             self._expelled = True
             self.condition.notify_all()
+        self._release_if_set()
 
     @property
     def record(self) -> EpochRecord | None:
@@ -151,6 +159,12 @@ class Interruption:
         with self.condition:
             self._changes += 1
             self.condition.notify_all()
+
+    def _release_if_set(self) -> None:
+        try:
+            self.check()
+        except (EpochChangedError, JobFailedError, ExpelledError):
+            self._release()
 
     def _raise_if_set(self) -> None:
         if self._failure is not None:

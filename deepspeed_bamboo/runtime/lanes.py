@@ -1,8 +1,8 @@
 """Device-to-device transfers between two workers: one NCCL communicator per direction.
 
 One per direction because operations on one communicator run in order: a send that waits for its receiver
-must not hold up a receive. The compute stream never waits for either, so a dead peer can't block it; the
-host polls, and launches what needs a tensor only after it has seen it arrive whole (DESIGN 5, valid data only).
+must not hold up a receive. The host polls, and uses a tensor only after it has seen it arrive whole (DESIGN 5, valid
+data only); ``runtime.deferral`` is the one place that lets the compute stream wait for a tensor ahead of that.
 """
 
 from __future__ import annotations
@@ -32,22 +32,50 @@ class Arrival:
     def __init__(self, lanes: DeviceLanes, description: Description) -> None:
         self._lanes = lanes
         self._description = description
+        self._complete: Any = None
 
     def wait(self, interruption: Interruption) -> list[torch.Tensor]:
         """The tensors, seen complete by the host. Raises what interrupts the wait.
 
         The receive begins only here: it takes thread blocks from computing as long as it waits for its sender.
-        The event is reached only when its kernel has ended, and that ends early only by our own abort.
         """
-        tensors, complete = self._lanes.start_receiving(self._description)
-        start = time.monotonic()
-        while complete is not None and not complete.query():
-            interruption.check()
-            time.sleep(0 if time.monotonic() - start < _SPIN_SECONDS else _NAP_SECONDS)
+        tensors, self._complete = self._lanes.start_receiving(self._description)
+        self.confirm(interruption)
         for tensor in tensors:
             # It belongs to the receiving stream's memory and is used on this one.
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return tensors
+
+    def begin(self) -> list[torch.Tensor]:
+        """The tensors, which hold zeros or what the peer sent up to :meth:`confirm`; the compute stream waits for them.
+
+        Zeros, since whatever stands in fresh memory could be a number that ends the process, such as an index that
+        is out of range.
+        """
+        tensors, self._complete = self._lanes.start_receiving(self._description, blank=True)
+        for tensor in tensors:
+            stream = torch.cuda.current_stream(tensor.device)
+            tensor.record_stream(stream)
+            if self._complete is not None:
+                stream.wait_event(self._complete)
+        return tensors
+
+    def confirm(self, interruption: Interruption) -> None:
+        """Wait until the host has seen the tensors complete. Raises what interrupts the wait.
+
+        The event is reached only when its kernel has ended, and that ends early only by our own abort.
+        """
+        start = time.monotonic()
+        while self._complete is not None and not self._complete.query():
+            interruption.check()
+            time.sleep(0 if time.monotonic() - start < _SPIN_SECONDS else _NAP_SECONDS)
+        if self._lanes.aborted:
+            interruption.check()
+            raise RuntimeError("a lane was given up while it was in use, and no interruption was announced")
+
+    def abort(self) -> None:
+        """Give the lane up, from any thread: what waits for these tensors on the device goes on without them."""
+        self._lanes.abort()
 
 
 class DeviceLanes:
@@ -62,6 +90,8 @@ class DeviceLanes:
 
     # Thread blocks of one transfer: while a receive waits for its sender it takes them from computing.
     most_blocks: int | None = 8
+    # A receive ahead of its use begins when what this device has to compute before it is done, or else at once.
+    receives_in_order = False
 
     def __init__(
         self,
@@ -73,6 +103,8 @@ class DeviceLanes:
     ) -> None:
         self._device = device
         self._peer = 1 if first else 0
+        self._in_order = self.receives_in_order
+        self.aborted = False
         self._sending: list[tuple[Any, torch.Tensor]] = []
         forth = self._group(store, "forth", first=first, timeout_seconds=timeout_seconds)
         back = self._group(store, "back", first=first, timeout_seconds=timeout_seconds)
@@ -111,10 +143,16 @@ class DeviceLanes:
         """What the peer sends next; wait for one arrival after the other, in their order."""
         return Arrival(self, description)
 
-    def start_receiving(self, description: Description) -> tuple[list[torch.Tensor], Any]:
-        """Post the receives of one message: its tensors, and a CUDA event behind the last (None for nothing at all)."""
+    def start_receiving(self, description: Description, *, blank: bool = False) -> tuple[list[torch.Tensor], Any]:
+        """Post the receives of one message: its tensors, and a CUDA event behind the last (None for nothing at all).
+
+        ``blank``: the tensors are zero before.
+        """
+        if blank and self._in_order:
+            self._receiving.wait_stream(torch.cuda.current_stream(self._device))
+        allocate = torch.zeros if blank else torch.empty
         with torch.cuda.stream(self._receiving):
-            tensors = [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in description]
+            tensors = [allocate(shape, dtype=dtype, device=self._device) for dtype, shape in description]
             works = [self._in.recv([tensor], self._peer, 0) for tensor in tensors if tensor.numel()]
             for work in works:
                 work.wait()  # makes the receiving stream wait, not the host
@@ -122,7 +160,10 @@ class DeviceLanes:
         return tensors, complete
 
     def abort(self) -> None:
-        """Give up both communicators, on a thread of its own: aborting can take half a second."""
+        """Give up both communicators, on a thread of its own: aborting can take half a second. Once is enough."""
+        if self.aborted:
+            return
+        self.aborted = True
 
         def run() -> None:
             torch.cuda.set_device(self._device)

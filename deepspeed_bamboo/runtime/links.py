@@ -185,13 +185,16 @@ class Links:
         else:
             self._channel(worker).send(message)
 
-    def receive(self, worker: WorkerId, key: str) -> Message:
-        """The message ``key`` from ``worker``; waits for it. Raises PeerLostError or what interrupts the wait."""
+    def receive(self, worker: WorkerId, key: str, *, unseen: bool = False) -> Message:
+        """The message ``key`` from ``worker``; waits for it. Raises PeerLostError or what interrupts the wait.
+
+        ``unseen``: its tensors need not be there yet, see :meth:`Channel.receive`.
+        """
         aside = self._aside[worker]
         while key not in aside:
             if worker == self._me:
                 raise RuntimeError(f"message {key!r} to oneself was never sent: the plan is wrong")
-            message = self._channel(worker).receive()
+            message = self._channel(worker).receive(unseen=key if unseen else None)
             aside[message.key] = message
         return aside.pop(key)
 

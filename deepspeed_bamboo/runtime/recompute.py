@@ -61,14 +61,15 @@ def recompute_if_dropped(
 @contextmanager
 def _buffers_as_in(state: BufferState, module: torch.nn.Module) -> Iterator[None]:
     current = buffer_state(module, previous=None)
-    _restore(module, state)
+    restore_buffers(state, module)
     try:
         yield
     finally:
-        _restore(module, current)
+        restore_buffers(current, module)
 
 
-def _restore(module: torch.nn.Module, state: BufferState) -> None:
+def restore_buffers(state: BufferState, module: torch.nn.Module) -> None:
+    """Give ``module``'s buffers the values that they had at ``state``."""
     with torch.no_grad():
         for buffer, value in zip(module.buffers(), state.values, strict=True):
             buffer.copy_(value)

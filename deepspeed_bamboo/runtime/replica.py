@@ -80,6 +80,7 @@ class StageReplica:
     received_gradients: dict[int, Tensors | list[torch.Tensor]] = field(default_factory=dict)
     losses: dict[int, Any] = field(default_factory=dict)
     without_graph: dict[int, Any] = field(default_factory=dict)
+    buffers_before: dict[int, Any] = field(default_factory=dict)  # the module's, before a micro-batch's forward
     mirrored: bool = False
     pending_buffers: list[torch.Tensor] | None = None
     before_reduction: Callable[[], None] | None = None
@@ -101,6 +102,7 @@ class StageReplica:
         for kept in (self.retained_outputs, self.retained_gradients, self.received_gradients, self.losses):
             kept.clear()
         self.without_graph.clear()
+        self.buffers_before.clear()
         self.mirrored = False
         self.pending_buffers = None
         self.before_reduction = None

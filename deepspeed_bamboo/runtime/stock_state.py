@@ -32,6 +32,9 @@ def take_over_stock_state(engine: BambooPipelineEngine, grid: Grid) -> None:
         count_in_global_norm(engine.module)
     engine.grid = logical
     engine.mpu = logical
+    # Stock's timer waits for the device before every forward, also for what it receives; all that a pipeline's
+    # throughput is printed from is another timer.
+    engine.tput_timer.config = engine.tput_timer.config.model_copy(update={"synchronized": False})
     replica = engine.host.adopt_primary(coordinate, logical)
     for group in replica.groups:
         group.name_ranks(process_rank)

@@ -51,6 +51,20 @@ class NormLayer(Layer):
         return self.norm(super().forward(x))
 
 
+class AverageLayer(Layer):
+    """With buffers in any precision: what it has given so far, on which its output depends."""
+
+    def __init__(self, name: str, *, dropout: float = 0.0) -> None:
+        super().__init__(name, dropout=dropout)
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = super().forward(x)
+        if self.training:
+            self.average.mul_(0.5).add_(result.detach().mean(dim=0), alpha=0.5)
+        return result - self.average
+
+
 class Table(nn.Module):
     """An embedding that can be tied to a head."""
 
@@ -151,6 +165,11 @@ def plain(count: int, *, dropout: float = 0.0) -> list[Any]:
 def normalised(count: int) -> list[Any]:
     """Layers with buffers."""
     return [LayerSpec(NormLayer, str(index)) for index in range(count)]
+
+
+def averaged(count: int, *, dropout: float = 0.0) -> list[Any]:
+    """Layers with buffers, whose forwards are no longer the same when they are done twice."""
+    return [LayerSpec(AverageLayer, str(index), dropout=dropout) for index in range(count)]
 
 
 def tied(count: int, *, dropout: float = 0.0) -> list[Any]:

@@ -21,7 +21,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_bamboo.runtime.reconfiguration import Reconfiguration
-from tests.runtime import models
+from tests.runtime import late_arrivals, models
 
 ADAM = {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
@@ -283,3 +283,10 @@ def hashes(engine: Any) -> dict[str, str]:
                 data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
                 result[f"{pipeline}/from{first}/{name}"] = hashlib.sha256(data).hexdigest()
     return result
+
+
+def train_and_train_late(undisturbed: Training, killed: Training) -> dict[str, Any]:
+    """Two runs, the second with messages used before they were seen; adds how many, and how many of them never came."""
+    expected = train(undisturbed)
+    counts = late_arrivals.install()
+    return {undisturbed.name: expected, killed.name: {**train(killed), **counts}}

@@ -1,0 +1,69 @@
+"""On a CPU: messages that are used before they were seen, as on a GPU, and are no numbers at all if they never come."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from deepspeed_bamboo.runtime.channel import Channel, Message
+from deepspeed_bamboo.runtime.deferral import Deferral
+from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
+
+
+class LateArrival:
+    """Stands for :class:`deepspeed_bamboo.runtime.lanes.Arrival`: ``error`` is what its wait will end with."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+
+    def confirm(self, interruption: Any) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def abort(self) -> None: ...
+
+
+class _Deaf:
+    """An interruption that is announced only after passes were launched: the latest moment possible."""
+
+    def check(self) -> None: ...
+
+
+def install() -> Counter[str]:
+    """Replace what receives in this process. Returns what is counted: ``used`` ahead, and ``lost`` of those."""
+    counts: Counter[str] = Counter()
+    forms: dict[tuple[str, ...], tuple[Any, list[torch.Tensor]]] = {}
+    receive = Channel.receive
+
+    def receive_late(channel: Channel, *, unseen: str | None = None) -> Message:
+        if unseen is None:
+            return receive(channel)
+        kind = tuple(unseen.split("/")[1:3])
+        try:
+            message = receive(channel)
+        except (EpochChangedError, PeerLostError) as error:
+            if kind not in forms:
+                raise
+            counts["used"] += 1
+            counts["lost"] += 1
+            data, tensors = forms[kind]
+            garbage = [torch.full_like(t, float("nan") if t.is_floating_point() else 0) for t in tensors]
+            return Message(unseen, data, garbage, arrival=LateArrival(error))  # type: ignore[arg-type]
+        if message.key == unseen:
+            counts["used"] += 1
+            forms[kind] = message.data, message.tensors
+            message.arrival = LateArrival(None)  # type: ignore[assignment]
+        return message
+
+    Channel.receive = receive_late  # type: ignore[method-assign]
+    Deferral.on_host = True
+    stock_init = Deferral.__init__
+
+    def init(self: Deferral, *args: Any, **kwargs: Any) -> None:
+        stock_init(self, *args, **kwargs)
+        self._interruption = _Deaf()  # type: ignore[assignment]
+
+    Deferral.__init__ = init  # type: ignore[method-assign]
+    return counts
