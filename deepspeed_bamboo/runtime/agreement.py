@@ -7,15 +7,21 @@ than FAN_OUT others below it, however many there are, and up to FAN_OUT + 1 work
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.runtime.channel import Message
+from deepspeed_bamboo.runtime.encoding import decode, encode
 from deepspeed_bamboo.runtime.links import Links
 
 FAN_OUT = 8
+
+
+def expected_of(me: WorkerId, workers: Sequence[WorkerId]) -> Sequence[WorkerId]:
+    """From whom ``me`` gets a message in one agreement among ``workers``."""
+    above, below = tree_neighbours(workers, me)
+    return below if above is None else (above, *below)
 
 
 def agree(
@@ -35,14 +41,14 @@ def agree(
     above, below = tree_neighbours(workers, me, fan_out=fan_out)
     collected = {me: value}
     for worker in below:
-        collected.update(pickle.loads(links.receive(worker, f"{label}/in").data))
+        collected.update(decode(links.receive(worker, f"{label}/in").data))
     if above is None:
         result = {worker: collected[worker] for worker in workers}
-        packed = pickle.dumps(result)
+        packed = encode(result)
     else:
-        links.send(above, Message(f"{label}/in", data=pickle.dumps(collected)))
+        links.send(above, Message(f"{label}/in", data=encode(collected)))
         packed = links.receive(above, f"{label}/out").data
-        result = pickle.loads(packed)
+        result = decode(packed)
     for worker in below:
         links.send(worker, Message(f"{label}/out", data=packed))
     return result

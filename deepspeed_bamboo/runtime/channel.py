@@ -21,13 +21,14 @@ import torch
 from deepspeed_bamboo.errors import ModelError
 from deepspeed_bamboo.runtime.c10d import c10d
 from deepspeed_bamboo.runtime.connection_errors import cause_of
+from deepspeed_bamboo.runtime.encoding import decode, encode
 from deepspeed_bamboo.runtime.interruption import Interruption, PeerLostError
 from deepspeed_bamboo.runtime.lanes import Arrival, Description, DeviceLanes
 
 _Form = tuple[Any, Description]  # plain data, and dtype and shape of every tensor
 
 # Every message starts with one block: two lengths, then the header if it fits.
-_BLOCK_BYTES = 1024
+_BLOCK_BYTES = 4096
 _LENGTHS = struct.Struct("=qq")
 _LENGTHS_BYTES = _LENGTHS.size
 _FAREWELL = "the peer has dropped the channel"
@@ -101,7 +102,7 @@ class Channel:
         lanes = self.lanes if any(tensor.device.type != "cpu" for tensor in message.tensors) else None
         parts = [] if lanes is not None else [_as_bytes(tensor.to("cpu")) for tensor in message.tensors]
         size = sum(part.numel() for part in parts)
-        header = pickle.dumps((message.key, message.data, description, lanes is not None))
+        header = encode((message.key, message.data, description, lanes is not None))
         self._send_header(header, payload_bytes=size)
         if size:
             self._post(parts[0] if len(parts) == 1 else torch.cat(parts), _PAYLOAD_TAG)
@@ -120,7 +121,7 @@ class Channel:
         if form is None or self.lanes is None:
             return
         self._announced[key] = form
-        self._send_header(pickle.dumps((key, *form, True)), payload_bytes=0)
+        self._send_header(encode((key, *form, True)), payload_bytes=0)
 
     def _keep_promise(self, message: Message, description: Description) -> None:
         """Send the tensors of an announced message. Raises ModelError if they are not as announced."""
@@ -238,7 +239,7 @@ class Channel:
         if header_bytes > _BLOCK_BYTES - _LENGTHS_BYTES:
             header = torch.empty(header_bytes, dtype=torch.uint8)
             self._take(header, _HEADER_TAG)
-        key, data, description, on_lane = pickle.loads(header.numpy().tobytes())
+        key, data, description, on_lane = decode(header.numpy().tobytes())
         if on_lane:
             if self.lanes is None:
                 raise RuntimeError("it sends device tensors, but there is no lane to receive them")

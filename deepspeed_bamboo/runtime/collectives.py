@@ -6,7 +6,7 @@ result does not depend on the placement.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +71,16 @@ class CallSet:
         self.current: SuspendedCall | None = None
         self.beside: dict[Coordinate, ShadowSteps] = {}
 
+    def start(self, coordinates: Container[Coordinate]) -> None:
+        """Run the calls of ``coordinates`` to their first collective, those that have not begun."""
+        for coordinate, steps in self.beside.items():
+            if coordinate in coordinates and not self._calls[coordinate][1].started:
+                steps.follow(None)
+        for coordinate, (replica, call) in self._calls.items():
+            if coordinate in coordinates and not call.started:
+                self._advance_one(replica, call, None)
+        self._host.save()
+
     def advance(self, answers: Mapping[Coordinate, torch.Tensor | None] | None = None) -> None:
         """Run every call to its next collective, with the answer to the one it waits for.
 
@@ -80,15 +90,17 @@ class CallSet:
         for coordinate, steps in self.beside.items():
             steps.follow(None if answers is None else answers.get(coordinate))
         for coordinate, (replica, call) in self._calls.items():
-            if call.done:
-                continue
-            self._host.activate(replica)
-            self.current = call
-            try:
-                call.advance(None if answers is None else answers.get(coordinate))
-            finally:
-                self.current = None
+            if not call.done:
+                self._advance_one(replica, call, None if answers is None else answers.get(coordinate))
         self._host.save()
+
+    def _advance_one(self, replica: StageReplica, call: SuspendedCall, answer: torch.Tensor | None) -> None:
+        self._host.activate(replica)
+        self.current = call
+        try:
+            call.advance(answer)
+        finally:
+            self.current = None
 
     def pending(self) -> dict[Coordinate, Request]:
         """What the unfinished calls wait for."""

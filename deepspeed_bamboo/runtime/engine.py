@@ -19,6 +19,7 @@ from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.core.recovery import plan_inference
 from deepspeed_bamboo.core.schedule import Plan
 from deepspeed_bamboo.events import EventLog
+from deepspeed_bamboo.runtime import garbage
 from deepspeed_bamboo.runtime.activity import ActivityState, Round
 from deepspeed_bamboo.runtime.agreement import agree
 from deepspeed_bamboo.runtime.evaluation import EvaluationRequest, evaluate
@@ -42,7 +43,7 @@ from deepspeed_bamboo.runtime.stock_state import take_over_stock_state
 from deepspeed_bamboo.runtime.training_data import data_set_factory
 from deepspeed_bamboo.runtime.transfer import combined_digest, stage_digest
 
-# One transfer may wait for a peer that computes; only a peer that is gone for good makes it run out.
+# One transfer may wait for a peer that computes; only a peer gone for good makes it run out.
 _OPERATION_TIMEOUT_SECONDS = 1800.0
 _LAST_MESSAGES_SECONDS = 5.0
 
@@ -108,6 +109,7 @@ class BambooPipelineEngine(PipelineEngine):
 
     def _begin(self, grid: Grid) -> None:
         self.placement = enter_first_epoch(self, grid)
+        garbage.set_aside_what_exists(self.device)
 
     @property
     def host(self) -> StageHost:
@@ -184,6 +186,7 @@ class BambooPipelineEngine(PipelineEngine):
         self.links.flush(within_seconds=_LAST_MESSAGES_SECONDS)
         self.links.close()
         self.session.close()
+        garbage.take_back()
 
     # ---- hooks of the stock engine --------------------------------------------------------------------
 

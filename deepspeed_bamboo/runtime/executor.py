@@ -15,6 +15,7 @@ from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.instructions import RECEIVES, SENDS, Instruction, Op
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.errors import ModelError
+from deepspeed_bamboo.runtime.agreement import expected_of
 from deepspeed_bamboo.runtime.channel import Message
 from deepspeed_bamboo.runtime.deferral import Deferral
 from deepspeed_bamboo.runtime.hosting import StageHost
@@ -136,8 +137,15 @@ class Executor:
         """Say what ``program`` receives, so that it is received as soon as it is sent; look ahead to what it sends."""
         messages = {(i.op, i.coordinate, i.to_shadow): i for i in program if i.op in SENDS | RECEIVES}
         self._links.meet(peer(message, placement=context.placement) for message in messages.values())
-        senders = (_sender(i) for i in program if i.op in RECEIVES)
-        self._links.expect(Counter(context.placement.owner(sender) for sender in senders))
+        placement = context.placement
+        expected = Counter(placement.owner(_sender(i)) for i in program if i.op in RECEIVES)
+        ops = {instruction.op for instruction in program}
+        if Op.MIRROR in ops:
+            expected.update(placement.owner(coordinate) for coordinate in placement.shadowed_by(self._me))
+        record = self._engine.session.interruption.active
+        if Op.COMMIT in ops and record is not None:
+            expected.update(expected_of(self._me, record.members))
+        self._links.expect(expected)
         self._followed_by = {} if self._engine.dynamic_shape else _sends_behind(program)
 
     def _announce(self, send: Instruction, context: IterationContext) -> None:

@@ -6,11 +6,12 @@ reduction. After it every worker steps, whatever happens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.runtime.channel import Message
 from deepspeed_bamboo.runtime.collectives import CallSet, Contribution, answers_from, exchange_requests
@@ -53,6 +54,7 @@ class IterationEnd:
                 self._engine.strike_if_scripted(replica.coordinate, "reduce", None)
             self._reduce(self._engine._exec_reduce_grads, label=f"{context.activity}/reduce", context=context)
         elif instruction.op is Op.MIRROR:
+            self._cancel_steps()
             self._mirror(context)
         elif instruction.op is Op.COMMIT:
             self._commit()
@@ -84,17 +86,21 @@ class IterationEnd:
 
     def abandon(self) -> None:
         """Nobody saw the agreement: back to the gradients before the reduction, as if nothing was suspended."""
-        if self._step_calls is not None:
-            self._running = self._step_calls
-            try:
-                self._step_calls.cancel()
-            finally:
-                self._running = None
-                self._step_calls = None
+        self._cancel_steps()
         for replica in self._engine.host.owners():
             if replica.before_reduction is not None:
                 replica.before_reduction()
                 replica.before_reduction = None
+
+    def _cancel_steps(self) -> None:
+        if self._step_calls is None:
+            return
+        self._running = self._step_calls
+        try:
+            self._step_calls.cancel()
+        finally:
+            self._running = None
+            self._step_calls = None
 
     def forget(self) -> None:
         """The iteration is over: drop what was kept for undoing it."""
@@ -152,6 +158,8 @@ class IterationEnd:
             tensors = [tensor.detach() for tensor in (*gradients, *buffers)]
             data = (len(gradients), gradient_flags(engine.optimizer))
             engine.links.send(holder, Message(f"{context.activity}/mirror/{replica.coordinate}", data, tensors))
+        # Their part of the gradients' norm is computed while others' gradients are on their way.
+        self._start_steps(host.owned)
         for coordinate in placement.shadowed_by(engine.session.worker):
             message = engine.links.receive(placement.owner(coordinate), f"{context.activity}/mirror/{coordinate}")
             replica = host.shadows[coordinate]
@@ -169,16 +177,29 @@ class IterationEnd:
         # Before the step: an iterator may look at the engine's global step.
         if engine.protects:
             engine.data.complete(engine.micro_batches, step=engine.global_steps, transform=engine.batch_fn)
-        self._step_calls = CallSet(engine.host, engine.host.replicas(), self._take_step, device=engine.device)
-        if self._shadow_steps.active:
-            self._step_calls.beside = dict.fromkeys(engine.host.shadows, self._shadow_steps)
-        self._advance(self._step_calls, None)
-        value: dict[str, Any] = {"contributions": self._contributions(self._step_calls), "losses": stage_losses(engine)}
+        calls = self._start_steps({**engine.host.owned, **engine.host.shadows})
+        value: dict[str, Any] = {"contributions": self._contributions(calls), "losses": stage_losses(engine)}
         value.update(engine.failover.modes.contribution())
         wish = engine.reconfiguration.wish()
         if wish is not None:
             value["wish"] = wish
         engine.activity.rounds.append(engine.agree(value))
+
+    def _start_steps(self, coordinates: Container[Coordinate]) -> CallSet:
+        """Begin the steps of ``coordinates``: each stops at its first collective, or before it changes a weight."""
+        engine = self._engine
+        calls = self._step_calls
+        if calls is None:
+            calls = CallSet(engine.host, engine.host.replicas(), self._take_step, device=engine.device)
+            if self._shadow_steps.active:
+                calls.beside = dict.fromkeys(engine.host.shadows, self._shadow_steps)
+            self._step_calls = calls
+        self._running = calls
+        try:
+            calls.start(coordinates)
+        finally:
+            self._running = None
+        return calls
 
     def _contributions(self, calls: CallSet) -> dict[Any, Contribution]:
         owned = self._engine.host.owned

@@ -52,6 +52,11 @@ class SuspendedCall:
         self.pending: Request | None = None
         self.done = False
 
+    @property
+    def started(self) -> bool:
+        """True once the call has run to its first collective."""
+        return self._thread is not None
+
     def advance(self, answer: torch.Tensor | None = None) -> None:
         """Run to the next collective or to the end; ``answer`` is the result of the pending one.
 
