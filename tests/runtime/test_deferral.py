@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from deepspeed_bamboo.coordination import JobFailure
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.instructions import Instruction, Op
+from deepspeed_bamboo.core.progress import CoordinateProgress
+from deepspeed_bamboo.errors import JobFailedError
+from deepspeed_bamboo.runtime.executor import Executor
+from deepspeed_bamboo.runtime.interruption import EpochChangedError, Interruption
+from deepspeed_bamboo.runtime.replica import StageReplica
 from tests.runtime.jobs import Jobs
 from tests.runtime.scenarios import Training, train_and_train_late
 from tests.runtime.test_losses import BF16, CLIPPED, EAGER, FP16, SPIKES, kill
@@ -40,3 +54,136 @@ def test_nothing_computed_from_what_never_came_is_left(jobs: Jobs, training: Tra
         assert values[killed.name][what] == values[undisturbed.name][what], what
     assert values[killed.name]["used"] > 10
     assert values[killed.name]["lost"] > 0, "no pass had to be taken back, so nothing was tested"
+
+
+class _Arrival:
+    """Arrives when told to; ``asked`` is how often the host has waited for it."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.asked = 0
+        self.given_up = threading.Event()
+
+    def confirm(self, interruption: Any) -> None:
+        self.asked += 1
+        if self.error is not None:
+            raise self.error
+
+    def abort(self) -> None:
+        self.given_up.set()
+
+
+class _Worker:
+    """An executor over a bare engine whose every step is noted in ``log``."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.waiting = False
+        self.arrival = _Arrival()
+        coordinate = Coordinate(0, 1)
+        self.replica = StageReplica(coordinate, {"optimizer": object(), "pipe_buffers": {}}, [])
+        self.interruption = Interruption()
+        updates = SimpleNamespace(flush=self._accumulate, covers=lambda _: True, drop=lambda _: self.log.append("drop"))
+        host = SimpleNamespace(
+            owned={coordinate: self.replica},
+            shadows={},
+            gradient_updates=updates,
+            activate=lambda _: None,
+            drop_micro_batch=lambda *_: self.log.append("free"),
+        )
+        engine = SimpleNamespace(
+            device=torch.device("cpu"),
+            session=SimpleNamespace(interruption=self.interruption),
+            failover=SimpleNamespace(recovering=False),
+            total_loss=torch.tensor(1.0),
+            total_additional_losses=None,
+            fwd_outputs=[],
+            pipe_buffers={name: [None] for name in ("inputs", "outputs", "labels")},
+            grad_layer=None,
+        )
+        self.executor = Executor(
+            engine,  # type: ignore[arg-type]
+            host=host,  # type: ignore[arg-type]
+            links=SimpleNamespace(),  # type: ignore[arg-type]
+            me="w0",
+            seed=lambda: 0,
+            before=lambda *_: None,
+            after=lambda *_: None,
+            offload=lambda _: nullcontext(),
+            recompute=False,
+        )
+        self.engine = engine
+        self.deferral = self.executor._deferral
+        self.executor._methods = {op: functools.partial(self._note, op) for op in self.executor._methods}
+        self.executor._methods[Op.RECV_ACTIVATION] = self._receive
+
+    def _accumulate(self) -> None:
+        if self.waiting:
+            self.log.append("accumulate")
+        self.waiting = False
+
+    def _note(self, op: Op, *_: Any) -> None:
+        self.waiting |= op is Op.BNC
+        self.log.append(f"{op.value} asked {self.arrival.asked}")
+
+    def _receive(self, *_: Any) -> None:
+        self.log.append("receive")
+        self.deferral.begin(self.replica, 0, receive=Op.RECV_ACTIVATION, arrival=self.arrival)  # type: ignore[arg-type]
+
+    def run(self, *ops: Op) -> None:
+        for op in ops:
+            self.executor.execute(Instruction(op, self.replica.coordinate, 0), None)  # type: ignore[arg-type]
+
+
+def test_passes_are_launched_before_their_input_was_seen_and_nothing_leaves_the_worker_before_it_was() -> None:
+    worker = _Worker()
+    worker.executor.attempt(lambda: worker.run(Op.RECV_ACTIVATION, Op.FNC, Op.BNC, Op.SEND_GRAD))
+    assert worker.log == ["receive", "FNC asked 0", "BNC asked 0", "free", "SEND_GRAD asked 1", "accumulate"]
+
+
+def test_input_that_never_comes_leaves_the_worker_as_it_was_before_the_receive() -> None:
+    worker = _Worker()
+    before = worker.replica.progress
+    worker.arrival.error = EpochChangedError("a worker was lost")
+
+    def body() -> None:
+        worker.run(Op.RECV_ACTIVATION, Op.FNC)
+        worker.engine.total_loss += float("nan")
+        worker.replica.losses[0] = worker.replica.retained_outputs[0] = torch.tensor(float("nan"))
+        worker.replica.progress = CoordinateProgress(0, 1, 1, 0, 0)
+        worker.run(Op.SEND_ACTIVATION)
+
+    with pytest.raises(EpochChangedError):
+        worker.executor.attempt(body)
+    assert "SEND_ACTIVATION" not in " ".join(worker.log)
+    assert worker.replica.progress == before
+    assert float(worker.engine.total_loss) == 1.0
+    assert not worker.replica.losses
+    assert not worker.replica.retained_outputs
+
+
+@pytest.mark.parametrize("came", [True, False])
+def test_error_in_a_pass_is_the_models_only_if_it_had_data(came: bool) -> None:
+    worker = _Worker()
+    if not came:
+        worker.arrival.error = EpochChangedError("a worker was lost")
+
+    def fail(*_: Any) -> None:
+        raise ValueError("not a number")
+
+    worker.executor._methods[Op.FNC] = fail
+    with pytest.raises(ValueError if came else EpochChangedError):
+        worker.executor.attempt(lambda: worker.run(Op.RECV_ACTIVATION, Op.FNC))
+
+
+def test_pass_that_waits_for_the_device_is_freed_when_its_input_will_not_come() -> None:
+    worker = _Worker()
+
+    def wait_for_the_device(*_: Any) -> None:
+        worker.interruption.announce_failure(JobFailure(worker="w1", kind="user_error", message="", traceback=""))
+        assert worker.arrival.given_up.wait(20.0)
+
+    worker.executor._methods[Op.FNC] = wait_for_the_device
+    worker.arrival.error = JobFailedError("", origin="w1")
+    with pytest.raises(JobFailedError):
+        worker.executor.attempt(lambda: worker.run(Op.RECV_ACTIVATION, Op.FNC))
