@@ -81,8 +81,13 @@ class CallSet:
                 self._advance_one(replica, call, None)
         self._host.save()
 
-    def advance(self, answers: Mapping[Coordinate, torch.Tensor | None] | None = None) -> None:
-        """Run every call to its next collective, with the answer to the one it waits for.
+    def advance(
+        self,
+        answers: Mapping[Coordinate, torch.Tensor | None] | None = None,
+        *,
+        later: Container[Coordinate] = (),
+    ) -> None:
+        """Run every call to its next collective, with the answer to the one it waits for, except those of ``later``.
 
         ``beside`` names the coordinates whose calls run on another stream. It gets its answers before the other
         calls go on, so as not to wait for what they launch.
@@ -90,9 +95,17 @@ class CallSet:
         for coordinate, steps in self.beside.items():
             steps.follow(None if answers is None else answers.get(coordinate))
         for coordinate, (replica, call) in self._calls.items():
-            if not call.done:
+            if not call.done and coordinate not in later:
                 self._advance_one(replica, call, None if answers is None else answers.get(coordinate))
         self._host.save()
+
+    def finish(self, coordinate: Coordinate, answer: torch.Tensor | None) -> None:
+        """Run the call of ``coordinate``, whose last collective has this ``answer``, to its end."""
+        replica, call = self._calls[coordinate]
+        self._advance_one(replica, call, answer)
+        self._host.save()
+        if not call.done:
+            raise RuntimeError(f"the step of {coordinate} has one more collective than expected")
 
     def _advance_one(self, replica: StageReplica, call: SuspendedCall, answer: torch.Tensor | None) -> None:
         self._host.activate(replica)

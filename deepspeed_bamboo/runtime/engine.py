@@ -43,8 +43,7 @@ from deepspeed_bamboo.runtime.stock_state import take_over_stock_state
 from deepspeed_bamboo.runtime.training_data import data_set_factory
 from deepspeed_bamboo.runtime.transfer import combined_digest, stage_digest
 
-# One transfer may wait for a peer that computes; only a peer gone for good makes it run out.
-_OPERATION_TIMEOUT_SECONDS = 1800.0
+_OPERATION_TIMEOUT_SECONDS = 1800.0  # one transfer may wait for a peer that computes
 _LAST_MESSAGES_SECONDS = 5.0
 
 
@@ -347,9 +346,10 @@ class BambooPipelineEngine(PipelineEngine):
         for replica in self.host.replicas():
             replica.start_iteration()
             self.host.empty_buffers(replica)
-            with self.host.hosting(replica):
-                self._reserve_pipe_buffers(self.micro_batches)
-                self.fwd_outputs = []
+            self.host.activate(replica)
+            self._reserve_pipe_buffers(self.micro_batches)
+            self.fwd_outputs = []
+        self.activate_first()  # whose counters are right: a shadow's step may be yet to come
         self.perform("train", self._train_body)
         self.last_losses = agreed_losses(self)
         self.reconfiguration.note()

@@ -121,6 +121,8 @@ class Executor:
         with self._deferral.launching(instruction) if deferred else nullcontext():
             self._methods[instruction.op](replica, instruction.micro_batch, context)
         self._after(instruction, replica)
+        if instruction.op is Op.SEND_ACTIVATION:
+            self._engine.iteration_end.launch_late_steps()
 
     def attempt(self, body: Callable[[], None]) -> None:
         """Call ``body``, which executes instructions, and :meth:`leave_passes`, whatever it raised."""

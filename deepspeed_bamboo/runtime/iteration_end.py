@@ -6,6 +6,7 @@ reduction. After it every worker steps, whatever happens.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from deepspeed_bamboo.runtime.executor import IterationContext
 from deepspeed_bamboo.runtime.gradients import accept_gradients, gradient_flags, gradient_tensors, remember_gradients
 from deepspeed_bamboo.runtime.losses import stage_losses
 from deepspeed_bamboo.runtime.replica import StageReplica
-from deepspeed_bamboo.runtime.shadow_steps import ShadowSteps
+from deepspeed_bamboo.runtime.shadow_steps import LateStep, ShadowSteps
 from deepspeed_bamboo.runtime.suspended import SuspendedCall
 
 if TYPE_CHECKING:
@@ -69,20 +70,51 @@ class IterationEnd:
         if activity.delivered == 0:
             for replica in engine.host.owners():
                 engine.strike_if_scripted(replica.coordinate, "step", None)
-        while pending := calls.pending():
+        late: dict[Coordinate, torch.Tensor | None] = {}
+        while pending := {c: request for c, request in calls.pending().items() if c not in late}:
             if activity.delivered == len(activity.rounds):
                 value = {"contributions": self._contributions(calls)}
                 activity.rounds.append(engine.agree(value, among=engine.placement.holders))
             agreed = activity.rounds[activity.delivered]
             contributions = {c: part for value in agreed.values() for c, part in value["contributions"].items()}
             activity.delivered += 1
-            self._advance(calls, answers_from(pending, contributions, device=engine.device))
+            answers = answers_from(pending, contributions, device=engine.device)
+            late.update({c: answers[c] for c in self._may_be_late(calls) if c in answers})
+            self._advance(calls, answers, later=late)
         for replica in engine.host.replicas():
-            if replica.coordinate in calls.beside:
+            if replica.coordinate in late:
+                launch = functools.partial(self._step_late, calls, replica, late[replica.coordinate])
+                replica.stepping = LateStep(replica, launch)
+            elif replica.coordinate in calls.beside:
                 self._shadow_steps.finish(replica)
             _apply_buffers(replica)
             replica.micro_offset += context.micro_batches
         self._step_calls = None
+
+    def launch_late_steps(self) -> None:
+        """What :meth:`step` has left for later is launched; called once the next iteration's first result is out."""
+        for replica in self._engine.host.shadows.values():
+            if isinstance(replica.stepping, LateStep):
+                replica.stepping.launch()
+
+    def _may_be_late(self, calls: CallSet) -> list[Coordinate]:
+        """The shadows on a worker that begins every iteration. Others wait then anyway, and the device with them."""
+        host = self._engine.host
+        if not any(coordinate.stage == 0 for coordinate in host.owned):
+            return []
+        return [c for c, shadow in host.shadows.items() if c in calls.beside and self._shadow_steps.can_wait(shadow)]
+
+    def _step_late(self, calls: CallSet, replica: StageReplica, answer: torch.Tensor | None) -> None:
+        host = self._engine.host
+        active = host.active
+        self._running = calls
+        try:
+            calls.finish(replica.coordinate, answer)
+        finally:
+            self._running = None
+        self._shadow_steps.finish(replica)
+        if active is not None:
+            host.activate(active)
 
     def abandon(self) -> None:
         """Nobody saw the agreement: back to the gradients before the reduction, as if nothing was suspended."""
@@ -159,7 +191,8 @@ class IterationEnd:
             data = (len(gradients), gradient_flags(engine.optimizer))
             engine.links.send(holder, Message(f"{context.activity}/mirror/{replica.coordinate}", data, tensors))
         # Their part of the gradients' norm is computed while others' gradients are on their way.
-        self._start_steps(host.owned)
+        early = {c for c, shadow in host.shadows.items() if self._shadow_steps.can_wait(shadow)}
+        self._start_steps(early.union(host.owned))
         for coordinate in placement.shadowed_by(engine.session.worker):
             message = engine.links.receive(placement.owner(coordinate), f"{context.activity}/mirror/{coordinate}")
             replica = host.shadows[coordinate]
@@ -207,10 +240,10 @@ class IterationEnd:
             calls.beside[coordinate].lead()  # a shadow until a moment ago
         return {c: Contribution.of(request) for c, request in calls.pending().items() if c in owned}
 
-    def _advance(self, calls: CallSet, answers: Any) -> None:
+    def _advance(self, calls: CallSet, answers: Any, *, later: Container[Coordinate] = ()) -> None:
         self._running = calls
         try:
-            calls.advance(answers)
+            calls.advance(answers, later=later)
         finally:
             self._running = None
 

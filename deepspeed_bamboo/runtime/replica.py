@@ -84,7 +84,7 @@ class StageReplica:
     mirrored: bool = False
     pending_buffers: list[torch.Tensor] | None = None
     before_reduction: Callable[[], None] | None = None
-    stepping: Any = None  # the CUDA event at the end of a step on another stream
+    stepping: Any = None  # the CUDA event at the end of a step on another stream, or a LateStep
 
     @property
     def module(self) -> PipelineModule:
@@ -94,7 +94,7 @@ class StageReplica:
         """Before the replica's state is read, written or dropped: what this stream gets comes after its last step."""
         stepping, self.stepping = self.stepping, None
         if stepping is not None:
-            stepping.wait(torch.cuda.current_stream())
+            stepping.wait(torch.cuda.current_stream() if torch.cuda.is_available() else None)
 
     def start_iteration(self) -> None:
         """Forget the previous iteration's boundary tensors and progress."""

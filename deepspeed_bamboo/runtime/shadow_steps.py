@@ -6,7 +6,7 @@ the pipeline stands still. After the step the pipeline fills, and most devices w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,6 +14,29 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from deepspeed_bamboo.runtime.replica import StageReplica
+
+
+class LateStep:
+    """A shadow's step whose launching would hold up the next iteration's first forward.
+
+    Stands where a replica keeps the event at the end of a step on another stream, see ``StageReplica.settle``.
+    """
+
+    def __init__(self, replica: StageReplica, launch: Callable[[], None]) -> None:
+        self._replica = replica
+        self._launch = launch
+
+    def launch(self) -> None:
+        """Launch it now. It leaves the event at its end, or nothing, in its own place."""
+        self._replica.stepping = None
+        self._launch()
+
+    def wait(self, stream: Any) -> None:
+        """Launch it, and let ``stream`` wait for its end."""
+        self.launch()
+        stepping, self._replica.stepping = self._replica.stepping, None
+        if stepping is not None:
+            stepping.wait(stream)
 
 
 class ShadowSteps:
@@ -49,7 +72,7 @@ class ShadowSteps:
         with ExitStack() as stack:
             if self.covers(replica):
                 stack.enter_context(torch.cuda.stream(self._stream))
-            if _asks_for_the_norm(replica):
+            if asks_for_the_norm(replica):
                 stack.enter_context(_without_norm(replica.attributes["optimizer"]))
             yield
 
@@ -66,13 +89,17 @@ class ShadowSteps:
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
+    def can_wait(self, replica: StageReplica) -> bool:
+        """True for a replica whose step has just one collective, the norm, to which it contributes nothing."""
+        return self.covers(replica) and asks_for_the_norm(replica)
+
     def finish(self, replica: StageReplica) -> None:
         """The step of ``replica`` is launched: whoever uses the replica next waits for it, see ``settle``."""
         if self._stream is not None and self.covers(replica):
             replica.stepping = self._stream.record_event()
 
 
-def _asks_for_the_norm(replica: StageReplica) -> bool:
+def asks_for_the_norm(replica: StageReplica) -> bool:
     """True where the norm that counts comes from the owners: a pipeline of one stage has nobody to ask."""
     optimizer = replica.attributes["optimizer"]
     stages = replica.attributes["grid"].pipe_parallel_size

@@ -1,4 +1,7 @@
-"""On a CPU: messages that are used before they were seen, as on a GPU, and are no numbers at all if they never come."""
+"""On a CPU, what otherwise only a GPU does.
+
+Messages are used before they were seen, and are no numbers at all if they never come; shadows take their steps late.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ from collections import Counter
 from typing import Any
 
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from deepspeed_bamboo.runtime.channel import Channel, Message
 from deepspeed_bamboo.runtime.deferral import Deferral
 from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
+from deepspeed_bamboo.runtime.shadow_steps import LateStep, ShadowSteps
 
 
 class LateArrival:
@@ -32,7 +37,7 @@ class _Deaf:
 
 
 def install() -> Counter[str]:
-    """Replace what receives in this process. Returns what is counted: ``used`` ahead, and ``lost`` of those."""
+    """Do it in this process. Returns what is counted: messages ``used`` ahead, ``lost`` of those, ``late`` steps."""
     counts: Counter[str] = Counter()
     forms: dict[tuple[str, ...], tuple[Any, list[torch.Tensor]]] = {}
     receive = Channel.receive
@@ -66,4 +71,17 @@ def install() -> Counter[str]:
         self._interruption = _Deaf()  # type: ignore[assignment]
 
     Deferral.__init__ = init  # type: ignore[method-assign]
+    _step_late(counts)
     return counts
+
+
+def _step_late(counts: Counter[str]) -> None:
+    launch = LateStep.launch
+
+    def counted(step: LateStep) -> None:
+        counts["late"] += 1
+        launch(step)
+
+    LateStep.launch = counted  # type: ignore[method-assign]
+    ShadowSteps.active = True  # type: ignore[assignment,method-assign]
+    ShadowSteps.covers = lambda self, replica: type(replica.attributes["optimizer"]) is BF16_Optimizer  # type: ignore[method-assign]
