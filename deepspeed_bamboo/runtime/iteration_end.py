@@ -180,6 +180,10 @@ class IterationEnd:
 
     def _mirror(self, context: IterationContext) -> None:
         engine, host, placement = self._engine, self._engine.host, context.placement
+        # Their part of the gradients' norm comes before others' gradients have arrived. It is also before anything is
+        # sent: a kernel's first launch may wait for the device to be idle, which a send is not until it is received.
+        early = {c for c, shadow in host.shadows.items() if self._shadow_steps.can_wait(shadow)}
+        self._start_steps(early.union(host.owned))
         for replica in host.owners():
             holder = placement.shadow(replica.coordinate)
             if holder is None:
@@ -190,9 +194,6 @@ class IterationEnd:
             tensors = [tensor.detach() for tensor in (*gradients, *buffers)]
             data = (len(gradients), gradient_flags(engine.optimizer))
             engine.links.send(holder, Message(f"{context.activity}/mirror/{replica.coordinate}", data, tensors))
-        # Their part of the gradients' norm is computed while others' gradients are on their way.
-        early = {c for c, shadow in host.shadows.items() if self._shadow_steps.can_wait(shadow)}
-        self._start_steps(early.union(host.owned))
         for coordinate in placement.shadowed_by(engine.session.worker):
             message = engine.links.receive(placement.owner(coordinate), f"{context.activity}/mirror/{coordinate}")
             replica = host.shadows[coordinate]
