@@ -29,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "lazy": {"mode": "lazy"},
     "eager-cpu": {"mode": "eager", "offload": "cpu"},
     "eager-none": {"mode": "eager", "offload": "none"},
+    "eager-recompute": {"mode": "eager", "offload": "recompute"},
     "full": {"mode": "full", "offload": "none"},
 }
 

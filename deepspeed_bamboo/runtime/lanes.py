@@ -91,7 +91,7 @@ class DeviceLanes:
     # Thread blocks of one transfer: while a receive waits for its sender it takes them from computing.
     most_blocks: int | None = 8
     # A receive ahead of its use begins when what this device has to compute before it is done, or else at once.
-    receives_in_order = False
+    receives_in_order = True
 
     def __init__(
         self,
