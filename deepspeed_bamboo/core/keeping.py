@@ -16,22 +16,34 @@ def keep_most(held: Sequence[Sequence[int]], sizes: Sequence[int], *, workers: i
     """
     host = [-1] * len(held)
     hosted: list[list[int]] = [[] for _ in range(workers)]
+    full: set[int] = set()
     for coordinate in sorted(range(len(held)), key=lambda c: -sizes[c]):
-        _make_room(coordinate, held, host, hosted, most=most)
+        _make_room(coordinate, held, host, hosted, most=most, full=full)
     return host
 
 
 def _make_room(
-    coordinate: int, held: Sequence[Sequence[int]], host: list[int], hosted: list[list[int]], *, most: int
+    coordinate: int,
+    held: Sequence[Sequence[int]],
+    host: list[int],
+    hosted: list[list[int]],
+    *,
+    most: int,
+    full: set[int],
 ) -> None:
-    """Give ``coordinate`` to a holder, if need be by moving others to holders of theirs; else change nothing."""
+    """Give ``coordinate`` to a holder, if need be by moving others to holders of theirs; else change nothing.
+
+    ``full`` are the workers from whom no search found room: none ever will, as what they host stays among them.
+    Each is searched once, so that those who can't stay cost little.
+    """
     came_from: dict[int, tuple[int, int]] = {}
-    queue, seen = deque([coordinate]), {coordinate}
+    queue, seen, tried = deque([coordinate]), {coordinate}, set[int]()
     while queue:
         one = queue.popleft()
         for worker in held[one]:
-            if worker == host[one]:
+            if worker == host[one] or worker in full or worker in tried:
                 continue
+            tried.add(worker)
             if len(hosted[worker]) < most:
                 _shift(one, worker, came_from, host, hosted)
                 return
@@ -40,6 +52,7 @@ def _make_room(
                     seen.add(other)
                     came_from[other] = (one, worker)
                     queue.append(other)
+    full |= tried
 
 
 def _shift(

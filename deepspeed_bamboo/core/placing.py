@@ -19,10 +19,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from deepspeed_bamboo.core.fitting import fit
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.keeping import keep_most
 from deepspeed_bamboo.core.moving import Assignment, Task
-from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.proving import Proof
 from deepspeed_bamboo.core.separation import Bound, Pairs, count_pairs, fewest_pairs
 from deepspeed_bamboo.core.shadowing import choose_shadows
@@ -112,7 +113,7 @@ def decide(
     task = _task(grid, sites, current, bytes_of, most)
     bound = fewest_pairs(grid, sites, most=most)
     if current is None:
-        numbers, least, proven = _improved(task, spread(grid, sites, most=most), bound), 0, True
+        numbers, least, proven = _improved(task, spread(grid, sites, most=most), bound).owners, 0, True
     else:
         numbers, least, proven = _from_current(task, bound)
     owners = {c: sites.workers[number] for c, number in zip(grid, numbers, strict=True)}
@@ -142,33 +143,35 @@ def _from_current(task: Task, bound: Bound) -> tuple[list[int], int, bool]:
     # Two starts: every live owner stays, and the most bytes stay. The first disturbs fewer coordinates.
     live = [(worker,) if worker >= 0 else () for worker in task.owned]
     still = keep_most(live, task.sizes, workers=len(task.sites), most=task.most)
-    owners = _settled(task, still, bound)
-    if kept != still and _bytes_moved(task, owners) != least:
-        owners = min(owners, _settled(task, kept, bound), key=task.cost)
-    if _pairs(task, owners) != bound.pairs:
-        owners = _improved(task, spread(task.grid, task.sites, most=task.most, kept=_kept(task, kept)), bound)
+    found = [_settled(task, still, bound)]
+    if kept != still and (not found[0].reached or _bytes_moved(task, found[0].owners) != least):
+        found.append(_settled(task, kept, bound))
+    if not any(one.reached for one in found):
+        dealt = spread(task.grid, task.sites, most=task.most, kept=_kept(task, kept))
+        found = [_improved(task, fit(task, dealt, pairs=bound.pairs), bound)]
+    owners = min((one.owners for one in found), key=task.cost)
     proven = _bytes_moved(task, owners) == least
     if len(task.held) <= _PROOF_COORDINATES and not (proven and _changed(task, owners) == task.owned.count(-1)):
-        found, finished = Proof(task, pairs=bound.pairs, budget=_PROOF_CHOICES).search(owners)
-        owners, proven = _improved(task, found, bound), proven or finished
+        better, finished = Proof(task, pairs=bound.pairs, budget=_PROOF_CHOICES).search(owners)
+        owners, proven = _improved(task, better, bound).owners, proven or finished
     return owners, least, proven
 
 
-def _settled(task: Task, kept: Sequence[int], bound: Bound) -> list[int]:
+def _settled(task: Task, kept: Sequence[int], bound: Bound) -> Assignment:
     """The owners in ``kept`` completed and improved, ring by ring in the best order if pairs are left over."""
     assignment = Assignment(task, kept, fewest=bound.pairs)
     assignment.fill()
     assignment.improve()
-    if _pairs(task, assignment.owners) != bound.pairs:
+    if not assignment.reached:
         assignment.rearrange()
         assignment.improve()
-    return assignment.owners
+    return assignment
 
 
-def _improved(task: Task, owners: Sequence[int], bound: Bound) -> list[int]:
+def _improved(task: Task, owners: Sequence[int], bound: Bound) -> Assignment:
     assignment = Assignment(task, owners, fewest=bound.pairs)
     assignment.improve()
-    return assignment.owners
+    return assignment
 
 
 # A proof is tried for small grids only, and given up after so many choices (a fraction of a second).
@@ -211,13 +214,6 @@ def _limit(grid: Grid, sites: Sites, most: int | None) -> int:
             f"allow {fair} or more, or leave the limit out"
         )
     return most
-
-
-def _pairs(task: Task, owners: Sequence[int]) -> Pairs:
-    names: list[tuple[Coordinate, WorkerId]] = [
-        (c, task.sites.workers[w]) for c, w in zip(task.grid, owners, strict=True)
-    ]
-    return count_pairs(task.grid, names, task.sites)
 
 
 def _bytes_moved(task: Task, owners: Sequence[int]) -> int:
