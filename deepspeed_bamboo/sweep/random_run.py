@@ -120,7 +120,7 @@ def _run(
         server,
         gated_worker,
         workers=len(run.grid),
-        argv=[str(gate_folder), *_script(run, happenings, folder=folder)],
+        argv=[str(gate_folder), *script_of(run, happenings, folder=folder)],
         nodes=[f"node{rank}" for rank in range(len(run.grid))],
         zones=[_ZONES[rank % len(_ZONES)] for rank in range(len(run.grid))],
     )
@@ -223,7 +223,7 @@ def _wait(condition: Callable[[], bool], machine: Machine, *, until: float) -> b
     return True
 
 
-def _script(run: RandomRun, happenings: Sequence[Happening], *, folder: Path) -> Iterator[str]:
+def script_of(run: RandomRun, happenings: Sequence[Happening], *, folder: Path) -> Iterator[str]:
     """The command line of scripts/train.py, whose configuration is written to ``folder``."""
     settings = load_deepspeed_settings(run.base)
     settings["train_micro_batch_size_per_gpu"] = 2
