@@ -69,4 +69,14 @@ for event in sorted(map(json.loads, lines), key=lambda event: event["t"]):
     if event["event"] in ("failover", "reconfigured", "joined"):
         print(f"{event['t'] - cut:6.2f} s  step {event['step']}  {event['worker']}  {event['event']}", event.get("reason", ""))
 P
+python - "$work" "$steps" <<'P' || code=1
+import pathlib, sys
+from deepspeed_bamboo.core.grid import Grid
+from deepspeed_bamboo.event_files import read_events
+from deepspeed_bamboo.sweep.step_record import step_problems
+logs = {path.name: read_events(path) for path in pathlib.Path(sys.argv[1]).glob("events/events-*.jsonl")}
+problems = step_problems(logs, grid=Grid(1, 4), steps=int(sys.argv[2]), micro_batches=8)
+print("\n".join(problems) or "every coordinate was stepped by one worker in each step, every micro-batch used once, in order")
+sys.exit(bool(problems))
+P
 exit $code

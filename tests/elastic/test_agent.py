@@ -237,7 +237,7 @@ def test_a_suspicion_makes_a_vanished_process_known_before_its_lease_runs_out(fo
         machine.signal_agent(1, signal.SIGKILL)
         epoch = epoch_of(machine, 1)
         assert time.monotonic() - start < stretched(2)
-        assert ranks(epoch) == [0, 2, 3] and "connection reset; its machine refuses" in epoch.reason
+        assert ranks(epoch) == [0, 2, 3] and "its process is gone, its machine answers" in epoch.reason
         outcome = finish(machine)
     assert outcome.exit_codes == {0: 0, 1: -9, 2: 0, 3: 0}, outcome.output
 

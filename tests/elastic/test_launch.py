@@ -24,6 +24,7 @@ TRAIN = """
 """
 
 
+@pytest.mark.sweep
 def test_two_jobs_at_once_do_not_disturb_each_other_and_survive_a_loss_each(tmp_path: Path) -> None:
     script = TRAIN.replace(
         "training.wait()",

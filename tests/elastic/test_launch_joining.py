@@ -132,6 +132,7 @@ def test_more_workers_than_slots_is_an_error(tmp_path: Path) -> None:
     assert "--workers is 3, but this command has 2 slots" in job.output, job.output
 
 
+@pytest.mark.sweep
 def test_without_redundancy_nobody_is_left_waiting(tmp_path: Path) -> None:
     off = {"bamboo": {"redundancy": {"mode": "off"}}}
     with LaunchedJob(tmp_path / "a", TRAIN, options=("--workers", "1"), config=off) as job:

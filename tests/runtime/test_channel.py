@@ -13,7 +13,7 @@ from deepspeed_bamboo.runtime.channel import Channel, Message
 from deepspeed_bamboo.runtime.connection_errors import cause_of
 from deepspeed_bamboo.runtime.interruption import Interruption, PeerLostError
 
-_OPERATION_SECONDS = 20.0
+_OPERATION_SECONDS = 5.0
 
 
 def _pair() -> tuple[Channel, Channel]:

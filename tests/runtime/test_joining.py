@@ -129,6 +129,7 @@ def test_a_loss_in_the_middle_of_joining_costs_no_more_than_any_other(
     check_equal(result, three_undisturbed)
 
 
+@pytest.mark.sweep
 def test_neighbours_are_put_into_different_zones_at_the_first_boundary(jobs: Jobs) -> None:
     training = Training("zones-1x4", 4, steps=3, faults=[])
     expected = undisturbed(jobs, training, world=4)
@@ -140,6 +141,7 @@ def test_neighbours_are_put_into_different_zones_at_the_first_boundary(jobs: Job
     assert all(zone != zones[stage - 1] for stage, zone in enumerate(zones)), owners
 
 
+@pytest.mark.sweep
 def test_a_whole_zone_is_lost_at_once_without_a_neighbouring_pair_in_it(jobs: Jobs) -> None:
     at_once = [kill(1, 0, 1, "backward", 1), kill(1, 0, 4, "backward", 1)]
     training = Training("zone-1x6", 6, steps=4, faults=at_once)

@@ -48,7 +48,6 @@ DEFAULT = [
         Training("three-pipelines-3x1", 1, steps=4, settings=BF16),
         [kill(1, 0, 0, "reduce"), kill(2, 2, 0, "step")],
     ),
-    (6, Training("three-pipelines-3x2", 2, settings=CLIPPED), TWO_BY_TWO[:1]),
     # The first and the last stage's worker, which feed the pipeline.
     (
         3,
@@ -85,7 +84,6 @@ DEFAULT = [
     # From five stages on workers of mode full have two partners that are no neighbours, whom all must meet at once.
     (5, Training("full-1x5", 5, steps=4, bamboo=FULL), [kill(1, 0, 2, "backward", 1)]),
     (4, Training("fp16-1x4", 4, steps=6, settings={**CLIPPED, **FP16}, spikes=SPIKES, bamboo=CHECKED), ONE_BY_FOUR),
-    (4, Training("fp16-zero-2x2", 2, steps=5, settings={**CLIPPED, **FP16, **ZERO}), TWO_BY_TWO),
     (
         4,
         Training("bf16-zero-2x2", 2, steps=5, layers="tied", settings={**CLIPPED, **BF16, **ZERO}),
@@ -124,6 +122,8 @@ SWEEP = [
     ),
     (2, Training("one-stage-2x1", 1, steps=4, settings={**CLIPPED, **BF16}), [kill(1, 1, 0, "reduce")]),
     (4, Training("tied-dropout-2x2", 2, steps=5, layers="tied", dropout=0.3), TWO_BY_TWO),
+    (6, Training("three-pipelines-3x2", 2, settings=CLIPPED), TWO_BY_TWO[:1]),
+    (4, Training("fp16-zero-2x2", 2, steps=5, settings={**CLIPPED, **FP16, **ZERO}), TWO_BY_TWO),
 ]
 
 

@@ -49,6 +49,7 @@ def server() -> Iterator[ForkServer]:
         os.environ.update(before)
 
 
+@pytest.mark.sweep
 def test_each_clouds_notice_empties_its_node_before_the_deadline(server: ForkServer, tmp_path: Path) -> None:
     reference = run_undisturbed(RUN, server=server, folder=tmp_path / "undisturbed")
     folder = tmp_path / "noticed"
