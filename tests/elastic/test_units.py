@@ -318,6 +318,7 @@ def test_a_signal_while_a_slot_ends_is_not_heard_of() -> None:
     program = """
 import atexit, os, signal, sys
 from deepspeed_bamboo.elastic.launching import _cleaning_up_when_told_to_end
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))
 with _cleaning_up_when_told_to_end():
     try:
