@@ -8,10 +8,12 @@ is released by the peer's death, or by the peer's farewell message, and its late
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import queue
 import struct
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -256,11 +258,23 @@ class Channel:
         self._group.recv([tensor], self._other, tag).wait()
 
 
+def network_device(environment: Mapping[str, str] | None = None) -> Any:
+    """gloo's device on the interface named by GLOO_SOCKET_IFNAME (the first one), as torch's own groups use it.
+
+    Without that variable, which an agent sets, the one that this machine's name leads to: loopback on many. Raises
+    RuntimeError when there is no such interface.
+    """
+    names = (os.environ if environment is None else environment).get("GLOO_SOCKET_IFNAME", "")
+    interface = names.split(",")[0].strip()
+    gloo = c10d.ProcessGroupGloo
+    return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
+
+
 def _group_of_two(store: Any, rank: int, *, timeout_seconds: float, network: Any) -> Any:
     """A gloo group with the peer. Raises RuntimeError when the peer does not come."""
     options = c10d.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_seconds)
-    options._devices = [network or c10d.ProcessGroupGloo.create_default_device()]
+    options._devices = [network or network_device()]
     options._threads = 1  # for collectives, of which there are none
     return c10d.ProcessGroupGloo(store, rank, 2, options)
 

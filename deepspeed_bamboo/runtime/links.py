@@ -14,7 +14,7 @@ import torch
 from deepspeed_bamboo.coordination import Member
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.runtime.c10d import c10d
-from deepspeed_bamboo.runtime.channel import Channel, Message
+from deepspeed_bamboo.runtime.channel import Channel, Message, network_device
 from deepspeed_bamboo.runtime.connection_errors import cause_of
 from deepspeed_bamboo.runtime.interruption import Interruption, PeerLostError
 from deepspeed_bamboo.runtime.lanes import DeviceLanes
@@ -77,7 +77,7 @@ class Links:
         wanted = [peer for peer in peers if peer not in self._channels]
         fast = self._without_lanes(set(peers) & set(with_lanes))
         if wanted and self._network is None:
-            self._network = c10d.ProcessGroupGloo.create_default_device()
+            self._network = network_device()
         made: dict[WorkerId, Channel] = {}
         lanes: dict[WorkerId, DeviceLanes] = {}
         opening: dict[WorkerId, DeviceLanes] = {}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed_bamboo.runtime.c10d import c10d
-from deepspeed_bamboo.runtime.channel import Channel, Message
+from deepspeed_bamboo.runtime.channel import Channel, Message, network_device
 from deepspeed_bamboo.runtime.connection_errors import cause_of
 from deepspeed_bamboo.runtime.interruption import Interruption, PeerLostError
 
@@ -86,3 +86,9 @@ def test_draining_to_a_peer_that_is_gone_is_no_error_but_expecting_something_of_
 )  # fmt: skip
 def test_people_are_told_causes_in_their_own_words(text: str, cause: str) -> None:
     assert cause_of(RuntimeError(text)) == cause
+
+
+def test_channels_use_the_interface_that_torchs_groups_use() -> None:
+    assert type(network_device({"GLOO_SOCKET_IFNAME": "lo,eth0"})).__name__ == "Device"
+    with pytest.raises(RuntimeError):
+        network_device({"GLOO_SOCKET_IFNAME": "no-such-interface"})
