@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,9 +13,7 @@ from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.elastic.fork_server import ForkServer
 from deepspeed_bamboo.elastic.harness import Machine
 from deepspeed_bamboo.event_files import read_events
-from deepspeed_bamboo.sweep.forked import PRELOAD
 from deepspeed_bamboo.sweep.gate import Gate, gated_worker
-from deepspeed_bamboo.sweep.job import job_environment
 from deepspeed_bamboo.sweep.random_run import RandomRun, run_undisturbed, script_of
 from tests.cloud.fake_metadata import FakeMetadata
 from tests.cloud.services import as_aws, as_azure, as_gcp
@@ -35,18 +31,6 @@ CLOUDS = {
     9: ("d", "azure", as_azure, azure_takes_it),
 }
 DEADLINE_SECONDS = 30.0
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    before = dict(os.environ)
-    os.environ.update(job_environment())
-    try:
-        with ForkServer(PRELOAD) as server:
-            yield server
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @pytest.mark.sweep

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.elastic.fork_server import ForkServer
-from deepspeed_bamboo.sweep.forked import PRELOAD
 from deepspeed_bamboo.sweep.happenings import draw
-from deepspeed_bamboo.sweep.job import job_environment
 from deepspeed_bamboo.sweep.random_run import RandomRun, run_undisturbed, run_with
 
 ROOT = Path(__file__).parent.parent.parent
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    before = dict(os.environ)
-    os.environ.update(job_environment())
-    try:
-        with ForkServer(PRELOAD) as server:
-            yield server
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @pytest.mark.parametrize(
