@@ -126,7 +126,9 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def _normal(*shape: int, generator: torch.Generator, std: float = _INITIAL_STD) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape).normal_(0.0, std, generator=generator))
+    weight = nn.Parameter(torch.empty(*shape))
+    nn.init.normal_(weight, std=std, generator=generator)
+    return weight
 
 
 def _linear(inputs: int, outputs: int, *, generator: torch.Generator, std: float = _INITIAL_STD) -> nn.Linear:

@@ -14,6 +14,7 @@ from deepspeed.utils import groups as deepspeed_groups
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.runtime import zero_one  # noqa: F401 (registers the optimizer)
+from deepspeed_bamboo.runtime.blank import BlankParameters
 from deepspeed_bamboo.runtime.compiled_adam import make_independent_of_history
 from deepspeed_bamboo.runtime.gradients import clear_gradients, parameters, require_supported
 from deepspeed_bamboo.runtime.grouped_updates import GradientUpdates
@@ -137,9 +138,10 @@ class StageHost:
         module = template.attributes["module"]
         with generators_untouched(engine.device), _more_threads(engine.device):
             logical = self.logical_grid(coordinate, topology=module._topo, process_rank=process_rank)
-            new_module = stage_module(
-                module, coordinate=coordinate, grid=self._grid, logical_grid=logical, device=engine.device
-            )
+            with BlankParameters():
+                new_module = stage_module(
+                    module, coordinate=coordinate, grid=self._grid, logical_grid=logical, device=engine.device
+                )
             new_module.tied_comms = tied_groups(
                 new_module, coordinate=coordinate, grid=self._grid, exchange=self._exchange
             )
