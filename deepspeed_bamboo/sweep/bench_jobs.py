@@ -3,14 +3,14 @@ a stock DeepSpeed job that is killed as a whole and restarted from its checkpoin
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
 import os
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.errors import BambooError, EventLogError
 from deepspeed_bamboo.event_files import merge_event_files, read_events
 from deepspeed_bamboo.faults import Fault, FaultScript
-from deepspeed_bamboo.sweep.job import JobResult, end_group, job_environment, launcher
+from deepspeed_bamboo.sweep.job import JobResult, job_environment, launched
 from deepspeed_bamboo.sweep.pauses import Event
 
 FIRST_KILL, STEPS_BETWEEN_KILLS, STEPS_AT_THE_END = 4, 5, 4
@@ -167,11 +167,13 @@ def run_restart(
     script = [str(scripts / "train_checkpointed.py"), *own]
     script += setup.arguments(folder=folder, steps=2 * checkpoint_steps)
     started = time.time()
-    with _launched(setup, script, output=folder / "first.txt") as process:
+    environment = job_environment(accelerator=setup.accelerator, threads=setup.threads)
+    start = functools.partial(launched, script, workers=setup.workers, environment=environment)
+    with start(output=folder / "first.txt") as process:
         first = _wait_for_step(events, kill_step, since=0.0, process=process, limit_seconds=limit_seconds)
         killed = time.time()
         os.killpg(process.pid, signal.SIGKILL)
-    with _launched(setup, script, output=folder / "second.txt") as process:
+    with start(output=folder / "second.txt") as process:
         again = _wait_for_step(events, checkpoint_steps, since=killed, process=process, limit_seconds=limit_seconds)
         step = next(event for event in again if event["t"] > killed)
     if step["step"] != checkpoint_steps:
@@ -184,25 +186,6 @@ def run_restart(
         checkpoint_steps=checkpoint_steps,
         lost_steps=max(event["step"] for event in first) + 1 - checkpoint_steps,
     )
-
-
-@contextlib.contextmanager
-def _launched(setup: BenchSetup, script: Sequence[str], *, output: Path) -> Any:
-    """The stock launcher's process; whatever is left of it is ended."""
-    command = [*launcher(setup.workers), *script]
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            command,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env=job_environment(accelerator=setup.accelerator, threads=setup.threads),
-            start_new_session=True,
-        )
-        try:
-            yield process
-        finally:
-            end_group(process)
 
 
 def _wait_for_step(

@@ -19,6 +19,7 @@ from deepspeed_bamboo.coordination.server import PrivateEtcd
 from deepspeed_bamboo.elastic.fork_server import ForkServer
 from deepspeed_bamboo.elastic.harness import PRELOAD as AGENTS_PRELOAD
 from deepspeed_bamboo.elastic.harness import Machine, Outcome
+from deepspeed_bamboo.errors import BambooError
 from deepspeed_bamboo.sweep.job import PAST_LIMIT, JobResult
 from deepspeed_bamboo.sweep.outside import OutsideKill, OutsideKiller
 
@@ -82,8 +83,7 @@ class ForkedJobs:
             killer = OutsideKiller(outside, events=folder / "events", strike=machine.kill_worker) if outside else None
             with killer or nullcontext():
                 outcome = machine.wait(within_seconds=limit_seconds)
-            if outcome.timed_out:
-                outcome = _with_stacks(machine, outcome)
+            outcome = with_stacks(machine, outcome)
         output = folder / "output.txt"
         output.write_text(outcome.output, encoding="utf-8")
         codes = [code for code in outcome.exit_codes.values() if code]
@@ -91,11 +91,13 @@ class ForkedJobs:
         return JobResult(code, outcome.seconds, output, kills=int(killer is not None and killer.struck))
 
 
-def _with_stacks(machine: Machine, outcome: Outcome) -> Outcome:
-    """``outcome`` with, in each output, where the threads of a worker that hangs are."""
+def with_stacks(machine: Machine, outcome: Outcome) -> Outcome:
+    """``outcome``; of a job past its limit with, in each output, where the threads of a worker that hangs are."""
+    if not outcome.timed_out:
+        return outcome
     for rank, code in outcome.exit_codes.items():
         if code is None:
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, BambooError):
                 machine.kill_worker(rank, _SHOW_STACKS)
     return replace(machine.wait(within_seconds=_STACKS_SECONDS), exit_codes=outcome.exit_codes)
 

@@ -7,7 +7,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,30 +48,39 @@ def run_job(
     if outside is not None:
         raise ValueError(f"{outside} needs to know the workers' processes; run it without the launcher")
     folder.mkdir(parents=True, exist_ok=True)
-    command = [*launcher(workers), "--module", "deepspeed_bamboo.launch", *script]
     output = folder / "output.txt"
     start = time.monotonic()
+    arguments = ["--module", "deepspeed_bamboo.launch", *script]
+    with launched(arguments, workers=workers, output=output, environment=environment or job_environment()) as process:
+        try:
+            code = process.wait(limit_seconds)
+        except subprocess.TimeoutExpired:
+            code = PAST_LIMIT
+    return JobResult(code, time.monotonic() - start, output)
+
+
+@contextmanager
+def launched(
+    arguments: Sequence[str], *, workers: int, output: Path, environment: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """DeepSpeed's launcher with ``arguments`` (a script or --module, and theirs) for so many workers of this machine.
+
+    It leads a process group of its own; what is left of that at the end of the block is ended.
+    """
+    command = ["deepspeed", "--num_accelerators", str(workers), "--master_port", str(free_port()), *arguments]
     with output.open("wb") as file:
         process = subprocess.Popen(
             command,
             stdout=file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=environment or job_environment(),
+            env=environment,
             start_new_session=True,
         )
         try:
-            code = process.wait(limit_seconds)
-        except subprocess.TimeoutExpired:
-            code = PAST_LIMIT
+            yield process
         finally:
             end_group(process)
-    return JobResult(code, time.monotonic() - start, output)
-
-
-def launcher(workers: int) -> list[str]:
-    """How DeepSpeed's launcher is called for so many workers on this machine; a script or --module follows."""
-    return ["deepspeed", "--num_accelerators", str(workers), "--master_port", str(free_port())]
 
 
 def free_port() -> int:

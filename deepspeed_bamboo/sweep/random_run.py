@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ from deepspeed_bamboo.elastic.harness import Machine, Outcome
 from deepspeed_bamboo.errors import BambooError, EventLogError
 from deepspeed_bamboo.event_files import Event, merge_event_files, read_events
 from deepspeed_bamboo.run_summary import RunSummary, differences, summarize
+from deepspeed_bamboo.sweep.forked import with_stacks
 from deepspeed_bamboo.sweep.gate import Gate, gated_worker
 from deepspeed_bamboo.sweep.happenings import Happening, Kind, counts_of, faults_of
 from deepspeed_bamboo.sweep.step_record import step_problems
@@ -133,9 +133,7 @@ def _run(
             hands.do(happening)
             gate.open(happening.step)
         outcome = machine.wait(within_seconds=max(1.0, deadline - time.monotonic()))
-        if outcome.timed_out:
-            _show_stacks(machine, outcome)
-            outcome = machine.wait(within_seconds=1.0)
+        outcome = with_stacks(machine, outcome)
     return outcome, {path.name: read_events(path) for path in sorted((folder / "events").glob("events-*.jsonl"))}
 
 
@@ -246,18 +244,3 @@ def _happened(events: Sequence[Event]) -> dict[str, int]:
 
 def _merged(folder: Path) -> list[Event]:
     return read_events(merge_event_files(folder / "events"))
-
-
-def _show_stacks(machine: Machine, outcome: Outcome) -> None:
-    for rank, code in outcome.exit_codes.items():
-        if code is None:
-            with _whatever_is_gone():
-                machine.kill_worker(rank, signal.SIGUSR2)
-
-
-@contextmanager
-def _whatever_is_gone() -> Iterator[None]:
-    try:
-        yield
-    except (ProcessLookupError, BambooError):
-        return
