@@ -45,6 +45,10 @@ class MemoryLimitError(BambooError):
     """What redundant forwards keep exceeds ``bamboo.redundancy.memory_limit_gigabytes``."""
 
 
+class CheckpointError(BambooError):
+    """A checkpoint that not all workers read alike."""
+
+
 class ShadowError(BambooError):
     """A shadow is not bitwise equal to its owner. Names coordinate, parameter and both workers."""
 

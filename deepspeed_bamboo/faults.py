@@ -39,6 +39,8 @@ INSTRUCTIONS = PER_MICRO_BATCH + PER_STEP
 # has what it takes over, about to go on; and after that step, counted as the next one: shadows are about to be
 # rebuilt; they are, about to be said.
 RECOVERY_POINTS = ("interrupted", "reported", "regroup", "resume", "protect", "protected")
+# Before a stage is written to a checkpoint, or read from one, between two steps.
+CHECKPOINT_POINTS = ("save", "load")
 SIGNALS = ("KILL", "STOP", "TERM", "NOTICE")
 
 _DEFAULTS: Mapping[str, Any] = {"pipeline": 0, "signal": "KILL", "attempt": 0}
@@ -47,7 +49,7 @@ _COUNTS = ("step", "pipeline", "stage", "attempt", "micro_batch")
 
 @dataclass(frozen=True)
 class Fault:
-    """One scripted fault. ``at`` is one of INSTRUCTIONS or RECOVERY_POINTS, ``signal`` one of SIGNALS.
+    """One scripted fault. ``signal`` is one of SIGNALS, ``at`` of INSTRUCTIONS, RECOVERY_POINTS or CHECKPOINT_POINTS.
 
     ``idle`` is the moment before a step's first instruction. ``micro_batch`` is None exactly for the
     instructions that a step has once; ``seconds`` (how long before the node goes) exactly for NOTICE.
@@ -181,11 +183,12 @@ def _wrong_values(values: Mapping[str, Any]) -> Iterable[str]:
         value = values.get(key)
         if key in values and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
             yield f"{key} {value!r} must be a whole number from 0 up"
-    if "at" in values and values["at"] not in INSTRUCTIONS + RECOVERY_POINTS:
-        yield f"unknown instruction {choose_from(values['at'], INSTRUCTIONS + RECOVERY_POINTS)}"
+    known = INSTRUCTIONS + RECOVERY_POINTS + CHECKPOINT_POINTS
+    if "at" in values and values["at"] not in known:
+        yield f"unknown instruction {choose_from(values['at'], known)}"
     if values["signal"] not in SIGNALS:
         yield f"unknown signal {choose_from(values['signal'], SIGNALS)}"
-    if values.get("at") in PER_STEP + RECOVERY_POINTS and "micro_batch" in values:
+    if values.get("at") in PER_STEP + RECOVERY_POINTS + CHECKPOINT_POINTS and "micro_batch" in values:
         yield f"{values['at']!r} happens once a step and has no micro_batch; leave micro_batch out"
     seconds = values.get("seconds")
     if values["signal"] == "NOTICE":

@@ -12,7 +12,6 @@ from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.instructions import Instruction, Op
@@ -22,6 +21,7 @@ from deepspeed_bamboo.events import EventLog
 from deepspeed_bamboo.runtime import garbage
 from deepspeed_bamboo.runtime.activity import ActivityState, Round
 from deepspeed_bamboo.runtime.agreement import agree
+from deepspeed_bamboo.runtime.checkpoints import CheckpointedEngine
 from deepspeed_bamboo.runtime.evaluation import EvaluationRequest, evaluate
 from deepspeed_bamboo.runtime.executor import FAULT_POINTS, Executor, IterationContext
 from deepspeed_bamboo.runtime.failover import Failover
@@ -47,7 +47,7 @@ _OPERATION_TIMEOUT_SECONDS = 1800.0  # one transfer may wait for a peer that com
 _LAST_MESSAGES_SECONDS = 5.0
 
 
-class BambooPipelineEngine(PipelineEngine):
+class BambooPipelineEngine(CheckpointedEngine):
     """Hosts one or more stages and shadows; see the module.
 
     Made by :func:`deepspeed_bamboo.initialize`, which passes ``session``; all other arguments are stock's.

@@ -257,6 +257,9 @@ class StageHost:
             _support_torch_style_backward=engine._support_torch_style_backward,
             **{name: engine.__dict__[name] for name in ("global_steps", "global_samples", "micro_steps")},
             skipped_steps=0,
+            checkpoint_mp_rank=coordinate.stage if self._grid.stages > 1 else 0,
+            save_non_zero_checkpoint=engine.checkpoint_engine.is_data_parallel_writer(coordinate.pipeline),
+            save_zero_checkpoint=engine.__dict__["save_zero_checkpoint"],
             _step_applied=False,
             fwd_outputs=[],
         )

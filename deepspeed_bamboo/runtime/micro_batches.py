@@ -85,6 +85,10 @@ class PipelineData:
         self._to_skip = step * micro_batches
         self._user.first_step = step
 
+    def resume_at(self, step: int) -> None:
+        """A checkpoint was read: the user's iterator, of which nothing is used yet, begins at global step ``step``."""
+        self._user.first_step = step
+
     @property
     def iterator(self) -> Iterator[Any] | None:
         """The user's iterator."""

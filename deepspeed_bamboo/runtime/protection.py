@@ -60,6 +60,21 @@ def receive_replica(engine: BambooPipelineEngine, coordinate: Coordinate, *, sou
     _refresh(engine, replica)
 
 
+def refresh_shadows(engine: BambooPipelineEngine, *, label: str) -> None:
+    """Bring every shadow to its owner's state, which has changed otherwise than by a step; collective.
+
+    Raises what interrupts the wait; then it is for the caller to do it again before the next agreement.
+    """
+    me, placement = engine.session.worker, engine.placement
+    engine.host.save()
+    for coordinate, holder in placement.shadows:
+        if placement.owner(coordinate) == me:
+            send_replica(engine, coordinate, to=holder, label=label)
+    for coordinate in placement.shadowed_by(me):
+        engine.host.shadows[coordinate].settle()
+        receive_replica(engine, coordinate, source=placement.owner(coordinate), label=label)
+
+
 def copy_from_other_pipeline(engine: BambooPipelineEngine, coordinate: Coordinate) -> None:
     """Become the owner of ``coordinate``, lost with its shadow, from the same stage of another pipeline here.
 

@@ -52,6 +52,9 @@ STAGE_ATTRIBUTES = (
     "module_forward_pre_hook",
     "module_forward_post_hook",
     "using_bf16_optimizer",
+    "checkpoint_mp_rank",
+    "save_non_zero_checkpoint",
+    "save_zero_checkpoint",
     "_support_torch_style_backward",
 )
 

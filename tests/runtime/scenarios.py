@@ -167,12 +167,17 @@ def train(training: Training) -> dict[str, Any]:
 
 
 def train_with_joiners(
-    training: Training, waits: dict[str, int], own_iterator: bool = False, dies: tuple[int, str] | None = None
+    training: Training,
+    waits: dict[str, int],
+    own_iterator: bool = False,
+    dies: tuple[int, str] | None = None,
+    saves: tuple[int, str] | None = None,
 ) -> dict[str, Any]:
     """As :func:`train`, by the engine's own step, so that a worker that joins enters where the others are.
 
     Before each step in ``waits`` the reporter waits until so many workers are there that have yet to be taken in.
-    ``dies``: the worker of that rank is killed when it comes to that method of its reconfiguration.
+    ``dies``: the worker of that rank is killed when it comes to that method of its reconfiguration. ``saves``: before
+    which step a checkpoint is saved, and where.
     """
     if dies is not None and dies[0] == int(os.environ["RANK"]):
         setattr(Reconfiguration, dies[1], lambda *_: os.kill(os.getpid(), signal.SIGKILL))
@@ -190,6 +195,8 @@ def train_with_joiners(
     while engine.global_steps < training.steps:
         step = engine.global_steps
         _wait_for_joiners(engine, waits.get(str(step), 0))
+        if saves is not None and step == saves[0]:
+            engine.save_checkpoint(saves[1], client_state={"seen": step})
         started = time.perf_counter()
         losses[str(step)] = float(engine.train_batch(iterator))
         pauses[str(step)] = time.perf_counter() - started
@@ -290,3 +297,51 @@ def train_and_train_late(undisturbed: Training, killed: Training) -> dict[str, A
     expected = train(undisturbed)
     counts = late_arrivals.install()
     return {undisturbed.name: expected, killed.name: {**train(killed), **counts}}
+
+
+def train_and_save(training: Training, folder: str, save_at: int) -> dict[str, Any]:
+    """Run it as a script that saves a checkpoint before step ``save_at``."""
+    engine = build(training)
+    iterator = _from_step(engine, training, 0)
+    losses = []
+    for step in range(training.steps):
+        if step == save_at:
+            engine.save_checkpoint(folder, client_state={"seen": step})
+        losses.append(float(engine.train_batch(iterator)))
+    return _ended(engine, training, losses)
+
+
+def load_and_train(training: Training, folder: str, twice: bool = False) -> dict[str, Any]:
+    """Read the newest checkpoint of ``folder`` and train from there.
+
+    ``twice``: and then read it once more, with all workers that the job has by then, and train again.
+    """
+    engine = build(training)
+    before = engine.load_checkpoint(folder)
+    if twice:
+        while engine.global_steps < training.steps:
+            engine.train_batch(_from_step(engine, training, engine.global_steps))
+        before = engine.load_checkpoint(folder)
+    iterator = _from_step(engine, training, engine.global_steps)
+    losses = [float(engine.train_batch(iterator)) for _ in range(training.steps - engine.global_steps)]
+    found = None if before[0] is None else before[1]["seen"]
+    return {**_ended(engine, training, losses), "found": found}
+
+
+def _from_step(engine: Any, training: Training, step: int) -> Iterator[Any]:
+    make = models.tokens if training.layers == "tied" else models.vectors
+
+    def source(pipeline: int, first_step: int) -> Any:
+        return models.micro_batches(make, pipeline=pipeline, first_step=first_step, count=training.micro_batches)
+
+    if hasattr(engine, "set_data_source"):
+        engine.set_data_source(source)
+    return source(engine.grid.get_data_parallel_id(), step)
+
+
+def _ended(engine: Any, training: Training, losses: list[float]) -> dict[str, Any]:
+    result = {"losses": losses, "hashes": hashes(engine), "steps": engine.global_steps}
+    if training.faults is not None:
+        result["digest"] = engine.state_digest()
+        engine.close()
+    return result
