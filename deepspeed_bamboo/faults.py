@@ -39,8 +39,9 @@ INSTRUCTIONS = PER_MICRO_BATCH + PER_STEP
 # has what it takes over, about to go on; and after that step, counted as the next one: shadows are about to be
 # rebuilt; they are, about to be said.
 RECOVERY_POINTS = ("interrupted", "reported", "regroup", "resume", "protect", "protected")
-# Before a stage is written to a checkpoint, or read from one, between two steps.
-CHECKPOINT_POINTS = ("save", "load")
+# Everything is reduced and mirrored, and about to be agreed upon; and between two steps: a stage is about to be written
+# to a checkpoint, or read from one.
+FURTHER_POINTS = ("commit", "save", "load")
 SIGNALS = ("KILL", "STOP", "TERM", "NOTICE")
 
 _DEFAULTS: Mapping[str, Any] = {"pipeline": 0, "signal": "KILL", "attempt": 0}
@@ -49,7 +50,7 @@ _COUNTS = ("step", "pipeline", "stage", "attempt", "micro_batch")
 
 @dataclass(frozen=True)
 class Fault:
-    """One scripted fault. ``signal`` is one of SIGNALS, ``at`` of INSTRUCTIONS, RECOVERY_POINTS or CHECKPOINT_POINTS.
+    """One scripted fault. ``signal`` is one of SIGNALS, ``at`` of INSTRUCTIONS, RECOVERY_POINTS or FURTHER_POINTS.
 
     ``idle`` is the moment before a step's first instruction. ``micro_batch`` is None exactly for the
     instructions that a step has once; ``seconds`` (how long before the node goes) exactly for NOTICE.
@@ -183,12 +184,12 @@ def _wrong_values(values: Mapping[str, Any]) -> Iterable[str]:
         value = values.get(key)
         if key in values and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
             yield f"{key} {value!r} must be a whole number from 0 up"
-    known = INSTRUCTIONS + RECOVERY_POINTS + CHECKPOINT_POINTS
+    known = INSTRUCTIONS + RECOVERY_POINTS + FURTHER_POINTS
     if "at" in values and values["at"] not in known:
         yield f"unknown instruction {choose_from(values['at'], known)}"
     if values["signal"] not in SIGNALS:
         yield f"unknown signal {choose_from(values['signal'], SIGNALS)}"
-    if values.get("at") in PER_STEP + RECOVERY_POINTS + CHECKPOINT_POINTS and "micro_batch" in values:
+    if values.get("at") in PER_STEP + RECOVERY_POINTS + FURTHER_POINTS and "micro_batch" in values:
         yield f"{values['at']!r} happens once a step and has no micro_batch; leave micro_batch out"
     seconds = values.get("seconds")
     if values["signal"] == "NOTICE":

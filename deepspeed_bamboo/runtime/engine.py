@@ -80,7 +80,7 @@ class BambooPipelineEngine(CheckpointedEngine):
             timeout_seconds=_OPERATION_TIMEOUT_SECONDS,
             device=self.device,
         )
-        self._stage_host = StageHost(self, grid=grid, exchange=self.exchange, gate=self._gate)
+        self._stage_host = StageHost(self, grid=grid, exchange=self.exchange, gate=self.pass_gate)
         self.evaluated_micro_batches = self.micro_batches
         self._evaluation_factory: DataFactory | None = None
         self.last_losses: list[Any] = []
@@ -445,7 +445,8 @@ class BambooPipelineEngine(CheckpointedEngine):
             raise RuntimeError("a collective of stock DeepSpeed outside of an iteration's end is not supported")
         return call.exchange  # type: ignore[return-value]
 
-    def _gate(self) -> None:
+    def pass_gate(self) -> None:
+        """In a step: go on only once everybody has agreed that all take it."""
         call = self.iteration_end.current_call() if hasattr(self, "iteration_end") else None
         if call is not None and call.requests == 0:
             call.exchange(None, "gate", None)

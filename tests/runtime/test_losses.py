@@ -90,7 +90,24 @@ DEFAULT = [
         TWO_BY_TWO_AT_THE_END,
     ),
 ]
+# Somebody is lost when everything is computed, and nothing agreed upon.
+AGREEING_3X1 = [kill(1, 0, 0, "commit"), kill(4, 1, 0, "commit")]
+AGREEING_2X2 = [kill(1, 1, 1, "commit"), kill(3, 0, 0, "commit")]
+OFF = {"redundancy": {"mode": "off"}}
+DEFAULT.append(
+    (3, Training("agreeing-fp16-3x1", 1, steps=6, settings={**CLIPPED, **FP16}, spikes=SPIKES), AGREEING_3X1)
+)
 SWEEP = [
+    (
+        3,
+        Training("agreeing-off-fp16-3x1", 1, steps=6, settings={**CLIPPED, **FP16}, spikes=SPIKES, bamboo=OFF),
+        AGREEING_3X1,
+    ),
+    (3, Training("agreeing-bf16-3x1", 1, steps=6, settings={**CLIPPED, **BF16}), AGREEING_3X1),
+    (3, Training("agreeing-zero-3x1", 1, steps=6, settings={**CLIPPED, **FP16, **ZERO}), AGREEING_3X1),
+    (4, Training("agreeing-fp16-2x2", 2, steps=6, settings={**CLIPPED, **FP16}, spikes=SPIKES), AGREEING_2X2),
+    (4, Training("agreeing-bf16-2x2", 2, steps=6, settings={**CLIPPED, **BF16}), AGREEING_2X2),
+    (4, Training("agreeing-zero-2x2", 2, steps=6, settings={**CLIPPED, **ZERO}, bamboo=FULL), AGREEING_2X2),
     # A stage and its shadow at once: from the other pipeline, before and after the agreement to step.
     (4, Training("pair-in-reduce-2x2", 2, settings=CLIPPED), [kill(1, 0, 0, "reduce"), kill(1, 0, 1, "reduce")]),
     (
