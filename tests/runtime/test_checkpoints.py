@@ -24,7 +24,12 @@ def _training(name: str, stages: int, **more: Any) -> Training:
 CASES = [
     (3, _training("tied-1x3", 3, layers="tied", settings={**CLIPPED, **SCHEDULE}, dropout=0.2)),
     (2, _training("bf16-1x2", 2, settings={**CLIPPED, **BF16})),
+]
+SWEEP_CASES = [
     (4, _training("zero-fp16-2x2", 2, settings={**CLIPPED, **ZERO, **FP16})),
+    (4, _training("fp16-2x2", 2, settings={**CLIPPED, **FP16})),
+    (3, _training("bf16-3x1", 1, settings={**CLIPPED, **BF16})),
+    (3, _training("zero-bf16-3x1", 1, settings={**CLIPPED, **ZERO, **BF16})),
 ]
 
 
@@ -32,18 +37,25 @@ def _faulty(training: Training, *faults: dict[str, Any]) -> Training:
     return dataclasses.replace(training, faults=list(faults))
 
 
-@pytest.mark.parametrize(("world", "training"), CASES, ids=[training.name for _, training in CASES])
+@pytest.mark.parametrize(
+    ("world", "training"),
+    [
+        *(pytest.param(*case, id=case[1].name) for case in CASES),
+        *(pytest.param(*case, id=case[1].name, marks=pytest.mark.sweep) for case in SWEEP_CASES),
+    ],
+)
 def test_losses_around_a_checkpoint(jobs: Jobs, tmp_path: Path, world: int, training: Training) -> None:
     whole, broken = str(tmp_path / "whole"), str(tmp_path / "broken")
     expected = jobs.run(train_and_save, world=world, training=training, folder=whole, save_at=SAVE_AT)
     losses, digest = expected.common("losses"), expected.common("digest")
     # One worker owns two stages when it saves; with more than two workers another is lost while they save.
-    before = [kill(1, 0, 1, "backward", 1), *([kill(SAVE_AT, 0, 0, "save")] if world > 2 else [])]
+    lost = {"pipeline": 0, "stage": 1} if training.stages > 1 else {"pipeline": 1, "stage": 0}
+    before = [{**kill(1, 0, 1, "backward", 1), **lost}, *([kill(SAVE_AT, 0, 0, "save")] if world > 2 else [])]
     saved = jobs.run(train_and_save, world=world, training=_faulty(training, *before), folder=broken, save_at=SAVE_AT)
     assert len(saved.survivors) == world - len(before), saved.transcript()
     assert saved.common("losses") == losses and saved.common("digest") == digest
     # Their shadows have what owners read: one is lost while they read, another afterwards.
-    after = [kill(SAVE_AT, 0, 1, "forward", 2), *([kill(0, 0, 0, "load")] if world > 2 else [])]
+    after = [{**kill(SAVE_AT, 0, 1, "forward", 2), **lost}, *([kill(0, 0, 0, "load")] if world > 2 else [])]
     again = jobs.run(load_and_train, world=world, training=_faulty(training, *after), folder=broken)
     assert len(again.survivors) == world - len(after), again.transcript()
     assert again.common("found") == SAVE_AT
@@ -74,6 +86,7 @@ def test_who_stands_by_saves_and_reads_with_the_others(jobs: Jobs, tmp_path: Pat
     assert twice.common("digest") == expected.common("digest")
 
 
+@pytest.mark.sweep
 def test_stock_reads_what_a_job_with_losses_saved_and_the_other_way_round(jobs: Jobs, tmp_path: Path) -> None:
     training = _training("both-1x3", 3, settings=CLIPPED)
     stock = dataclasses.replace(training, faults=None)
