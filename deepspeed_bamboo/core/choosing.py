@@ -93,20 +93,26 @@ def choose(figures: Figures, *, current: Mode = Mode.LAZY, notes: str = "") -> C
     return Choice(mode, f"{text}; {notes}" if notes else text)
 
 
-def predict(placement: Placement, *, micro_batches: int, costs: Costs | None = None) -> Prediction:
-    """What the plans of both modes say. A loss is taken to come in the middle of an iteration's forwards."""
+def predict(
+    placement: Placement, *, micro_batches: int, costs: Costs | None = None, eager: Mode = Mode.EAGER
+) -> Prediction:
+    """What the plans of both modes say. A loss is taken to come in the middle of an iteration's forwards.
+
+    ``eager`` may be EAGER_RECOMPUTE, where each backward after a loss repeats its forward: no forward is saved.
+    """
     slots = costs or Costs()
-    lazy, eager = (
+    lazy_slots, eager_slots = (
         length(
             interpret(
                 plan_iteration(placement, micro_batches=micro_batches, mode=mode, costs=slots), costs=slots
             ).timeline
         )
-        for mode in (Mode.LAZY, Mode.EAGER)
+        for mode in (Mode.LAZY, eager)
     )
+    saved = 0.0 if eager is Mode.EAGER_RECOMPUTE else micro_batches / 2 * slots.forward
     return Prediction(
-        eager_overhead=max(0, eager - lazy) / lazy,
-        saved_per_loss=micro_batches / 2 * slots.forward / lazy,
+        eager_overhead=max(0, eager_slots - lazy_slots) / lazy_slots,
+        saved_per_loss=saved / lazy_slots,
     )
 
 

@@ -64,7 +64,8 @@ def routes(
     """
     owners, shadows = dict(placement.owners), dict(placement.shadows)
     directions = ((True, -1), (False, 1)) if mode.trains else ((True, -1),)
-    redundant_ops = mode.redundant_ops
+    stages = placement.grid.stages
+    redundant_ops = tuple(mode.redundant_ops_of(stage, stages=stages) for stage in range(stages))
     for c in coordinates:
         for forward, distance in directions:
             neighbour = Coordinate(c.pipeline, c.stage + distance)
@@ -73,7 +74,7 @@ def routes(
                 continue
             yield _route(c, neighbour, forward, source, owners[c], progress[neighbour], progress[c], False)
             holder = shadows.get(c)
-            if (Op.FRC if forward else Op.BRC) in redundant_ops and holder is not None and holder != source:
+            if (Op.FRC if forward else Op.BRC) in redundant_ops[c.stage] and holder is not None and holder != source:
                 yield _route(c, neighbour, forward, source, holder, progress[neighbour], redundant[c], True)
 
 

@@ -149,7 +149,6 @@ class _Machine:
         covered = frozenset(plan.pipelines)
         self.plan = plan
         self.micro_batches = plan.micro_batches
-        self.runs_shadows = bool(plan.mode.redundant_ops)
         self.last_stage = last = plan.placement.grid.stages - 1
         start = CoordinateProgress()
         self.own = {
@@ -166,6 +165,10 @@ class _Machine:
             )
             for c, w in plan.placement.shadows
             if c.pipeline in covered
+        }
+        # Of the shadows those for which the plan runs anything.
+        self.running = {
+            c: state for c, state in self.red.items() if plan.mode.redundant_ops_of(c.stage, stages=last + 1)
         }
         self.channels: dict[tuple[WorkerId, WorkerId], _Channel] = {}
         self.routes = self._routes()
@@ -217,7 +220,7 @@ class _Machine:
     def _routes(self) -> dict[tuple[Op, Coordinate, bool], _Route]:
         """Every route twice: by the sender's and by the receiver's op, coordinate and flag."""
         routes: dict[tuple[Op, Coordinate, bool], _Route] = {}
-        for to_shadow, states in ((False, self.own), (True, self.red if self.runs_shadows else {})):
+        for to_shadow, states in ((False, self.own), (True, self.running)):
             for receiver, state in states.items():
                 for forward, distance in ((True, -1), (False, 1)):
                     sender = Coordinate(receiver.pipeline, receiver.stage + distance)
@@ -407,7 +410,7 @@ class _Machine:
         return True
 
     def _shadow(self, worker: WorkerId, instruction: Instruction) -> _State:
-        state = self.red.get(instruction.coordinate) if self.runs_shadows else None  # type: ignore[arg-type]
+        state = self.running.get(instruction.coordinate)  # type: ignore[arg-type]
         if state is None or state.holder != worker:
             self._require_place(instruction)
             raise _BrokenError(f"the plan runs no shadow of {instruction.coordinate} on worker {worker}")
@@ -450,12 +453,14 @@ class Debts:
     ) -> None:
         self._micro_batches = plan.micro_batches
         self._owed: dict[WorkerId, list[tuple[Op, Coordinate, CoordinateProgress | _State]]] = {}
+        stages = plan.placement.grid.stages
         normal = (Op.FNC, Op.BNC) if plan.mode.trains else (Op.FNC,)
-        kinds = ((plan.placement.owners, own, normal), (plan.placement.shadows, red, plan.mode.redundant_ops))
+        redundant = [plan.mode.redundant_ops_of(stage, stages=stages) for stage in range(stages)]
+        kinds = ((plan.placement.owners, own, [normal] * stages), (plan.placement.shadows, red, redundant))
         for holders, states, ops in kinds:
-            for c, worker in holders if ops else ():
+            for c, worker in holders if any(ops) else ():
                 if c in states:
-                    self._owed.setdefault(worker, []).extend((op, c, states[c]) for op in ops)
+                    self._owed.setdefault(worker, []).extend((op, c, states[c]) for op in ops[c.stage])
 
     def of(self, worker: WorkerId) -> str | None:
         """What ``worker`` has not done, in words; None when all is done."""

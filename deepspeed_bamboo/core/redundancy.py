@@ -70,7 +70,8 @@ def add_redundant_passes(
     """
     if not mode.redundant_ops:
         return order, tuple(Fit(worker) for worker in order)
-    covered = frozenset(coordinates)
+    stages = placement.grid.stages
+    covered = frozenset(c for c in coordinates if mode.redundant_ops_of(c.stage, stages=stages))
     job = _Finished(order, placement, progress)
     result, fits = {}, []
     for worker, passes in order.items():

@@ -13,20 +13,33 @@ from deepspeed_bamboo.core.placement import Placement, WorkerId
 
 
 class Mode(enum.Enum):
-    """What a plan contains: the values of ``redundancy.mode`` (DESIGN 4), and forward-only evaluation."""
+    """What a plan contains: the values of ``redundancy.mode`` (DESIGN 4), eager as it is with the offload
+    ``recompute``, and forward-only evaluation.
+    """
 
     OFF = "off"
     LAZY = "lazy"
     EAGER = "eager"
+    EAGER_RECOMPUTE = "eager-recompute"
     FULL = "full"
     INFERENCE = "inference"
 
     @property
     def redundant_ops(self) -> tuple[Op, ...]:
-        """Which redundant passes a plan of this mode runs for every shadow."""
-        if self is Mode.EAGER:
+        """Which redundant passes a plan of this mode runs at all."""
+        if self in (Mode.EAGER, Mode.EAGER_RECOMPUTE):
             return (Op.FRC,)
         return (Op.FRC, Op.BRC) if self is Mode.FULL else ()
+
+    def redundant_ops_of(self, stage: int, *, stages: int) -> tuple[Op, ...]:
+        """Which redundant passes a plan of this mode runs for the shadow of ``stage``.
+
+        Where forwards keep nothing for their backward, only their output is worth them, and nobody gets the last
+        stage's: it is done in full once it is needed, as in mode lazy.
+        """
+        if self is Mode.EAGER_RECOMPUTE and stage == stages - 1:
+            return ()
+        return self.redundant_ops
 
     @property
     def trains(self) -> bool:

@@ -72,9 +72,9 @@ class Failover:
     def fresh_plan(self) -> Plan:
         """The plan of an undisturbed iteration in the current placement."""
         engine = self._engine
-        key = (engine.placement, engine.micro_batches, self.modes.mode)
+        key = (engine.placement, engine.micro_batches, self.modes.planned)
         if self._fresh is None or self._fresh[:3] != key:
-            plan = plan_iteration(engine.placement, micro_batches=engine.micro_batches, mode=self.modes.mode)
+            plan = plan_iteration(engine.placement, micro_batches=engine.micro_batches, mode=self.modes.planned)
             self._fresh = (*key, plan)
         return self._fresh[3]
 
@@ -140,7 +140,7 @@ class Failover:
             micro_batches=engine.micro_batches,
             progress=progress,
             redundant=redundant_after_loss(before, after, settlement.redundant),
-            mode=self.modes.mode,
+            mode=self.modes.planned,
         )
         self._set_targets(settlement, taken)
 

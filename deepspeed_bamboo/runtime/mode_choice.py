@@ -39,6 +39,7 @@ class ModeChoice:
         redundancy = engine.session.config.redundancy
         self.automatic = redundancy.mode == AUTO
         self.mode = Mode.LAZY if self.automatic else Mode(redundancy.mode)
+        self._eager = Mode.EAGER_RECOMPUTE if redundancy.offload == "recompute" else Mode.EAGER
         self.reason = "" if self.automatic else "configured"
         self._expected_per_hour = redundancy.losses_per_hour
         self._began = time.time()
@@ -50,6 +51,11 @@ class ModeChoice:
         self._ended_at: float | None = None
         self._since_look = 0
         self._look_soon = True
+
+    @property
+    def planned(self) -> Mode:
+        """``mode``, as plans have it."""
+        return self._eager if self.mode is Mode.EAGER else self.mode
 
     # -- what is measured --------------------------------------------------------------------------
 
@@ -115,7 +121,7 @@ class ModeChoice:
 
     def _choice(self) -> Choice:
         engine = self._engine
-        predicted = predict(engine.placement, micro_batches=engine.micro_batches)
+        predicted = predict(engine.placement, micro_batches=engine.micro_batches, eager=self._eager)
         lazy, eager = (middle(self._iterations[mode]) for mode in (Mode.LAZY, Mode.EAGER))
         measured = lazy is not None and eager is not None
         if lazy is None:

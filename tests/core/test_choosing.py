@@ -74,6 +74,9 @@ def test_the_schedule_predicts_shares_of_an_iteration(pipelines: int, stages: in
     prediction = predict(placement, micro_batches=micro_batches)
     assert 0.0 <= prediction.eager_overhead <= 1 / 3 + 1e-9  # a forward for each forward and backward
     assert 0.0 < prediction.saved_per_loss <= 1 / 6 + 1e-9
+    repeating = predict(placement, micro_batches=micro_batches, eager=Mode.EAGER_RECOMPUTE)
+    assert repeating.eager_overhead <= prediction.eager_overhead
+    assert repeating.saved_per_loss == 0.0
 
 
 def test_rates_and_middles() -> None:

@@ -1,5 +1,6 @@
 """FRC and BRC: where they go, how many fit into bubbles, what they save after a loss."""
 
+import dataclasses
 from collections.abc import Iterable
 
 import pytest
@@ -8,12 +9,12 @@ from hypothesis import strategies as st
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.instructions import COMPUTE, TAIL, Instruction, Op
-from deepspeed_bamboo.core.interpret import interpret
+from deepspeed_bamboo.core.interpret import ScheduleError, interpret
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.core.recovery import bubble_fit, plan_iteration, progress_after_loss, redundant_after_loss
 from deepspeed_bamboo.core.redundancy import Fit
-from deepspeed_bamboo.core.schedule import Plan
+from deepspeed_bamboo.core.schedule import Mode, Plan
 from deepspeed_bamboo.core.timeline import Costs, Timed, length
 from deepspeed_bamboo.core.verify import verify
 from tests.core.interruptions import initial
@@ -35,6 +36,44 @@ def test_only_eager_and_full_run_redundant_passes(mode: str) -> None:
     assert plan.programs == plan_iteration(placement, micro_batches=6).programs
     assert len(passes(plan_iteration(placement, micro_batches=6, mode="eager"), Op.FRC)) == 24
     assert len(passes(plan_iteration(placement, micro_batches=6, mode="full"), Op.BRC)) == 24
+
+
+@pytest.mark.parametrize(("pipelines", "stages"), [(1, 4), (2, 2), (1, 2), (2, 1)])
+def test_without_kept_results_the_last_stage_has_no_redundant_forward(pipelines: int, stages: int) -> None:
+    plan = plan_iteration(initial(pipelines, stages), micro_batches=6, mode="eager-recompute")
+    verify(plan)
+    forwards = [coordinate for _, coordinate, _ in passes(plan, Op.FRC, Op.BRC)]
+    expected = {Coordinate(d, p): 6 for d in range(pipelines) for p in range(stages - 1)}
+    assert {c: forwards.count(c) for c in set(forwards)} == expected
+
+
+def test_a_last_stage_without_redundant_forwards_is_repeated_in_full() -> None:
+    before, micro_batches, mode = initial(1, 3), 4, "eager-recompute"
+    plan = plan_iteration(before, micro_batches=micro_batches, mode=mode)
+    done = interpret(plan, until=8)
+    assert done.progress[Coordinate(0, 2)].backwards > 0
+    after, _ = before.without(["w2"])
+    assert after is not None
+    progress = progress_after_loss(
+        before, after, done.progress, {c: r.forwards for c, r in done.redundant.items()}, None
+    )
+    assert progress[Coordinate(0, 2)] == CoordinateProgress()
+    rest = plan_iteration(
+        after,
+        micro_batches=micro_batches,
+        progress=progress,
+        redundant=redundant_after_loss(before, after, done.redundant),
+        mode=mode,
+    )
+    again = [(op, m) for op, c, m in passes(rest, Op.FNC, Op.BNC) if c == Coordinate(0, 2)]
+    for op in (Op.FNC, Op.BNC):
+        assert [m for done_again, m in again if done_again is op] == list(range(micro_batches))
+
+
+def test_a_redundant_forward_of_the_last_stage_breaks_such_a_plan() -> None:
+    eager = plan_iteration(initial(1, 3), micro_batches=2, mode="eager")
+    with pytest.raises(ScheduleError, match="no shadow of"):
+        verify(dataclasses.replace(eager, mode=Mode.EAGER_RECOMPUTE))
 
 
 def test_eager_programs_of_two_stages() -> None:
@@ -129,14 +168,15 @@ def test_as_many_fit_as_can(stages: int, micro_batches: int, backward: int) -> N
 
 
 @settings(deadline=None, max_examples=100, database=None, derandomize=True)
-@given(st.integers(1, 3), st.integers(1, 6), st.integers(1, 8), st.sampled_from(["eager", "full"]))
+@given(st.integers(1, 3), st.integers(1, 6), st.integers(1, 8), st.sampled_from(["eager", "eager-recompute", "full"]))
 def test_normal_passes_keep_their_order(pipelines: int, stages: int, micro_batches: int, mode: str) -> None:
     placement = initial(pipelines, stages)
     with_redundancy = plan_iteration(placement, micro_batches=micro_batches, mode=mode)
     without = plan_iteration(placement, micro_batches=micro_batches)
     assert passes(with_redundancy, Op.FNC, Op.BNC) == passes(without, Op.FNC, Op.BNC)
     shadows = len(placement.shadows)
-    assert len(passes(with_redundancy, Op.FRC)) == shadows * micro_batches
+    running = shadows - pipelines if mode == "eager-recompute" and shadows else shadows
+    assert len(passes(with_redundancy, Op.FRC)) == running * micro_batches
     assert len(passes(with_redundancy, Op.BRC)) == (shadows * micro_batches if mode == "full" else 0)
 
 

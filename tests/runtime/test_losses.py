@@ -81,6 +81,12 @@ DEFAULT = [
         ),
         ONE_BY_FOUR,
     ),
+    # The last stage, of which a shadow that keeps only inputs has done nothing, and then the first.
+    (
+        3,
+        Training("recomputed-last-1x3", 3, steps=4, dropout=0.3, bamboo={**EAGER, **CHECKED}),
+        [kill(1, 0, 2, "backward", 1), kill(2, 0, 0, "forward", 2)],
+    ),
     # From five stages on workers of mode full have two partners that are no neighbours, whom all must meet at once.
     (5, Training("full-1x5", 5, steps=4, bamboo=FULL), [kill(1, 0, 2, "backward", 1)]),
     (4, Training("fp16-1x4", 4, steps=6, settings={**CLIPPED, **FP16}, spikes=SPIKES, bamboo=CHECKED), ONE_BY_FOUR),
