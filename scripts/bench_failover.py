@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import functools
 import json
+import math
 import os
 import sys
 import time
@@ -26,6 +27,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from shared_gpu import TOLD
 
 from deepspeed_bamboo.errors import BambooError
 from deepspeed_bamboo.faults import FaultScript
@@ -62,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             accelerator=arguments.accelerator,
             threads=arguments.threads,
             data=arguments.data,
+            offload=arguments.offload,
+            cuda_graphs=arguments.cuda_graphs,
+            deterministic=arguments.loss_tolerance is None,
         )
         for model in arguments.model
         for pipelines in arguments.pipelines
@@ -94,6 +100,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="kills of each stage's worker (default: 3)")
     parser.add_argument("--most-kills", type=int, help="end after so many (default: all of all rounds)")
     parser.add_argument("--mode", default="lazy", choices=("lazy", "eager", "full"), help="redundancy.mode")
+    parser.add_argument("--offload", default="cpu", choices=("cpu", "none", "recompute"), help="redundancy.offload")
+    parser.add_argument("--cuda-graphs", action="store_true", help="redundancy.cuda_graphs")
+    parser.add_argument(
+        "--loss-tolerance",
+        type=float,
+        help="without deterministic algorithms: losses of kills and undisturbed job may differ by so much "
+        "(default: deterministic, and bitwise equal)",
+    )
+    parser.add_argument("--least-steps", type=int, default=0, help="train for so many at least")
+    parser.add_argument("--share-gpu", action="store_true", help="all workers on one GPU, without NCCL: no times")
     parser.add_argument("--accelerator", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=1, help="CPU threads per worker")
     parser.add_argument("--data", type=Path, help="file or folder of text (default: Python's own sources)")
@@ -103,7 +119,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit-seconds", type=float, default=300.0, help="for each job (default: 300)")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench_failover"), help="for what jobs leave")
     parser.add_argument("--output", type=Path, default=Path("runs/bench_failover.json"), help="JSON file")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.share_gpu and not arguments.no_restart:
+        parser.error("stock DeepSpeed, which is restarted, needs a GPU for each worker; add --no-restart")
+    return arguments
 
 
 @contextlib.contextmanager
@@ -115,6 +134,8 @@ def jobs(arguments: argparse.Namespace) -> Iterator[RunJob]:
         return
     # Forked processes can use a GPU only if the one they are forked from has not touched the driver.
     os.environ.update(environment, PYTORCH_NVML_BASED_CUDA_CHECK="1")
+    if arguments.share_gpu:
+        os.environ[TOLD] = "1"
     with ForkedJobs() as job:
         yield job
 
@@ -127,7 +148,7 @@ def launched(script: Sequence[str], *, max_restarts: int, **rest: Any) -> Any:
 def measure_losses(setup: BenchSetup, result: dict[str, Any], *, job: RunJob, arguments: argparse.Namespace) -> None:
     """The undisturbed job and the one with kills. Raises BenchError when one of them fails."""
     script = FaultScript(kills(setup, rounds=arguments.rounds).faults[: arguments.most_kills])
-    steps = FIRST_KILL + STEPS_BETWEEN_KILLS * len(script.faults) + STEPS_AT_THE_END
+    steps = max(arguments.least_steps, FIRST_KILL + STEPS_BETWEEN_KILLS * len(script.faults) + STEPS_AT_THE_END)
     folder = arguments.folder.resolve() / setup.name
     run = functools.partial(
         run_training, setup, job=job, scripts=SCRIPTS, steps=steps, limit_seconds=arguments.limit_seconds
@@ -143,7 +164,19 @@ def measure_losses(setup: BenchSetup, result: dict[str, Any], *, job: RunJob, ar
         result["problems"].append(f"{len(found)} of {len(script.faults)} kills led to a failover")
     if len(taken_in) != len(script.faults):
         result["problems"].append(f"{len(taken_in)} of {len(script.faults)} killed workers were replaced")
-    result["problems"] += differences(summarize(plain), summarize(events))
+    result["loss_difference"] = greatest_difference(plain, events)
+    if arguments.loss_tolerance is None:
+        result["problems"] += differences(summarize(plain), summarize(events))
+    elif not result["loss_difference"] <= arguments.loss_tolerance:
+        result["problems"].append(f"a loss differs by {result['loss_difference']:.3g}")
+
+
+def greatest_difference(one: Sequence[Any], other: Sequence[Any]) -> float:
+    """Between the losses of the same step of two jobs; infinite when they don't have the same steps."""
+    first, second = summarize(one).losses, summarize(other).losses
+    if first.keys() != second.keys() or not first:
+        return math.inf
+    return max(abs(first[step] - second[step]) for step in first)
 
 
 def measure_restart(setup: BenchSetup, result: dict[str, Any], *, job: RunJob, arguments: argparse.Namespace) -> None:
@@ -187,6 +220,8 @@ def table(result: dict[str, Any]) -> list[str]:
             both = restart["to_first_step"] + restart["mean_lost_work"]
             lines.append(f"  restart / pause {restart['to_first_step'] / pause:.0f}, with lost work {both / pause:.0f}")
     verdict = "losses and digest are bitwise those of the undisturbed job" if not result["problems"] else "WRONG:"
+    if result.get("loss_difference"):
+        verdict = f"no loss differs by more than {result['loss_difference']:.3g}; problems: {len(result['problems'])}"
     return [*lines, f"  {verdict}", *(f"  {problem}" for problem in result["problems"])]
 
 

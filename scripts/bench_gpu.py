@@ -1,15 +1,18 @@
 """Fault-free throughput and memory of every redundancy mode against stock DeepSpeed, in one run on the same GPUs.
 
     python scripts/bench_gpu.py --model gpt2-medium --stages 4 --micro-batches 8 --output runs/bench_gpu.json
+    python scripts/bench_gpu.py --share-gpu --variants off,lazy,eager-recompute   # 4 workers on one GPU: memory only
 
 All variants live in the same processes and take turns, so clocks, temperature and neighbours hit them alike.
-Ends within --limit-seconds whatever happens. Also runs on CPU (--model gpt2-tiny), where it shows only the
-overhead of the protocol.
+Ends within --limit-seconds whatever happens. Beside the JSON comes a picture, where matplotlib (the plot extra) is
+there. In traces (--trace) each pass has its name, FRC are redundant forwards. Also runs on CPU (--model gpt2-tiny),
+where it shows only the overhead of the protocol.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import json
 import multiprocessing
@@ -19,9 +22,11 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import shared_gpu
 
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "stock": None,
@@ -30,6 +35,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "eager-cpu": {"mode": "eager", "offload": "cpu"},
     "eager-none": {"mode": "eager", "offload": "none"},
     "eager-recompute": {"mode": "eager", "offload": "recompute"},
+    "eager-graphs": {"mode": "eager", "offload": "recompute", "cuda_graphs": True},
     "full": {"mode": "full", "offload": "none"},
 }
 
@@ -37,6 +43,8 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark. Returns 0 when every worker finished in time."""
     arguments = parse_arguments(argv)
+    if arguments.share_gpu:
+        os.environ[shared_gpu.TOLD] = "1"
     from deepspeed_bamboo.coordination.server import PrivateEtcd
 
     workers = arguments.stages * arguments.pipelines
@@ -81,7 +89,15 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit-seconds", type=float, default=500.0)
     parser.add_argument("--output", type=Path, default=Path("runs/bench_gpu.json"))
     parser.add_argument("--trace", type=Path, help="directory for a torch profiler trace of two steps per variant")
-    return parser.parse_args(argv)
+    parser.add_argument("--deterministic", action="store_true", help="torch's deterministic algorithms")
+    parser.add_argument("--share-gpu", action="store_true", help="all workers on one GPU, without NCCL and stock")
+    arguments = parser.parse_args(argv)
+    names = arguments.variants.split(",")
+    if unknown := [name for name in names if name not in VARIANTS]:
+        parser.error(f"no variants {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
+    if arguments.share_gpu and "stock" in names:
+        parser.error("stock DeepSpeed needs NCCL, so a GPU for each worker; leave it out of --variants")
+    return arguments
 
 
 def worker(rank: int, workers: int, port: int, endpoint: str, arguments: argparse.Namespace) -> None:
@@ -98,6 +114,7 @@ def worker(rank: int, workers: int, port: int, endpoint: str, arguments: argpars
         TORCH_NCCL_ASYNC_ERROR_HANDLING="0",
     )
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    shared_gpu.share_gpu_if_told()
     import deepspeed
     import torch
 
@@ -105,6 +122,9 @@ def worker(rank: int, workers: int, port: int, endpoint: str, arguments: argpars
 
     leave_out_shared_memory_op()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers // 2))
+    if arguments.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(mode=True)
     deepspeed.init_distributed()
     engines = {}
     for name in arguments.variants.split(","):
@@ -216,16 +236,39 @@ def trace(engine: Any, data: Any, path: Path) -> None:
     import torch
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    with torch.profiler.profile() as profiler:
+    with named_passes(), torch.profiler.profile() as profiler:
         run_steps(engine, data, 2)
     profiler.export_chrome_trace(str(path))
+
+
+@contextlib.contextmanager
+def named_passes() -> Iterator[None]:
+    """Inside the block each instruction of the plugin's workers is a range with its text, such as "FRC 0.1 3"."""
+    import torch
+
+    from deepspeed_bamboo.runtime.executor import Executor
+
+    plain = Executor.execute
+
+    def execute(self: Any, instruction: Any, context: Any) -> None:
+        with torch.profiler.record_function(str(instruction)):
+            plain(self, instruction, context)
+
+    Executor.execute = execute  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Executor.execute = plain  # type: ignore[method-assign]
 
 
 def report(arguments: argparse.Namespace, engines: dict[str, Any], times: dict[str, list[float]], *, rank: int) -> None:
     """Collect the workers' figures; the first one prints a table and writes the JSON."""
     import torch
 
-    own = {name: (entry["static_bytes"], entry["peak_bytes"], offloaded(entry)) for name, entry in engines.items()}
+    own = {
+        name: (entry["static_bytes"], entry["peak_bytes"], offloaded(entry), recorded(entry), digest(entry))
+        for name, entry in engines.items()
+    }
     everybody: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everybody, own)
     if rank != 0:
@@ -242,18 +285,77 @@ def report(arguments: argparse.Namespace, engines: dict[str, Any], times: dict[s
             "throughput_against_stock": None if stock is None else round(stock / median, 4),
             "peak_device_bytes": max(part[name][1] for part in everybody),
             "offloaded_bytes": max(part[name][2] for part in everybody),
+            "graph_bytes": max(part[name][3][0] for part in everybody),
+            "replayed_forwards": sum(part[name][3][1] for part in everybody),
+            "digest": everybody[0][name][4],
+            "static_bytes_by_worker": [part[name][0] for part in everybody],
+            "peak_device_bytes_by_worker": [part[name][1] for part in everybody],
         }
         print(
             f"{name:12} {rows[name]['median_milliseconds']:9.2f} ms  (from {min(seconds) * 1000:.2f} to "
             f"{max(seconds) * 1000:.2f})  {rows[name]['samples_per_second']:9.1f} samples/s  against stock "
             f"{rows[name]['throughput_against_stock']}  peak {rows[name]['peak_device_bytes'] / 2**30:.2f} GiB  "
-            f"offloaded {rows[name]['offloaded_bytes'] / 2**30:.2f} GiB",
+            f"offloaded {rows[name]['offloaded_bytes'] / 2**30:.2f} GiB  graphs "
+            f"{rows[name]['graph_bytes'] / 2**30:.2f} GiB",
             flush=True,
         )
+    print("\n".join(memory_lines(rows)), flush=True)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     settings = {name: str(value) for name, value in vars(arguments).items()}
     arguments.output.write_text(json.dumps({"device": device, "settings": settings, "variants": rows}, indent=2) + "\n")
+    title = f"{arguments.model}, {arguments.pipelines} x {arguments.stages}, {arguments.micro_batches} micro-batches"
+    draw(rows, arguments.output.with_suffix(".png"), title=f"{title}, {device}")
+
+
+def memory_lines(rows: dict[str, Any]) -> list[str]:
+    """Peak memory of the eager variants by worker, against off's and what the successor's state takes."""
+    if "off" not in rows or "lazy" not in rows:
+        return []
+    lines = []
+    for name in (name for name in rows if name.startswith("eager")):
+        shares = []
+        for worker, peak in enumerate(rows[name]["peak_device_bytes_by_worker"]):
+            off, lazy = (rows[other]["static_bytes_by_worker"][worker] for other in ("off", "lazy"))
+            limit = rows["off"]["peak_device_bytes_by_worker"][worker] + lazy - off
+            shares.append(f"{peak / 2**30:.2f} of {limit / 2**30:.2f} GiB ({peak / limit:.3f})" if limit else "0")
+        lines.append(f"{name}: peak by worker, of off's peak and the successor's state: {', '.join(shares)}")
+    return lines
+
+
+def draw(rows: dict[str, Any], path: Path, *, title: str) -> None:
+    """A picture of the rounds and the peaks of memory; without matplotlib one line that says so."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture: matplotlib is not installed (the plot extra)")
+        return
+    matplotlib.use("agg")
+    import matplotlib.pyplot as pyplot
+
+    figure, (times, memory) = pyplot.subplots(1, 2, figsize=(11, 4.5))
+    names = list(rows)
+    times.boxplot([rows[name]["milliseconds"] for name in names], tick_labels=names)
+    times.set_ylabel("ms per iteration")
+    memory.bar(names, [rows[name]["peak_device_bytes"] / 2**30 for name in names])
+    memory.set_ylabel("peak device memory, GiB")
+    for axes in (times, memory):
+        axes.tick_params(axis="x", rotation=30)
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def recorded(entry: dict[str, Any]) -> tuple[int, int]:
+    """Memory of CUDA graphs in bytes, and how many forwards they have replaced."""
+    graphs = getattr(getattr(entry["engine"], "executor", None), "_graphs", None)
+    return (0, 0) if graphs is None else (int(graphs.pool_bytes), int(graphs.replays))
+
+
+def digest(entry: dict[str, Any]) -> str | None:
+    """sha256 over all weights and optimizer state; collective; None for stock."""
+    engine = entry["engine"]
+    return str(engine.state_digest()) if hasattr(engine, "state_digest") else None
 
 
 def offloaded(entry: dict[str, Any]) -> int:

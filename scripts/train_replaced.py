@@ -13,6 +13,7 @@ from typing import Any
 
 import deepspeed
 import train
+from shared_gpu import share_gpu_if_told
 
 from deepspeed_bamboo.models.transformer import model_size
 
@@ -22,6 +23,7 @@ _LOOK_SECONDS = 0.005
 
 def main() -> int:
     """Train as the process's arguments say. Returns the exit code."""
+    share_gpu_if_told()
     arguments = train.parse_arguments()
     train.prepare_torch(arguments)
     deepspeed.init_distributed()

@@ -46,6 +46,9 @@ class BenchSetup:
     accelerator: str = "cpu"
     threads: int = 1
     data: Path | None = None
+    offload: str = "cpu"
+    cuda_graphs: bool = False
+    deterministic: bool = True
 
     @property
     def name(self) -> str:
@@ -75,12 +78,14 @@ class BenchSetup:
             settings["zero_optimization"] = {"stage": 1}
             settings["zero_allow_untested_optimizer"] = True
         if plugin is not None:
-            settings[SECTION] = {"redundancy": {"mode": self.mode}, **plugin}
+            redundancy = {"mode": self.mode, "offload": self.offload, "cuda_graphs": self.cuda_graphs}
+            settings[SECTION] = {"redundancy": redundancy, **plugin}
         return settings
 
     def arguments(self, *, folder: Path, steps: int) -> list[str]:
         """Arguments of scripts/train.py and its relatives; ``folder`` gets events and holds the configuration."""
-        fixed = ["--model", self.model, "--steps", str(steps), "--stages", str(self.stages), "--deterministic"]
+        fixed = ["--model", self.model, "--steps", str(steps), "--stages", str(self.stages)]
+        fixed += ["--deterministic"] if self.deterministic else []
         data = [] if self.data is None else ["--data", str(self.data)]
         files = ["--deepspeed_config", str(folder / "deepspeed.json"), "--event-log", str(folder / "events")]
         return [*fixed, *files, *data, "--threads", str(self.threads)]
