@@ -40,6 +40,7 @@ EVENTS = (
     "checkpoint",
     "fatal_restore",
     "fault",
+    "forward_recorded",
     "finished",
 )
 
