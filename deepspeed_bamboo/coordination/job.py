@@ -177,12 +177,20 @@ class JobCoordinator:
             if self._swap(record, revision):
                 return record
 
-    def publish_progress(self, epoch_number: int, worker: WorkerId, report: dict[str, Any]) -> None:
-        """Tell the others how far ``worker`` was when epoch ``epoch_number`` began."""
-        self._store.put(self._keys.progress(epoch_number, worker), encode(report))
+    def hand_in_report(self, epoch_number: int, worker: WorkerId, report: dict[str, Any]) -> None:
+        """Leave what ``worker`` has to say at the beginning of an epoch, for :meth:`reports`; no watch tells of it."""
+        self._store.put(self._keys.report(epoch_number, worker), encode(report))
 
-    def progress(self, epoch_number: int) -> dict[WorkerId, dict[str, Any]]:
-        """The reports published for that epoch so far."""
+    def reports(self, epoch_number: int) -> dict[WorkerId, dict[str, Any]]:
+        """What was handed in for that epoch so far, by worker."""
+        return dict(self._children(self._keys.reports(epoch_number)))
+
+    def publish_progress(self, epoch_number: int, name: str, value: dict[str, Any]) -> None:
+        """Tell all who watch something about the beginning of an epoch. ``name`` is one that a worker could have."""
+        self._store.put(self._keys.progress(epoch_number, name), encode(value))
+
+    def progress(self, epoch_number: int) -> dict[str, dict[str, Any]]:
+        """What was published for that epoch so far, by name."""
         return dict(self._children(self._keys.all_progress(epoch_number)))
 
     def report_suspicion(self, epoch_number: int, *, reporter: WorkerId, suspect: WorkerId, reason: str) -> None:
@@ -330,8 +338,7 @@ class JobCoordinator:
             live += [f"worker {worker}" for worker in self.members()]
             if live:
                 raise JobNameTaken(f"a job named {self.job!r} is running ({', '.join(live)}); {remedy}")
-            self._store.delete_prefix(self._keys.root)
-            self._store.delete(self._keys.status)
+            self._delete_everything()
             yield
         finally:
             self._store.revoke(lease)
@@ -340,14 +347,18 @@ class JobCoordinator:
         """Remove the job's keys. For the last one to leave."""
         with self._lock:
             self._latest = None
-        self._store.delete_prefix(self._keys.root)
-        self._store.delete(self._keys.status)
+        self._delete_everything()
 
     def close(self) -> None:
         """End the watches and the connection of the store underneath."""
         self._store.close()
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _delete_everything(self) -> None:
+        self._store.delete_prefix(self._keys.root)
+        self._store.delete_prefix(self._keys.all_reports)
+        self._store.delete(self._keys.status)
 
     def _children(self, prefix: str) -> list[tuple[str, Any]]:
         return [(e.key.removeprefix(prefix), decode(e.value)) for e in self._store.read(prefix).entries]
@@ -396,6 +407,7 @@ class JobCoordinator:
             return
         try:
             self._store.delete_prefix(self._keys.all_progress(epoch_number))
+            self._store.delete_prefix(self._keys.reports(epoch_number))
             self._store.delete_prefix(self._keys.all_suspicions(epoch_number))
         except CoordinatorUnavailable as error:
             logger.info("reports of epoch %d not removed: %s", epoch_number, error)

@@ -41,6 +41,8 @@ class JobKeys:
         self.root = f"/{prefix.strip('/')}/{check_name(job, what='job name')}/"
         # Beside the root, so that nobody who watches the job hears of every step.
         self.status = f"/{prefix.strip('/')}/.status/{job}"
+        # Nor of every report: one worker looks for them, and tells the others what all have said.
+        self.all_reports = f"/{prefix.strip('/')}/.reports/{job}/"
         self.claim = f"/{prefix.strip('/')}/.claims/{job}"  # no job's name begins with a dot
         self.epoch = self.root + "epoch"
         self.generation = self.root + "generation"
@@ -71,6 +73,12 @@ class JobKeys:
 
     def progress(self, epoch: int, worker: str) -> str:
         return self.all_progress(epoch) + check_name(worker, what="worker id")
+
+    def reports(self, epoch: int) -> str:
+        return f"{self.all_reports}{epoch}/"
+
+    def report(self, epoch: int, worker: str) -> str:
+        return self.reports(epoch) + check_name(worker, what="worker id")
 
     def all_suspicions(self, epoch: int) -> str:
         return f"{self.root}suspicion/{epoch}/"

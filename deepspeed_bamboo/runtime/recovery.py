@@ -6,24 +6,22 @@ A further loss meanwhile makes a further epoch, and this starts over with it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from deepspeed_bamboo.coordination import EpochRecord
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement, WorkerId
-from deepspeed_bamboo.core.settlement import Report, Settlement, keeper, settle
+from deepspeed_bamboo.core.settlement import Report, Settlement, settle
 from deepspeed_bamboo.errors import BambooError, ExpelledError
 from deepspeed_bamboo.runtime.agreement import tree_neighbours
 from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.links import Links
+from deepspeed_bamboo.runtime.reports import exchange_reports
 from deepspeed_bamboo.runtime.session import WorkerSession
 
-# Watches tell of new epochs and reports at once; these bound the damage of a lost one.
+# A watch tells of new epochs at once; this bounds the damage of a lost one.
 _LOOK_AGAIN_SECONDS = 0.5
-_LOOK_FOR_REPORTS_SECONDS = 2.0
-# Under which name the whole report of the keeper is published; no worker has it.
-_KEEPERS = "keepers"
 
 
 @dataclass
@@ -106,7 +104,7 @@ class Recovery:
                 self._point("interrupted")
                 self._links.close()
                 clock.aborted = time.time()
-                settlement = settle(self._exchange_reports(record))
+                settlement = settle(self._reports_of(record))
                 self._regroup(record)
                 clock.regrouped = time.time()
                 gone = {worker for _, worker in placement.owners} - set(record.members)
@@ -150,34 +148,9 @@ class Recovery:
             if record is not None:
                 interruption.announce_epoch(record)
 
-    def _exchange_reports(self, record: EpochRecord) -> dict[WorkerId, Report]:
-        """Publish this worker's report; wait for everybody's, and for agreements that this one has missed."""
-        session, number = self._session, record.number
+    def _reports_of(self, record: EpochRecord) -> dict[WorkerId, Report]:
         own = self._report()
-        session.coordinator.publish_progress(number, session.worker, own.outline().to_json())
-        self._point("reported")
-        reports = self._await_reports(number, record.members)
-        most, needing = keeper(reports)
-        if most is None:
-            return reports
-        if most == session.worker:
-            session.coordinator.publish_progress(number, _KEEPERS, own.to_json())
-        elif session.worker in needing:
-            reports[most] = self._await_reports(number, (_KEEPERS,))[_KEEPERS]
-        return reports
-
-    def _await_reports(self, epoch: int, names: Sequence[str]) -> dict[str, Report]:
-        """The reports published under ``names``. Each is heard of once; asking for all grows with their square."""
-        session = self._session
-        seen = session.interruption.changes
-        published: Mapping[str, dict[str, object]] = session.reports(epoch)
-        while not all(name in published for name in names):
-            if session.interruption.wait_for_change(since=seen, timeout_seconds=_LOOK_FOR_REPORTS_SECONDS):
-                seen = session.interruption.changes
-                published = session.reports(epoch)
-            else:
-                published = session.coordinator.progress(epoch)
-        return {name: Report.from_json(published[name]) for name in names}
+        return exchange_reports(own, record, session=self._session, handed_in=lambda: self._point("reported"))
 
     def _regroup(self, record: EpochRecord) -> None:
         self._point("regroup")

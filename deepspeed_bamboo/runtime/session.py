@@ -97,7 +97,7 @@ class WorkerSession:
         self._draining: dict[str, Drain] = {}
         self._stop: str | None = None
         self._finished = False
-        self._reports: dict[int, dict[str, dict[str, Any]]] = {}
+        self._published: dict[int, dict[str, dict[str, Any]]] = {}
         self._watch: Any = None
         self.closed = False
 
@@ -148,9 +148,9 @@ class WorkerSession:
         """The nodes that are to be left, as last heard of."""
         return dict(self._draining)
 
-    def reports(self, epoch: int) -> dict[str, dict[str, Any]]:
-        """What was published as progress of ``epoch``, as last heard of."""
-        return dict(self._reports.get(epoch, {}))
+    def published(self, epoch: int) -> dict[str, dict[str, Any]]:
+        """What was published as progress of ``epoch``, by name, as last heard of."""
+        return dict(self._published.get(epoch, {}))
 
     @property
     def stop_reason(self) -> str | None:
@@ -215,9 +215,9 @@ class WorkerSession:
         elif change.kind == "finished":
             self._finished = change.value is not None
         elif change.kind == "progress" and change.value is not None:
-            recent = {number: found for number, found in self._reports.items() if number >= change.epoch - 1}
+            recent = {number: found for number, found in self._published.items() if number >= change.epoch - 1}
             known = recent.get(change.epoch, {})
-            self._reports = {**recent, change.epoch: {**known, change.worker: change.value}}
+            self._published = {**recent, change.epoch: {**known, change.worker: change.value}}
 
 
 def _changed(known: dict[str, Any], change: Change) -> dict[str, Any]:

@@ -162,11 +162,16 @@ def test_reports_are_kept_per_epoch_and_old_ones_removed(open_job: OpenJob) -> N
     job.publish_progress(0, "w1", {"forwarded": []})
     assert job.progress(0) == {"w0": {"forwarded": [0, 1]}, "w1": {"forwarded": []}}
     assert job.progress(1) == {}
+    job.hand_in_report(0, "w0", {"activity": 3})
+    job.hand_in_report(0, "w1", {})
+    assert job.reports(0) == {"w0": {"activity": 3}, "w1": {}}
     job.report_suspicion(0, reporter="w0", suspect="w1", reason="connection reset")
     job.propose_loss(["w1"], reason="gone", proposer="a")
     job.publish_progress(1, "w0", {})
+    job.hand_in_report(1, "w0", {})
     job.propose_loss(["w3"], reason="gone", proposer="a")
     assert job.progress(0) == {} and job.progress(1) == {"w0": {}}
+    assert job.reports(0) == {} and job.reports(1) == {"w0": {}}
 
 
 def test_a_watcher_is_told_everything_that_is_and_that_changes(open_job: OpenJob) -> None:
@@ -182,6 +187,7 @@ def test_a_watcher_is_told_everything_that_is_and_that_changes(open_job: OpenJob
     agent = job.register_agent(AgentRecord(rank=0, node="n0", pid=1), lease_seconds=5)
     epoch = job.propose_loss(["w1"], reason="gone", proposer="agent-1")
     job.publish_progress(1, "w0", {"step": 3})
+    job.hand_in_report(1, "w0", {"of": "no interest to a watcher"})
     job.report_suspicion(1, reporter="w0", suspect="w9", reason="reset")
     job.mark_ended("w7", {"code": 0})
     job.request_drain("n4", deadline_seconds=30.0, reason="notice")
@@ -317,9 +323,11 @@ def test_clean_up_removes_this_job_only(open_store: Callable[[], KeyValueStore])
     for each in (job, longer):
         each.propose(first_epoch(WORKERS), expected=None)
         each.publish_progress(0, "w0", {})
+        each.hand_in_report(0, "w0", {})
     job.clean_up()
     assert job.epoch() is None and store.read(f"/deepspeed_bamboo/{name}/").entries == ()
-    assert longer.epoch() is not None
+    assert job.reports(0) == {}
+    assert longer.epoch() is not None and longer.reports(0) == {"w0": {}}
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a b", "-x", "ü", "x" * 200])
