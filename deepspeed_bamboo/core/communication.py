@@ -8,6 +8,7 @@ delivers before it. That can't add a wait: those messages were sent earlier by t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,7 +25,7 @@ class Route(NamedTuple):
     """One kind of message between two coordinates or from a coordinate to a neighbour's shadow.
 
     Micro-batches from ``first`` on travel from ``source`` to ``target`` by ``send`` and ``receive``;
-    those under ``available`` are there when the program starts, the others after ``producer``.
+    those under ``available`` are there when the program starts, the others after ``producer``. None from ``end`` on.
     """
 
     source: WorkerId
@@ -38,6 +39,7 @@ class Route(NamedTuple):
     first: int
     available: int
     to_shadow: bool
+    end: int = sys.maxsize
 
     def sending(self, micro_batch: int) -> Instruction:
         """The SEND of ``micro_batch``."""
@@ -55,8 +57,9 @@ def routes(
     progress: Mapping[Coordinate, CoordinateProgress],
     redundant: Mapping[Coordinate, CoordinateProgress],
     mode: Mode,
+    redundant_ends: Mapping[tuple[Op, Coordinate], int],
 ) -> Iterator[Route]:
-    """Every route of a plan.
+    """Every route of a plan. ``redundant_ends``: up to which micro-batch it runs a shadow's FRC and BRC, if any.
 
     Between neighbour coordinates there is always one, on one worker too. A shadow's pass takes its input
     from the neighbour coordinate when that is on the same worker, as it normally is (DESIGN 2), and
@@ -74,8 +77,10 @@ def routes(
                 continue
             yield _route(c, neighbour, forward, source, owners[c], progress[neighbour], progress[c], False)
             holder = shadows.get(c)
-            if (Op.FRC if forward else Op.BRC) in redundant_ops[c.stage] and holder is not None and holder != source:
-                yield _route(c, neighbour, forward, source, holder, progress[neighbour], redundant[c], True)
+            consumer = Op.FRC if forward else Op.BRC
+            if consumer in redundant_ops[c.stage] and holder is not None and holder != source:
+                route = _route(c, neighbour, forward, source, holder, progress[neighbour], redundant[c], True)
+                yield route._replace(end=redundant_ends.get((consumer, c), 0))
 
 
 def _route(
@@ -127,7 +132,16 @@ def lower(
     mode: Mode,
 ) -> tuple[tuple[WorkerId, tuple[Instruction, ...]], ...]:
     """The program of every worker in ``order``, in its order. ``redundant`` counts FRC and BRC per shadow."""
-    every = tuple(routes(placement, coordinates=coordinates, progress=progress, redundant=redundant, mode=mode))
+    every = tuple(
+        routes(
+            placement,
+            coordinates=coordinates,
+            progress=progress,
+            redundant=redundant,
+            mode=mode,
+            redundant_ends=_redundant_ends(order),
+        )
+    )
     sends, channels = _place_sends(every, order)
     loaded: dict[tuple[Op, Coordinate], int] = {}
     for c in coordinates:
@@ -148,10 +162,19 @@ def lower(
             receives.before(key, m, program)
             program.append(instruction)
             for route in sends.after.get(key, ()):
-                if m >= route.first:
+                if route.first <= m < route.end:
                     program.append(route.sending(m))
         programs.append((worker, tuple(program) + tail))
     return tuple(programs)
+
+
+def _redundant_ends(order: Order) -> Mapping[tuple[Op, Coordinate], int]:
+    ends: dict[tuple[Op, Coordinate], int] = {}
+    for passes in order.values():
+        for _, (op, c, m, _), _, _ in passes:
+            if op in (Op.FRC, Op.BRC) and c is not None and m is not None:
+                ends[op, c] = max(ends.get((op, c), 0), m + 1)
+    return ends
 
 
 @dataclass(frozen=True)
@@ -179,14 +202,14 @@ def _place_sends(every: tuple[Route, ...], order: Order) -> tuple[_Sends, Mappin
         for _, (op, c, done, _), _, _ in passes:
             assert c is not None and done is not None
             for route in after.get((op, c), ()):
-                if done >= route.first:
+                if route.first <= done < route.end:
                     channels.setdefault((worker, route.target), []).append((route, done))
     return _Sends(at_start, after), channels
 
 
 def _available(every: tuple[Route, ...], order: Order) -> Mapping[WorkerId, list[tuple[Route, int]]]:
     """What each worker can send at once, in the order in which the receivers will use it."""
-    resent = [(route, m) for route in every for m in range(route.first, route.available)]
+    resent = [(route, m) for route in every for m in range(route.first, min(route.available, route.end))]
     if not resent:
         return {}
     receiving = {route.target for route, _ in resent}

@@ -455,7 +455,8 @@ class Debts:
         self._owed: dict[WorkerId, list[tuple[Op, Coordinate, CoordinateProgress | _State]]] = {}
         stages = plan.placement.grid.stages
         normal = (Op.FNC, Op.BNC) if plan.mode.trains else (Op.FNC,)
-        redundant = [plan.mode.redundant_ops_of(stage, stages=stages) for stage in range(stages)]
+        optional = plan.mode.redundant_passes_are_optional
+        redundant = [() if optional else plan.mode.redundant_ops_of(stage, stages=stages) for stage in range(stages)]
         kinds = ((plan.placement.owners, own, [normal] * stages), (plan.placement.shadows, red, redundant))
         for holders, states, ops in kinds:
             for c, worker in holders if any(ops) else ():

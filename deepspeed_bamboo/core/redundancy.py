@@ -80,7 +80,7 @@ def add_redundant_passes(
         wishes = [
             w for c in shadowed for w in job.forward_wishes(c, worker, range(redundant[c].forwards, micro_batches))
         ]
-        forwards, gaps = _place(wishes, gaps, cost=costs.forward)
+        forwards, gaps = _place(wishes, gaps, cost=costs.forward, only_bubbles=mode.redundant_passes_are_optional)
         backwards: Sequence[_Placed] = ()
         if Op.BRC in mode.redundant_ops:
             done = {(p.wish.coordinate, p.wish.micro_batch): p.start + costs.forward for p in forwards}
@@ -174,8 +174,12 @@ def _gaps(passes: Iterable[Timed], *, end: int) -> list[_Gap]:
     return gaps
 
 
-def _place(wishes: Iterable[_Wish], gaps: Sequence[_Gap], *, cost: int) -> tuple[list[_Placed], list[_Gap]]:
+def _place(
+    wishes: Iterable[_Wish], gaps: Sequence[_Gap], *, cost: int, only_bubbles: bool = False
+) -> tuple[list[_Placed], list[_Gap]]:
     """Place every wish, starts never decreasing in the order of ``overlap``; and what is left of the gaps.
+
+    With ``only_bubbles`` the oldest ones that find a bubble, and none beyond.
 
     Filling every bubble with the oldest ready pass would postpone the old ones to the end and leave the
     last ones outside. So before a bubble is filled, as many of the oldest as will be left over anyway, and
@@ -196,7 +200,7 @@ def _place(wishes: Iterable[_Wish], gaps: Sequence[_Gap], *, cost: int) -> tuple
     for start, end in gaps:
         slots = (end - start) // cost
         spare = sum(wish.ready <= start for wish in pending[head:]) - slots
-        while spare > 0 and len(pending) - head > room and pending[head].overlap <= start:
+        while spare > 0 and not only_bubbles and len(pending) - head > room and pending[head].overlap <= start:
             put(pending[head].overlap, False)
             spare -= 1
         room -= slots
@@ -209,6 +213,6 @@ def _place(wishes: Iterable[_Wish], gaps: Sequence[_Gap], *, cost: int) -> tuple
             now = begin + cost
         if now < end:
             left.append((now, end))
-    while head < len(pending):
+    while head < len(pending) and not only_bubbles:
         put(pending[head].overlap, False)
     return placed, left

@@ -42,6 +42,15 @@ class Mode(enum.Enum):
         return self.redundant_ops
 
     @property
+    def redundant_passes_are_optional(self) -> bool:
+        """Whether a plan leaves out the redundant passes that fit into no bubble.
+
+        Forwards that keep nothing have to be repeated before their backward anyway, so it is no loss; and where the
+        worker has no bubble left it would hold up the pipeline.
+        """
+        return self is Mode.EAGER_RECOMPUTE
+
+    @property
     def trains(self) -> bool:
         """Whether plans of this mode run backwards and end with the tail."""
         return self is not Mode.INFERENCE
