@@ -54,22 +54,8 @@ class RedundancyConfig(Section):
     offload: OffloadTarget = "cpu"
     """Where the redundant forward keeps what its backward needs: none (device memory), cpu, or recompute."""
 
-    cuda_graphs: bool = False
-    """On a GPU, with offload recompute: record a stage's redundant forward once and replay it as a CUDA graph. For
-    layers that launch the same kernels each time; what changes its buffers, draws random numbers on the host or counts
-    its forwards is noticed and not recorded, but not what depends on state outside of the layers."""
-
     memory_limit_gigabytes: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Most memory that redundancy may take in each worker; null: no limit."""
-
-    @model_validator(mode="after")
-    def _check_graphs(self) -> RedundancyConfig:
-        if self.cuda_graphs and self.offload != "recompute":
-            raise ValueError(
-                f'cuda_graphs is for forwards that keep nothing, and offload is "{self.offload}"; set offload to '
-                '"recompute", or leave cuda_graphs out'
-            )
-        return self
 
 
 class CoordinatorConfig(Section):

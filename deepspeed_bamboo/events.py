@@ -40,7 +40,6 @@ EVENTS = (
     "checkpoint",
     "fatal_restore",
     "fault",
-    "forward_recorded",
     "finished",
 )
 

@@ -66,7 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             threads=arguments.threads,
             data=arguments.data,
             offload=arguments.offload,
-            cuda_graphs=arguments.cuda_graphs,
             deterministic=arguments.loss_tolerance is None,
         )
         for model in arguments.model
@@ -101,7 +100,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--most-kills", type=int, help="end after so many (default: all of all rounds)")
     parser.add_argument("--mode", default="lazy", choices=("lazy", "eager", "full"), help="redundancy.mode")
     parser.add_argument("--offload", default="cpu", choices=("cpu", "none", "recompute"), help="redundancy.offload")
-    parser.add_argument("--cuda-graphs", action="store_true", help="redundancy.cuda_graphs")
     parser.add_argument(
         "--loss-tolerance",
         type=float,

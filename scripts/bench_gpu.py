@@ -35,7 +35,6 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "eager-cpu": {"mode": "eager", "offload": "cpu"},
     "eager-none": {"mode": "eager", "offload": "none"},
     "eager-recompute": {"mode": "eager", "offload": "recompute"},
-    "eager-graphs": {"mode": "eager", "offload": "recompute", "cuda_graphs": True},
     "full": {"mode": "full", "offload": "none"},
 }
 
@@ -266,7 +265,7 @@ def report(arguments: argparse.Namespace, engines: dict[str, Any], times: dict[s
     import torch
 
     own = {
-        name: (entry["static_bytes"], entry["peak_bytes"], offloaded(entry), recorded(entry), digest(entry))
+        name: (entry["static_bytes"], entry["peak_bytes"], offloaded(entry), digest(entry))
         for name, entry in engines.items()
     }
     everybody: list[Any] = [None] * torch.distributed.get_world_size()
@@ -285,9 +284,7 @@ def report(arguments: argparse.Namespace, engines: dict[str, Any], times: dict[s
             "throughput_against_stock": None if stock is None else round(stock / median, 4),
             "peak_device_bytes": max(part[name][1] for part in everybody),
             "offloaded_bytes": max(part[name][2] for part in everybody),
-            "graph_bytes": max(part[name][3][0] for part in everybody),
-            "replayed_forwards": sum(part[name][3][1] for part in everybody),
-            "digest": everybody[0][name][4],
+            "digest": everybody[0][name][3],
             "static_bytes_by_worker": [part[name][0] for part in everybody],
             "peak_device_bytes_by_worker": [part[name][1] for part in everybody],
         }
@@ -295,8 +292,7 @@ def report(arguments: argparse.Namespace, engines: dict[str, Any], times: dict[s
             f"{name:12} {rows[name]['median_milliseconds']:9.2f} ms  (from {min(seconds) * 1000:.2f} to "
             f"{max(seconds) * 1000:.2f})  {rows[name]['samples_per_second']:9.1f} samples/s  against stock "
             f"{rows[name]['throughput_against_stock']}  peak {rows[name]['peak_device_bytes'] / 2**30:.2f} GiB  "
-            f"offloaded {rows[name]['offloaded_bytes'] / 2**30:.2f} GiB  graphs "
-            f"{rows[name]['graph_bytes'] / 2**30:.2f} GiB",
+            f"offloaded {rows[name]['offloaded_bytes'] / 2**30:.2f} GiB",
             flush=True,
         )
     print("\n".join(memory_lines(rows)), flush=True)
@@ -344,12 +340,6 @@ def draw(rows: dict[str, Any], path: Path, *, title: str) -> None:
     figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(path)
-
-
-def recorded(entry: dict[str, Any]) -> tuple[int, int]:
-    """Memory of CUDA graphs in bytes, and how many forwards they have replaced."""
-    graphs = getattr(getattr(entry["engine"], "executor", None), "_graphs", None)
-    return (0, 0) if graphs is None else (int(graphs.pool_bytes), int(graphs.replays))
 
 
 def digest(entry: dict[str, Any]) -> str | None:

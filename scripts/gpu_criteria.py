@@ -24,7 +24,7 @@ from typing import Any
 
 SCRIPTS = Path(__file__).resolve().parent
 _CLEANING_SECONDS = 8.0
-COMPARED = "stock,off,lazy,eager-recompute,eager-graphs"
+COMPARED = "stock,off,lazy,eager-recompute"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Part:
 def parts(arguments: argparse.Namespace) -> list[Part]:
     """All parts, the most important first."""
     speed = ("bench_gpu.py", "--model", arguments.model)
-    eager = ("--mode", "eager", "--offload", "recompute", "--cuda-graphs")
+    eager = ("--mode", "eager", "--offload", "recompute")
     loss = ("bench_failover.py", "--accelerator", "cuda", "--model", arguments.small_model, "--threads", "4", *eager)
     stages = ("--stages", str(arguments.gpus))
     half = ("--stages", str(max(1, arguments.gpus // 2)), "--pipelines", "2")
@@ -96,7 +96,7 @@ def judge_speed(value: Any) -> list[str]:
         off, lazy = rows["off"], rows["lazy"]
         for name in (name for name in rows if name.startswith("eager") and name != "eager-none"):
             shares = [
-                (peak + rows[name]["graph_bytes"]) / (before + with_shadow - without)
+                peak / (before + with_shadow - without)
                 for peak, before, with_shadow, without in zip(
                     rows[name]["peak_device_bytes_by_worker"],
                     off["peak_device_bytes_by_worker"],

@@ -25,7 +25,6 @@ from deepspeed_bamboo.runtime.checkpoints import CheckpointedEngine
 from deepspeed_bamboo.runtime.evaluation import EvaluationRequest, evaluate
 from deepspeed_bamboo.runtime.executor import FAULT_POINTS, Executor, IterationContext
 from deepspeed_bamboo.runtime.failover import Failover
-from deepspeed_bamboo.runtime.forward_graphs import forward_graphs
 from deepspeed_bamboo.runtime.hosting import StageHost
 from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.iteration_end import IterationEnd
@@ -101,7 +100,6 @@ class BambooPipelineEngine(CheckpointedEngine):
             after=self._after_instruction,
             offload=self._offloading,
             recompute=session.config.redundancy.offload == "recompute",
-            graphs=forward_graphs(self),
         )
         self.failover = Failover(self)
         self.reconfiguration = Reconfiguration(self)

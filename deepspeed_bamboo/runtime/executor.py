@@ -18,7 +18,6 @@ from deepspeed_bamboo.errors import ModelError
 from deepspeed_bamboo.runtime.agreement import expected_of
 from deepspeed_bamboo.runtime.channel import Message
 from deepspeed_bamboo.runtime.deferral import Deferral
-from deepspeed_bamboo.runtime.forward_graphs import ForwardGraphs
 from deepspeed_bamboo.runtime.hosting import StageHost
 from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.randomness import ModelGenerators, forward_seed
@@ -64,7 +63,6 @@ class Executor:
         after: called after it.
         offload: wraps a redundant forward of a module; decides where what it keeps for its backward goes.
         recompute: redundant forwards keep nothing for their backward, which repeats them.
-        graphs: what replays such forwards, if anything.
     """
 
     def __init__(
@@ -79,7 +77,6 @@ class Executor:
         after: Callable[[Instruction, StageReplica], None],
         offload: Callable[[torch.nn.Module], AbstractContextManager[None]],
         recompute: bool,
-        graphs: ForwardGraphs | None = None,
     ) -> None:
         self._engine = engine
         self._host = host
@@ -90,7 +87,6 @@ class Executor:
         self._after = after
         self._offload = offload
         self._recomputes = recompute
-        self._graphs = graphs
         self._deferral = Deferral(engine, host=host, interruption=engine.session.interruption)
         self._generators = ModelGenerators(engine.device)
         self._followed_by: dict[tuple[Op, Coordinate | None, int | None], list[Instruction]] = {}
@@ -232,21 +228,10 @@ class Executor:
             outputs = self._host.owned[before].retained_outputs[micro_batch]
             self._engine.pipe_buffers["inputs"][micro_batch] = _as_inputs(outputs)
         if self._recomputes:
-            keep_only_input(replica, micro_batch, lambda: self._forward_without_graph(replica, micro_batch, context))
+            keep_only_input(replica, micro_batch, lambda: self._forward(replica, micro_batch, context))
             return
         with self._offload(self._engine.module):
             self._forward(replica, micro_batch, context)
-
-    def _forward_without_graph(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
-        if self._graphs is None:
-            self._forward(replica, micro_batch, context)
-            return
-        self._graphs.forward(
-            replica,
-            micro_batch,
-            plain=lambda: self._forward(replica, micro_batch, context),
-            seed=lambda: self._seed_generators(replica, micro_batch, context),
-        )
 
     def _redundant_backward(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
         """The shadow's backward; its gradient is a message, or the input gradient of a successor hosted here."""

@@ -185,8 +185,6 @@ class StageHost:
         held = {**self.shadows, **self.owned}
         self.owned = {c: held[c] for c in owned if c in held}
         self.shadows = {c: held[c] for c in shadows if c in held and c not in self.owned}
-        for replica in self.owned.values():
-            replica.forward_graphs = None
         if self.owned or self.shadows:
             self._spare.clear()
 

@@ -87,7 +87,6 @@ class StageReplica:
     mirrored: bool = False
     pending_buffers: list[torch.Tensor] | None = None
     before_reduction: Callable[[], None] | None = None
-    forward_graphs: Any = None  # what runtime.forward_graphs has recorded of a shadow's forward
     stepping: Any = None  # the CUDA event at the end of a step on another stream, or a LateStep
 
     @property

@@ -47,7 +47,6 @@ class BenchSetup:
     threads: int = 1
     data: Path | None = None
     offload: str = "cpu"
-    cuda_graphs: bool = False
     deterministic: bool = True
 
     @property
@@ -78,7 +77,7 @@ class BenchSetup:
             settings["zero_optimization"] = {"stage": 1}
             settings["zero_allow_untested_optimizer"] = True
         if plugin is not None:
-            redundancy = {"mode": self.mode, "offload": self.offload, "cuda_graphs": self.cuda_graphs}
+            redundancy = {"mode": self.mode, "offload": self.offload}
             settings[SECTION] = {"redundancy": redundancy, **plugin}
         return settings
 

@@ -54,7 +54,6 @@ def test_suspicion_follows_the_lease_unless_set() -> None:
         ({"redundancy": {"mode": "lzay"}}, ["'lzay'", "did you mean 'lazy'", "off, lazy, eager, full"]),
         ({"redundancy": {"mode": "x" * 9}}, ["Valid are: off, lazy, eager, full"]),
         ({"redundancy": {"offload": "gpu"}}, ["'gpu'", "none, cpu, recompute"]),
-        ({"redundancy": {"cuda_graphs": True}}, ["cuda_graphs", '"cpu"', 'set offload to "recompute"']),
         ({"redundancy": {"memory_limit_gigabytes": 0}}, ["greater than 0", "Most memory"]),
         ({"redundancy": "lazy"}, ["bamboo.redundancy", "'lazy'", "must be an object"]),
         ({"coordinator": {"lease_seconds": "3"}}, ["bamboo.coordinator.lease_seconds", "'3'", "number"]),
