@@ -198,6 +198,14 @@ class JobCoordinator:
         key = self._keys.suspicion(epoch_number, suspect=suspect, reporter=reporter)
         self._store.put(key, encode({"reporter": reporter, "reason": reason}))
 
+    def publish_whereabouts(self, worker: WorkerId, where: dict[str, Any]) -> None:
+        """Say in which call ``worker`` has waited for long; :meth:`watch` does not tell of it."""
+        self._store.put(self._keys.whereabouts(worker), encode(where))
+
+    def whereabouts(self) -> dict[WorkerId, dict[str, Any]]:
+        """What each worker said last of that, if anything."""
+        return dict(self._children(self._keys.all_whereabouts))
+
     # -- starting over before there was anything to lose ------------------------------------------
 
     def generation(self) -> int:

@@ -55,6 +55,7 @@ class JobKeys:
         self.agents = self.root + "agent/"
         self.all_ended = self.root + "ended/"
         self.drains = self.root + "drain/"
+        self.all_whereabouts = self.root + "whereabouts/"
 
     def member(self, worker: str) -> str:
         return self.members + check_name(worker, what="worker id")
@@ -67,6 +68,9 @@ class JobKeys:
 
     def drain(self, node: str) -> str:
         return self.drains + check_name(node, what="node name")
+
+    def whereabouts(self, worker: str) -> str:
+        return self.all_whereabouts + check_name(worker, what="worker id")
 
     def all_progress(self, epoch: int) -> str:
         return f"{self.root}progress/{epoch}/"

@@ -42,6 +42,7 @@ from deepspeed_bamboo.runtime.step_event import log_step
 from deepspeed_bamboo.runtime.stock_state import take_over_stock_state
 from deepspeed_bamboo.runtime.training_data import data_set_factory
 from deepspeed_bamboo.runtime.transfer import combined_digest, stage_digest
+from deepspeed_bamboo.runtime.whereabouts import Where, Whereabouts
 
 _OPERATION_TIMEOUT_SECONDS = 1800.0  # one transfer may wait for a peer that computes
 _LAST_MESSAGES_SECONDS = 5.0
@@ -104,7 +105,13 @@ class BambooPipelineEngine(CheckpointedEngine):
         self.failover = Failover(self)
         self.reconfiguration = Reconfiguration(self)
         self._place_data()
+        self._whereabouts = Whereabouts(session.coordinator, worker=session.worker, where=self._where)
         self._begin(grid)
+        self._whereabouts.start()
+
+    def _where(self) -> Where | None:
+        kind = self.activity.kind
+        return None if kind is None or self.epoch < 0 else Where(self.epoch, self.activity.index, kind)
 
     def _begin(self, grid: Grid) -> None:
         self.placement = enter_first_epoch(self, grid)
@@ -137,12 +144,14 @@ class BambooPipelineEngine(CheckpointedEngine):
 
     def barrier(self) -> None:
         """Wait until every live worker has come here; survives losses."""
+        self._meet("barrier")
 
+    def _meet(self, kind: str) -> None:
         def body() -> None:
             if not self.activity.rounds:
                 self.activity.rounds.append(self.agree(None))
 
-        self.perform("barrier", body)
+        self.perform(kind, body)
 
     @property
     def finished(self) -> bool:
@@ -173,7 +182,7 @@ class BambooPipelineEngine(CheckpointedEngine):
         """End the job after a last agreement that everybody is done. Called when the script ends; once is enough."""
         if self.session.closed:
             return
-        self.barrier()
+        self._meet("close")
         self.session.coordinator.finish({"step": self.global_steps})
         self.leave()
 
@@ -181,6 +190,7 @@ class BambooPipelineEngine(CheckpointedEngine):
         """Leave the job at once; the others need this worker no more."""
         if self.session.closed:
             return
+        self._whereabouts.close()
         # The first worker's last messages must be out before its process is.
         self.links.flush(within_seconds=_LAST_MESSAGES_SECONDS)
         self.links.close()

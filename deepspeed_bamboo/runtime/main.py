@@ -28,6 +28,7 @@ EXIT_USER_ERROR = 1
 EXIT_JOB_FAILED = 3
 EXIT_EXPELLED = 4
 EXIT_DRAINED = 5
+_NOT_FOR_SCRIPTS = (EXIT_JOB_FAILED, EXIT_EXPELLED, EXIT_DRAINED)  # they tell the agent something else
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,10 +74,12 @@ def supervised(function: Callable[[], Any]) -> int:
     deepspeed_bamboo.initialize = initialize
     try:
         with _joining_if_told():
-            code = _exit_code(function)
-        if code == 0:
-            for engine in engines:
+            code, last_words = _exit_code(function)
+        for engine in engines:
+            if code == 0:
                 engine.close()
+            else:
+                _report_failure(engine, last_words)
         return code
     except DrainedError as error:
         print(error, file=sys.stderr, flush=True)
@@ -110,17 +113,19 @@ def _joining_if_told() -> Iterator[None]:
         yield
 
 
-def _exit_code(function: Callable[[], Any]) -> int:
+def _exit_code(function: Callable[[], Any]) -> tuple[int, str]:
+    """How the script ended: its exit code, and what to tell the others when that is not 0."""
     try:
         function()
     except JobStoppedError as stopped:
         print(stopped, file=sys.stderr, flush=True)
     except SystemExit as leaving:
         if leaving.code is None or isinstance(leaving.code, int):
-            return leaving.code or 0
+            code = EXIT_USER_ERROR if leaving.code in _NOT_FOR_SCRIPTS else leaving.code or 0
+            return code, f"its script ended itself with exit code {leaving.code}"
         print(leaving.code, file=sys.stderr, flush=True)
-        return EXIT_USER_ERROR
-    return 0
+        return EXIT_USER_ERROR, f"its script ended itself: {leaving.code}"
+    return 0, ""
 
 
 def leave_out_shared_memory_op() -> None:

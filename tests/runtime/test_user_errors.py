@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from deepspeed_bamboo.runtime.main import EXIT_JOB_FAILED, EXIT_USER_ERROR
@@ -41,3 +46,46 @@ def train_without_source() -> None:
     engine = build(Training("no-source", 1, faults=[]))
     pipeline = engine.grid.get_data_parallel_id()
     engine.train_batch(models.micro_batches(models.vectors, pipeline=pipeline, first_step=0, count=4))
+
+
+@pytest.mark.parametrize(("code", "seen"), [(7, 7), (5, EXIT_USER_ERROR), ("no more data", EXIT_USER_ERROR)])
+def test_a_script_that_ends_itself_with_an_error_on_one_rank_is_no_loss(jobs: Jobs, code: int | str, seen: int) -> None:
+    result = jobs.run(train_and_leave, world=2, code=code)
+    assert result.codes == [EXIT_JOB_FAILED, seen], result.transcript()
+    assert f"its script ended itself{'' if isinstance(code, str) else ' with exit code'}" in result.outputs[0]
+    assert str(code) in result.outputs[0] and "took" not in result.outputs[0], result.transcript()
+
+
+@pytest.mark.parametrize("call", ["leave_early", "digest_on_one_rank"])
+def test_ranks_that_wait_for_each_other_in_different_calls_are_told_so(jobs: Jobs, call: str) -> None:
+    """Nobody is lost, so they would wait for ever."""
+    result = jobs.run(train_out_of_step, world=2, call=call)
+    assert set(result.codes) == {EXIT_JOB_FAILED}, result.transcript()
+    other = "w1: at the end of the script" if call == "leave_early" else "w1: state_digest"
+    for output in result.outputs.values():
+        assert "wait for each other in different calls" in output, result.transcript()
+        assert "w0: train_batch" in output and other in output, result.transcript()
+
+
+def train_and_leave(code: int | str) -> None:
+    train_then(lambda engine: sys.exit(code))
+
+
+def train_out_of_step(call: str) -> None:
+    from deepspeed_bamboo.runtime import whereabouts
+
+    whereabouts._LOOK_SECONDS = 0.2
+    train_then(lambda engine: sys.exit(0) if call == "leave_early" else engine.state_digest())
+
+
+def train_then(on_rank_1: Callable[[Any], object]) -> None:
+    """Two iterations on all ranks, and something else on rank 1 while the others want a third."""
+    from tests.runtime import models
+    from tests.runtime.scenarios import build
+
+    engine = build(Training("out-of-step", 2, faults=[]))
+    data = models.micro_batches(models.vectors, pipeline=0, first_step=0, count=4)
+    for step in range(3):
+        if step == 2 and int(os.environ["RANK"]) == 1:
+            on_rank_1(engine)
+        engine.train_batch(data)
