@@ -15,6 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from deepspeed_bamboo.coordination.errors import ServerStartError
+
+ROOM = "free about 100 MB there, point TMPDIR to a place with room, or name a running etcd in coordinator.endpoints"
 FOLDER_PREFIX = "bamboo-etcd-"
 _FILE_PREFIX = "job-"
 _LIMIT_BYTES = 10_000
@@ -41,13 +44,19 @@ class PublishedJob:
 
 
 def publish(folder: Path, job: PublishedJob) -> None:
-    """Write ``job`` into the folder of its etcd, readable by its user only; nobody ever reads half of it."""
+    """Write ``job`` into the folder of its etcd, readable by its user only; nobody ever reads half of it.
+
+    Raises ServerStartError where that is impossible.
+    """
     file = folder / f"{_FILE_PREFIX}{job.job}"
     temporary = folder / f".{file.name}"
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(descriptor, "w", encoding="utf-8") as stream:  # noqa: PTH123 (a descriptor has no path)
-        json.dump(asdict(job), stream)
-    temporary.replace(file)
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as stream:  # noqa: PTH123 (a descriptor has no path)
+            json.dump(asdict(job), stream)
+        temporary.replace(file)
+    except OSError as error:
+        raise ServerStartError(f"{file} can't be written ({error.strerror}); {ROOM}") from error
 
 
 def published_jobs(name: str | None = None) -> list[PublishedJob]:

@@ -18,12 +18,14 @@ from types import TracebackType
 from deepspeed_bamboo.coordination.endpoints import Endpoint
 from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable, ServerStartError
 from deepspeed_bamboo.coordination.etcd import EtcdStore
-from deepspeed_bamboo.coordination.published import FOLDER_PREFIX
+from deepspeed_bamboo.coordination.published import FOLDER_PREFIX, ROOM
 
 _KEEPER = Path(__file__).with_name("server_keeper.py")
 _PORT_ATTEMPTS = 5
 _STOP_SECONDS = 5.0
-_LOG_TAIL_BYTES = 4000
+_LOG_TAIL_BYTES = 20_000
+_LOG_LINES = 5
+_NEEDED_BYTES = 80_000_000  # it begins by setting 64 MB aside
 
 
 class PrivateEtcd:
@@ -50,7 +52,10 @@ class PrivateEtcd:
                 self._durable = True  # etcd before 3.5 does not have the flag
             elif "address already in use" not in failure or attempt == _PORT_ATTEMPTS:
                 break
-        raise ServerStartError(f"etcd ({self._binary}) did not start within {start_timeout_seconds:.0f} s:\n{failure}")
+        text = f"etcd ({self._binary}) did not start within {start_timeout_seconds:.0f} s:\n{failure}"
+        if shutil.disk_usage(self.directory.parent).free < _NEEDED_BYTES:
+            text += f"\nThe file system of {self.directory} is full; {ROOM}"
+        raise ServerStartError(text)
 
     def __enter__(self) -> PrivateEtcd:
         return self
@@ -78,7 +83,10 @@ class PrivateEtcd:
 
     def _start(self) -> str | None:
         """One attempt. Returns None once the server answers, else why it does not."""
-        self.directory = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+        try:
+            self.directory = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+        except OSError as error:
+            raise ServerStartError(f"there is no folder for the job's own etcd: {error}; {ROOM}") from error
         self.endpoint = Endpoint(f"[{self._host}]" if ":" in self._host else self._host, free_port(self._host))
         self._channel, theirs = socket.socketpair()
         self._ended = False
@@ -130,7 +138,7 @@ class PrivateEtcd:
                     return None
         finally:
             store.close()
-        return self._log_tail() or "it wrote no log"
+        return essence(self._log_tail()) or "it wrote no log"
 
     def _read_messages(self, *, wait_seconds: float) -> None:
         """Take in what the keeper has sent; waits up to ``wait_seconds`` for something to come."""
@@ -157,6 +165,15 @@ class PrivateEtcd:
             return (self.directory / "output").read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
         except FileNotFoundError:
             return ""
+
+
+def essence(log: str) -> str:
+    """The last messages of etcd's ``log``, without the stacks that it prints when it panics; all of it if it has none.
+
+    What of a message is more than 300 characters is left out.
+    """
+    messages = [line[:300] for line in log.splitlines() if line.startswith("{")]
+    return "\n".join(messages[-_LOG_LINES:]) or log[-4000:]
 
 
 def find_etcd() -> str:

@@ -25,20 +25,29 @@ class FileExchange:
     """
 
     def __init__(self, launcher_pid: int) -> None:
-        """Raises LaunchError when the folder cannot be trusted."""
+        """Raises LaunchError when there is no place for the folder, or it cannot be trusted."""
         launcher = ProcessIdentity.of(launcher_pid)
         if launcher is None:
             raise ExchangeError(f"the launcher, process {launcher_pid}, is gone")
         self._launcher = launcher
-        self._folder = Path(tempfile.gettempdir()) / f"deepspeed_bamboo-{os.getuid()}"
+        try:
+            place = Path(tempfile.gettempdir())
+        except OSError as error:
+            raise LaunchError(f"{error}; point TMPDIR to a folder that you may write to") from error
+        self._folder = place / f"deepspeed_bamboo-{os.getuid()}"
         self._file = self._folder / f"{own_pid_namespace()}-{launcher.pid}-{launcher.start_ticks}"
 
     def give(self, boot: Boot) -> None:
-        self._write(pack(boot))
+        try:
+            self._write(pack(boot))
+        except OSError as error:
+            raise LaunchError(
+                f"{self._folder} can't be written ({error.strerror}); free some space there, or point TMPDIR elsewhere"
+            ) from error
         self._sweep()
 
     def refuse(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, LaunchError):
             self._write(pack(None))
 
     def take(self, *, within_seconds: float) -> Boot:

@@ -17,19 +17,23 @@ _OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--ds_config", "--ds-con
 
 
 def find_source(*, bamboo_config: str | None, arguments: Sequence[str]) -> str | None:
-    """The configuration that the launch option or the script's own ``arguments`` name; None when neither does."""
+    """The configuration that the launch option or the script's own ``arguments`` name; None when neither does.
+
+    Of several the last counts, as it does in the script's own parser.
+    """
     if bamboo_config is not None:
         return bamboo_config
+    found = None
     for position, argument in enumerate(arguments):
         option, has_value, value = argument.partition("=")
         if option not in _OPTIONS:
             continue
-        if has_value:
-            return value
         following = arguments[position + 1] if position + 1 < len(arguments) else ""
-        if following and not following.startswith("-"):
-            return following
-    return None
+        if has_value:
+            found = value
+        elif following and not following.startswith("-"):
+            found = following
+    return found
 
 
 def load_section(source: str) -> BambooConfig | None:

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ import pytest
 from deepspeed_bamboo.coordination import server as server_module
 from deepspeed_bamboo.coordination.errors import ServerStartError
 from deepspeed_bamboo.coordination.etcd import EtcdStore
+from deepspeed_bamboo.coordination.published import PublishedJob, publish
 from deepspeed_bamboo.coordination.server import PrivateEtcd
 from tests.coordination.helpers import alive, stretched, wait_until
 
@@ -136,6 +138,29 @@ def test_a_server_that_does_not_start_is_shown_with_its_log(tmp_path: Path, monk
         PrivateEtcd(start_timeout_seconds=10)
     assert time.monotonic() - start < stretched(5)
     assert list(tmp_path.iterdir()) == [broken]
+
+
+def test_without_room_the_reason_and_the_remedy_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """etcd's own words are followed by kilobytes of stack."""
+    fake = tmp_path / "etcd"
+    stack = "goroutine 1 [running]:\\nmain.main()\\n" * 200
+    fake.write_text(f"""#!/bin/sh\nprintf '{{"msg":"no WAL"}}\\n{stack}' >&2\nexit 2\n""")
+    fake.chmod(0o755)
+    monkeypatch.setattr(server_module, "find_etcd", lambda: str(fake))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=4096))
+    with pytest.raises(ServerStartError) as caught:
+        PrivateEtcd(start_timeout_seconds=20)
+    assert '"msg":"no WAL"' in str(caught.value) and "goroutine" not in str(caught.value)
+    assert "is full" in str(caught.value) and "point TMPDIR" in str(caught.value)
+
+
+def test_without_a_folder_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
+    with pytest.raises(ServerStartError, match="point TMPDIR"):
+        PrivateEtcd()
+    with pytest.raises(ServerStartError, match="point TMPDIR"):
+        publish(tmp_path / "file", PublishedJob("job", "/p", "127.0.0.1:1", 1, "1"))
 
 
 def test_without_any_etcd_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

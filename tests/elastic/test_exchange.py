@@ -29,6 +29,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / f"deepspeed_bamboo-{os.getuid()}"
 
 
+def test_without_a_place_to_write_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
+    exchange = FileExchange(os.getpid())
+    with pytest.raises(LaunchError, match="point TMPDIR"):
+        exchange.give(BOOT)
+    exchange.refuse()
+
+
 def test_a_slot_that_comes_early_waits(folder: Path) -> None:
     taken: list[Boot] = []
     slots = [FileExchange(os.getpid()) for _ in range(3)]

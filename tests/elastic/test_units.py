@@ -132,6 +132,7 @@ def test_key_parts(text: str, wanted: str) -> None:
         (["--deepspeed", "--deepspeed_config", "c.json"], "c.json"),
         (["--deepspeed", "d.json"], "d.json"),
         (["--ds_config", "e.json"], "e.json"),
+        (["--ds_config", "e.json", "--ds_config=f.json"], "f.json"),
         (["--deepspeed", "--lr", "1"], None),
         (["--deepspeed_config"], None),
         ([], None),
