@@ -82,7 +82,7 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
                 if replica.coordinate in saved:
                     continue
                 self.strike_if_scripted(replica.coordinate, "save", None)
-                with self.host.hosting(replica):
+                with self.host.hosting(replica), _said_what_failed(replica.coordinate, save_dir, tag):
                     self._create_checkpoint_file(save_dir, tag, False)
                     save(save_dir, tag, **options)
                     if self.save_zero_checkpoint:
@@ -177,21 +177,53 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
         """Stock's; and for bf16 without ZeRO what stock (0.19.8) stumbles over, though it saves it: KeyError: 0.
 
         The bf16 optimizer is saved in files by pipeline as ZeRO is, and has to be read from them as ZeRO is.
+        Raises CheckpointError where stock has an assertion without a word: no such tag, files that are missing.
         """
+        _check_there(Path(load_dir), tag)
         apart = isinstance(self.optimizer, BF16_Optimizer) and not self.zero_optimization()
-        path, client_state = super()._load_checkpoint(
-            load_dir,
-            tag,
-            load_optimizer_states=load_optimizer_states and not apart,
-            load_module_only=load_module_only,
-            **options,
-        )
+        try:
+            path, client_state = super()._load_checkpoint(
+                load_dir,
+                tag,
+                load_optimizer_states=load_optimizer_states and not apart,
+                load_module_only=load_module_only,
+                **options,
+            )
+        except AssertionError as error:
+            raise CheckpointError(
+                f"the checkpoint {os.path.join(load_dir, tag)!r} lacks files of stage {self.stage_id}"  # noqa: PTH118
+                f"{f' ({error})' if str(error) else ''}: it is incomplete, or of a model with other stages; pass the "
+                "tag of another one"
+            ) from error
         if apart and path is not None and not load_module_only:
             if isinstance(client_state, dict) and load_optimizer_states:
                 client_state.pop("optimizer", None)  # it was read by another way, so it is no state of the user's
             if not (load_optimizer_states and self._load_zero_checkpoint(load_dir, tag)):
                 self.optimizer._restore_from_bit16_weights()
         return path, client_state
+
+
+@contextmanager
+def _said_what_failed(coordinate: Coordinate, folder: str, tag: str) -> Iterator[None]:
+    """Inside, a file that can't be written raises CheckpointError; torch has odd words for a full disk."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(
+            f"stage {coordinate} can't be saved as {tag!r} in {folder!r}: {error}. Is there room, may it be written? "
+            "The file latest still names the checkpoint before"
+        ) from error
+
+
+def _check_there(folder: Path, tag: str) -> None:
+    """Raise CheckpointError unless there is a checkpoint called ``tag``."""
+    if tag and (folder / tag).is_dir():
+        return
+    found = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    what = (
+        f"there is no checkpoint {tag!r} in {str(folder)!r}" if tag else f"the file latest in {str(folder)!r} is empty"
+    )
+    raise CheckpointError(f"{what}; pass the tag of one that there is: {', '.join(found) or 'none is'}")
 
 
 @contextmanager

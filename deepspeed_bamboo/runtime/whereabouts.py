@@ -26,7 +26,7 @@ _CALLS = {
     "refresh": "refresh_shadows",
     "digest": "state_digest",
     "barrier": "barrier",
-    "user collective": "a collective of torch.distributed",
+    "user collective": "a collective of torch.distributed, with which save_checkpoint begins, too",
     "close": "at the end of the script",
 }
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,56 @@ def test_no_checkpoint_and_one_that_only_some_see(jobs: Jobs, tmp_path: Path) ->
     result = jobs.run(load_own_folder, world=2, training=training, folder=str(tmp_path))
     assert result.survivors == []
     assert "found no checkpoint in" in result.transcript() and "all machines see" in result.transcript()
+
+
+def test_what_cannot_be_read_or_written_is_named(jobs: Jobs, tmp_path: Path) -> None:
+    training, folder = _training("broken-1x2", 2), tmp_path / "saved"
+    result = jobs.run(save_and_break, world=2, training=training, folder=str(folder))
+    tag = f"global_step{training.steps}"
+    wanted = {
+        "unknown tag": f"no checkpoint 'nowhere' in '{folder}'; pass the tag of one that there is: {tag}",
+        "empty latest": f"the file latest in '{folder}' is empty; pass the tag of one that there is: {tag}",
+        "missing layers": f"the checkpoint '{folder}/{tag}' lacks files of stage ",
+        "unwritable": "can't be saved as ",
+    }
+    for rank in range(2):
+        assert result.values[rank]["kinds"] == ["CheckpointError"] * 4, result.transcript()
+        for name, text in wanted.items():
+            assert text in result.values[rank][name], result.transcript()
+
+
+def save_and_break(training: Training, folder: str) -> dict[str, Any]:
+    """Save a checkpoint, then ask for what isn't there; each time as if that was all, for it would end the job."""
+    from tests.runtime.scenarios import build
+
+    engine = build(training)
+    engine.global_steps = training.steps
+    engine.save_checkpoint(folder)
+    rank, tag = int(os.environ["RANK"]), Path(folder, f"global_step{training.steps}")
+    found: dict[str, Any] = {"kinds": []}
+
+    def attempt(name: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - its kind is looked at
+            found["kinds"].append(type(error).__name__)
+            found[name] = str(error)
+
+    attempt("unknown tag", lambda: engine._load_checkpoint(folder, "nowhere"))
+    attempt("empty latest", lambda: engine._load_checkpoint(folder, ""))
+    engine.barrier()
+    if rank == 0:
+        for file in tag.glob("layer_*"):
+            file.unlink()
+    engine.barrier()
+    attempt("missing layers", lambda: engine._load_checkpoint(folder, tag.name))
+    engine.checkpoint_engine.save = _no_room
+    attempt("unwritable", lambda: engine._save_checkpoint(folder, "full"))
+    return found
+
+
+def _no_room(*arguments: object, **options: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def load_own_folder(training: Training, folder: str) -> dict[str, Any]:
