@@ -39,6 +39,10 @@ from deepspeed_bamboo.errors import BambooError
 WORKER_MODULE = "deepspeed_bamboo.runtime.main"
 
 EXIT_CANNOT_START = 2
+_UNPROTECTED = (
+    "deepspeed_bamboo: no configuration is named here, so this is plain DeepSpeed, and losses are not survived. If the "
+    'script finds its configuration by itself and that has a "bamboo" section, name it: --bamboo_config FILE SCRIPT ...'
+)
 _BOOT_SECONDS = 120.0
 _CLAIM_SECONDS = 60.0
 # The launcher ends all slots when one fails, so those with nothing to say leave that to the one that speaks.
@@ -59,6 +63,8 @@ def _run(line: CommandLine) -> int:
         if not Path(line.script).is_file():
             raise LaunchError(f"script {line.script!r} is no file in {Path.cwd()}; check the path")
         source = find_source(bamboo_config=line.bamboo_config, arguments=line.arguments)
+        if source is None and speaks:
+            print(_UNPROTECTED, file=sys.stderr, flush=True)
         config = None if source is None else load_section(source)
         if config is None or not config.enabled:
             return run_plain(line)

@@ -69,6 +69,22 @@ def test_with_the_section_disabled_the_script_just_runs(tmp_path: Path) -> None:
     assert result.stdout.strip() == "must not run ['train.py', '--deepspeed_config', 'ds.json']"
 
 
+def test_without_any_configuration_the_user_is_told_that_nothing_is_protected(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('runs')", encoding="utf-8")
+    result = subprocess.run(
+        [sys.executable, "-m", "deepspeed_bamboo.launch", "train.py"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        check=True,
+    )
+    assert result.stdout.strip() == "runs"
+    assert result.stderr.count("this is plain DeepSpeed, and losses are not survived") == 1
+    assert "--bamboo_config FILE" in result.stderr
+
+
 def test_missing_script(tmp_path: Path) -> None:
     check(run(tmp_path, {"bamboo": {}}, script="trian.py"), "'trian.py'", "check the path")
 
