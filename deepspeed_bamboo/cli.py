@@ -20,12 +20,17 @@ COMMAND_MODULES = (
     "deepspeed_bamboo.sim.cli",
 )
 
+_EXIT_INTERRUPTED = 130  # as shells have it for Ctrl-C
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in ``argv`` (default: the process's own arguments). Returns the exit code."""
     arguments = build_parser().parse_args(argv)
     try:
-        return int(arguments.run(arguments))
+        code = int(arguments.run(arguments))
+        if sys.stdout is not None:
+            sys.stdout.flush()  # now, since what fails at exit can't be told any more
+        return code
     except BambooError as error:
         print(f"ds_bamboo: {error}", file=sys.stderr)
         return 1
@@ -33,6 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader, `head` for instance, has seen enough; nothing more may be written, not even at exit.
         sys.stdout = None  # type: ignore[assignment]
         return 0
+    except OSError as error:
+        sys.stdout = None  # type: ignore[assignment]  # where it is full, the rest of it would fail at exit
+        print(f"ds_bamboo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
 
 
 def build_parser(modules: Sequence[str] = COMMAND_MODULES) -> argparse.ArgumentParser:

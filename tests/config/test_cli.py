@@ -65,3 +65,18 @@ def test_no_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_command_that_is_not_installed_is_left_out() -> None:
     parser = build_parser(["deepspeed_bamboo.check_cli", "deepspeed_bamboo.no_such_cli"])
     assert parser.parse_args(["check", "file"]).configuration == "file"
+
+
+def test_an_output_that_is_full_is_said_without_a_traceback(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"bamboo": {}}', encoding="utf-8")
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "deepspeed_bamboo.cli", "check", file],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert result.returncode == 1
+    assert result.stderr.strip() == "ds_bamboo: [Errno 28] No space left on device"
