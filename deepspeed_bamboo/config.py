@@ -30,7 +30,8 @@ def _path_to_text(value: object) -> object:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# Eleven days: more means "for ever" to nobody, and overflows clocks.
+Seconds = Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)]
 Location = Annotated[str, BeforeValidator(_path_to_text), Field(min_length=1)]
 
 
@@ -64,7 +65,7 @@ class CoordinatorConfig(Section):
     endpoints: list[str] = Field(default_factory=list)
     """host:port of each member of your etcd; empty: the job starts an etcd of its own on the first node."""
 
-    lease_seconds: Seconds = 3.0
+    lease_seconds: Annotated[Seconds, Field(ge=0.1)] = 3.0
     """A node that is silent for this long counts as lost."""
 
     connect_timeout_seconds: Seconds = 5.0
@@ -225,7 +226,7 @@ class BambooConfig(Section):
     event_log: Location | None = None
     """Directory that gets one JSON-lines file per worker; null: no event log."""
 
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     """Seed of the random numbers that forwards draw; null: the seed that torch had at initialize."""
 
     gradient_norm: Literal["stock", "global"] = "stock"
