@@ -23,12 +23,12 @@ from deepspeed_bamboo.coordination.server import PrivateEtcd, free_ports
 from deepspeed_bamboo.elastic.agent_settings import AgentHooks, AgentSettings
 from deepspeed_bamboo.elastic.boot import Boot, Exchange
 from deepspeed_bamboo.elastic.command_line import CommandLine, parse_command_line
-from deepspeed_bamboo.elastic.errors import LaunchError, RefusedError
+from deepspeed_bamboo.elastic.errors import ExchangeError, LaunchError, RefusedError
 from deepspeed_bamboo.elastic.exchange_file import FileExchange
 from deepspeed_bamboo.elastic.exchange_socket import SocketExchange
 from deepspeed_bamboo.elastic.greeting import greeting
 from deepspeed_bamboo.elastic.notices import NoticePlan, look_around, notice_plan
-from deepspeed_bamboo.elastic.processes import launcher_chain
+from deepspeed_bamboo.elastic.processes import launcher_chain, outlived_its_launcher
 from deepspeed_bamboo.elastic.rules import Entry, Rules
 from deepspeed_bamboo.elastic.running_job import RunningJob, can_be_joined, open_store, private_job, private_name
 from deepspeed_bamboo.elastic.settings_source import find_source, load_section
@@ -93,6 +93,8 @@ def run_plain(line: CommandLine) -> int:
 
 def run_slot(slot: Slot, line: CommandLine, config: BambooConfig, *, notices: NoticePlan | None = None) -> int:
     """Find the job's coordinator, or start it, and be this slot's agent until the job is over."""
+    if outlived_its_launcher(os.environ):
+        raise ExchangeError("the launcher ended before its slots had begun; nothing is started without it")
     command = _Command(slot, line, config, launcher_chain(), notices)
     exchange: Exchange
     if slot.one_machine:

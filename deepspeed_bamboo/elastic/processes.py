@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+# As early as can be: what a process is handed over to when its parent ends is no launcher of its.
+_PARENT = os.getppid()
+_INIT = 1
 
 
 @dataclass(frozen=True)
@@ -97,13 +101,21 @@ class DeathWatch:
                 os.close(descriptor)
 
 
+def outlived_its_launcher(environment: Mapping[str, str]) -> bool:
+    """Whether DeepSpeed's launcher, which started this process, was gone before that could look at it.
+
+    Then init is the parent: a process of another session, which a launcher is not, not even as a container's first.
+    """
+    return "CROSS_RANK" in environment and _PARENT == _INIT and os.getsid(0) != os.getsid(_INIT)
+
+
 def launcher_chain() -> tuple[int, ...]:
     """The processes without which this slot has no reason to run: its parent, and ``deepspeed`` above that.
 
     The ``deepspeed`` command starts one launcher a node and waits. Sent a SIGTERM it ends alone, on one
     machine, and its launcher goes on as an orphan; so both are looked at.
     """
-    parent = os.getppid()
+    parent = _PARENT
     fields = stat_fields(parent)
     grandparent = int(fields[1]) if fields is not None else 0
     names = [Path(argument).name for argument in command_line(grandparent)[:4]]

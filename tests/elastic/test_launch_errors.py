@@ -122,6 +122,34 @@ def test_of_several_endpoints_one_is_enough(tmp_path: Path) -> None:
         store.close()
 
 
+def test_a_slot_whose_launcher_was_killed_before_it_began_starts_nothing(tmp_path: Path) -> None:
+    """It would train for ever, with init for a parent, and nobody to end it."""
+    (tmp_path / "train.py").write_text("print('must not run')", encoding="utf-8")
+    (tmp_path / "ds.json").write_text('{"bamboo": {}}', encoding="utf-8")
+    launcher = """if True:
+        import os, sys
+        launcher = os.getpid()
+        if os.fork() == 0:
+            while os.getppid() == launcher:
+                pass
+            slot = ["-m", "deepspeed_bamboo.launch", "train.py", "--deepspeed_config", "ds.json"]
+            os.execv(sys.executable, [sys.executable, *slot])
+    """
+    ranks = dict.fromkeys(("RANK", "LOCAL_RANK", "CROSS_RANK"), "0") | dict.fromkeys(("WORLD_SIZE", "LOCAL_SIZE"), "1")
+    result = subprocess.run(
+        [sys.executable, "-c", launcher],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env={**os.environ, **ranks, "PYTHONPATH": str(REPOSITORY)},
+        start_new_session=True,
+        check=True,
+    )
+    assert "the launcher ended before its slots had begun" in result.stderr, result.stderr
+    assert "must not run" not in result.stdout
+
+
 def test_usage_names_the_whole_command(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "deepspeed_bamboo.launch", "--help"],
