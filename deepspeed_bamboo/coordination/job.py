@@ -366,6 +366,7 @@ class JobCoordinator:
     def _delete_everything(self) -> None:
         self._store.delete_prefix(self._keys.root)
         self._store.delete_prefix(self._keys.all_reports)
+        self._store.delete_prefix(self._keys.all_whereabouts)
         self._store.delete(self._keys.status)
 
     def _children(self, prefix: str) -> list[tuple[str, Any]]:

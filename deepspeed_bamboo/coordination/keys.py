@@ -55,7 +55,8 @@ class JobKeys:
         self.agents = self.root + "agent/"
         self.all_ended = self.root + "ended/"
         self.drains = self.root + "drain/"
-        self.all_whereabouts = self.root + "whereabouts/"
+        # Nor of where workers wait: only one that waits itself looks.
+        self.all_whereabouts = f"/{prefix.strip('/')}/.whereabouts/{job}/"
 
     def member(self, worker: str) -> str:
         return self.members + check_name(worker, what="worker id")
