@@ -70,7 +70,6 @@ def parts(arguments: argparse.Namespace) -> list[Part]:
             (
                 *loss,
                 *stages,
-                *eager,
                 "--rounds",
                 "1",
                 "--least-steps",

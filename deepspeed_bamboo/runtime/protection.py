@@ -25,7 +25,15 @@ def copy_shadows(
     for coordinate, holder in shadows.items():
         if holder == me:
             host.shadows[coordinate] = host.build(coordinate, process_rank=engine.global_rank)
-    host.save()
+    _hand_over(engine, placement, shadows=shadows, label=label)
+
+
+def _hand_over(
+    engine: BambooPipelineEngine, placement: Placement, *, shadows: Mapping[Coordinate, WorkerId], label: str
+) -> None:
+    """Move state from owners to the replicas in ``shadows``, which their holders have."""
+    me = engine.session.worker
+    engine.host.save()
     for coordinate, holder in shadows.items():
         if placement.owner(coordinate) == me:
             send_replica(engine, coordinate, to=holder, label=label)
@@ -65,14 +73,9 @@ def refresh_shadows(engine: BambooPipelineEngine, *, label: str) -> None:
 
     Raises what interrupts the wait; then it is for the caller to do it again before the next agreement.
     """
-    me, placement = engine.session.worker, engine.placement
-    engine.host.save()
-    for coordinate, holder in placement.shadows:
-        if placement.owner(coordinate) == me:
-            send_replica(engine, coordinate, to=holder, label=label)
-    for coordinate in placement.shadowed_by(me):
-        engine.host.shadows[coordinate].settle()
-        receive_replica(engine, coordinate, source=placement.owner(coordinate), label=label)
+    for shadow in engine.host.shadows.values():
+        shadow.settle()
+    _hand_over(engine, engine.placement, shadows=dict(engine.placement.shadows), label=label)
 
 
 def copy_from_other_pipeline(engine: BambooPipelineEngine, coordinate: Coordinate) -> None:
