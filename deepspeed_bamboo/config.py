@@ -55,8 +55,21 @@ class RedundancyConfig(Section):
     offload: OffloadTarget = "cpu"
     """Where the redundant forward keeps what its backward needs: none (device memory), cpu, or recompute."""
 
+    overlap: bool = False
+    """For eager: redundant forwards that fit into no bubble run too, beside other work. A loss then repeats less, and
+    every iteration takes longer."""
+
     memory_limit_gigabytes: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Most memory that redundancy may take in each worker; null: no limit."""
+
+    @model_validator(mode="after")
+    def _check_overlap(self) -> RedundancyConfig:
+        if self.overlap and self.offload == "recompute":
+            raise ValueError(
+                "overlap runs redundant forwards outside of bubbles, and with offload: recompute they keep nothing "
+                "that is worth it; set overlap to false, or offload to cpu or none"
+            )
+        return self
 
 
 class CoordinatorConfig(Section):

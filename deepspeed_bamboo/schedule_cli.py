@@ -37,7 +37,13 @@ def add_parser(subparsers: _SubParsers) -> None:
     parser.add_argument("--stages", type=int, required=True, metavar="P", help="stages of a pipeline")
     parser.add_argument("--micro-batches", type=int, required=True, metavar="M", help="micro-batches of an iteration")
     parser.add_argument("--pipelines", type=int, default=1, metavar="D", help="pipelines (default: 1)")
-    parser.add_argument("--mode", choices=modes, default=Mode.EAGER.value, help="redundancy.mode (default: eager)")
+    parser.add_argument(
+        "--mode",
+        choices=modes,
+        default=Mode.EAGER_BUBBLES.value,
+        help="redundancy.mode (default: eager-bubbles, which is eager; with offload recompute it is eager-recompute, "
+        "with overlap plain eager)",
+    )
     parser.add_argument(
         "--lost",
         type=int,

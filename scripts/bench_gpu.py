@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import faulthandler
 import json
 import multiprocessing
@@ -77,6 +78,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The script's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gpt2-medium")
+    parser.add_argument("--blocks", type=int, help="of the model, instead of as many as it has")
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--pipelines", type=int, default=1)
     parser.add_argument("--micro-batches", type=int, default=8)
@@ -94,6 +96,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     names = arguments.variants.split(",")
     if unknown := [name for name in names if name not in VARIANTS]:
         parser.error(f"no variants {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
+    if arguments.blocks is not None and arguments.blocks < arguments.stages:
+        parser.error(f"--blocks {arguments.blocks} for {arguments.stages} stages: a stage has at least one block")
     if arguments.share_gpu and "stock" in names:
         parser.error("stock DeepSpeed needs NCCL, so a GPU for each worker; leave it out of --variants")
     return arguments
@@ -150,7 +154,7 @@ def build(name: str, arguments: argparse.Namespace, rank: int) -> dict[str, Any]
     import torch
     from deepspeed.pipe import PipelineModule
 
-    from deepspeed_bamboo.models.transformer import model_size, token_loss, transformer_layers
+    from deepspeed_bamboo.models.transformer import token_loss, transformer_layers
     from deepspeed_bamboo.runtime.failover import Failover
     from deepspeed_bamboo.runtime.initialize import initialize_with
 
@@ -160,7 +164,7 @@ def build(name: str, arguments: argparse.Namespace, rank: int) -> dict[str, Any]
     before = allocated()
     torch.manual_seed(1234)
     model = PipelineModule(
-        layers=transformer_layers(model_size(arguments.model), seed=1234),
+        layers=transformer_layers(size_of(arguments), seed=1234),
         loss_fn=token_loss,
         num_stages=arguments.stages,
         partition_method="uniform",
@@ -181,13 +185,19 @@ def build(name: str, arguments: argparse.Namespace, rank: int) -> dict[str, Any]
     return {"engine": engine, "static_bytes": allocated() - before, "peak_bytes": 0}
 
 
+def size_of(arguments: argparse.Namespace) -> Any:
+    """The model's shape."""
+    from deepspeed_bamboo.models.transformer import model_size
+
+    size = model_size(arguments.model)
+    return size if arguments.blocks is None else dataclasses.replace(size, layers=arguments.blocks)
+
+
 def endless_batches(arguments: argparse.Namespace, engines: dict[str, Any]) -> Any:
     """The same random micro-batch again and again: (inputs, labels) of the model's vocabulary, on the device."""
     import torch
 
-    from deepspeed_bamboo.models.transformer import model_size
-
-    size = model_size(arguments.model)
+    size = size_of(arguments)
     device = next(iter(engines.values()))["engine"].device
     generator = torch.Generator().manual_seed(7)
     shape = (arguments.micro_batch_size, size.sequence_length)
@@ -295,6 +305,7 @@ def report(arguments: argparse.Namespace, engines: dict[str, Any], times: dict[s
             f"offloaded {rows[name]['offloaded_bytes'] / 2**30:.2f} GiB",
             flush=True,
         )
+    add_memory_limits(rows)
     print("\n".join(memory_lines(rows)), flush=True)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
@@ -304,18 +315,30 @@ def report(arguments: argparse.Namespace, engines: dict[str, Any], times: dict[s
     draw(rows, arguments.output.with_suffix(".png"), title=f"{title}, {device}")
 
 
-def memory_lines(rows: dict[str, Any]) -> list[str]:
-    """Peak memory of the eager variants by worker, against off's and what the successor's state takes."""
+def add_memory_limits(rows: dict[str, Any]) -> None:
+    """Give the eager variants, by worker, what they are held against: off's peak and the successor's state."""
     if "off" not in rows or "lazy" not in rows:
-        return []
-    lines = []
+        return
+    peaks, (off, lazy) = (
+        rows["off"]["peak_device_bytes_by_worker"],
+        (rows[name]["static_bytes_by_worker"] for name in ("off", "lazy")),
+    )
+    limits = [peak + with_shadow - without for peak, with_shadow, without in zip(peaks, lazy, off, strict=True)]
     for name in (name for name in rows if name.startswith("eager")):
-        shares = []
-        for worker, peak in enumerate(rows[name]["peak_device_bytes_by_worker"]):
-            off, lazy = (rows[other]["static_bytes_by_worker"][worker] for other in ("off", "lazy"))
-            limit = rows["off"]["peak_device_bytes_by_worker"][worker] + lazy - off
-            shares.append(f"{peak / 2**30:.2f} of {limit / 2**30:.2f} GiB ({peak / limit:.3f})" if limit else "0")
-        lines.append(f"{name}: peak by worker, of off's peak and the successor's state: {', '.join(shares)}")
+        rows[name]["memory_limit_bytes_by_worker"] = limits
+
+
+def memory_lines(rows: dict[str, Any]) -> list[str]:
+    """Peak memory of the eager variants by worker, against their limits."""
+    lines = []
+    for name, row in rows.items():
+        limits = row.get("memory_limit_bytes_by_worker", ())
+        shares = [
+            f"{peak / 2**30:.2f} of {limit / 2**30:.2f} GiB ({peak / limit:.3f})" if limit else "0"
+            for peak, limit in zip(row["peak_device_bytes_by_worker"], limits, strict=False)
+        ]
+        if shares:
+            lines.append(f"{name}: peak by worker, of off's peak and the successor's state: {', '.join(shares)}")
     return lines
 
 

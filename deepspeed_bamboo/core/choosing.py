@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from deepspeed_bamboo.core.interpret import interpret
 from deepspeed_bamboo.core.placement import Placement
-from deepspeed_bamboo.core.recovery import plan_iteration
+from deepspeed_bamboo.core.recovery import bubble_fit, plan_iteration
 from deepspeed_bamboo.core.schedule import Mode
 from deepspeed_bamboo.core.timeline import Costs, length
 
@@ -98,7 +98,7 @@ def predict(
 ) -> Prediction:
     """What the plans of both modes say. A loss is taken to come in the middle of an iteration's forwards.
 
-    ``eager`` may be EAGER_RECOMPUTE, where each backward after a loss repeats its forward: no forward is saved.
+    ``eager`` is how eager is planned. With EAGER_RECOMPUTE each backward after a loss repeats its forward.
     """
     slots = costs or Costs()
     lazy_slots, eager_slots = (
@@ -109,7 +109,9 @@ def predict(
         )
         for mode in (Mode.LAZY, eager)
     )
-    saved = 0.0 if eager is Mode.EAGER_RECOMPUTE else micro_batches / 2 * slots.forward
+    fits = bubble_fit(placement, micro_batches=micro_batches, mode=eager, costs=slots)
+    share = sum(fit.forwards for fit in fits) / (micro_batches * len(placement.shadows)) if placement.shadows else 0.0
+    saved = 0.0 if eager is Mode.EAGER_RECOMPUTE else share * micro_batches / 2 * slots.forward
     return Prediction(
         eager_overhead=max(0, eager_slots - lazy_slots) / lazy_slots,
         saved_per_loss=saved / lazy_slots,

@@ -5,6 +5,9 @@ micro-batch's FNC of the previous stage, BRC after its FRC and the next stage's 
 (NSDI'23, section 5) is that a pipeline's bubbles are long enough for many of them. So they go into the slots in
 which their worker would wait; when the bubbles are too short for all, the oldest ones run right after the pass
 that they depend on, overlapping with what follows, so that the later ones still find the bubbles at the end.
+
+In modes in which redundant passes are optional, only those run that find a bubble, and none after their worker's last
+pass: they would hold up what ends the iteration, and protect only what is left of it.
 """
 
 from __future__ import annotations
@@ -76,11 +79,12 @@ def add_redundant_passes(
     result, fits = {}, []
     for worker, passes in order.items():
         shadowed = [c for c in placement.shadowed_by(worker) if c in covered]
-        gaps = _gaps(passes, end=job.end_for(worker))
+        optional = mode.redundant_passes_are_optional
+        gaps = _gaps(passes, end=passes[-1].end if optional and passes else job.end_for(worker))
         wishes = [
             w for c in shadowed for w in job.forward_wishes(c, worker, range(redundant[c].forwards, micro_batches))
         ]
-        forwards, gaps = _place(wishes, gaps, cost=costs.forward, only_bubbles=mode.redundant_passes_are_optional)
+        forwards, gaps = _place(wishes, gaps, cost=costs.forward, only_bubbles=optional)
         backwards: Sequence[_Placed] = ()
         if Op.BRC in mode.redundant_ops:
             done = {(p.wish.coordinate, p.wish.micro_batch): p.start + costs.forward for p in forwards}

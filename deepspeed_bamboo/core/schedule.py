@@ -13,13 +13,15 @@ from deepspeed_bamboo.core.placement import Placement, WorkerId
 
 
 class Mode(enum.Enum):
-    """What a plan contains: the values of ``redundancy.mode`` (DESIGN 4), eager as it is with the offload
-    ``recompute``, and forward-only evaluation.
+    """What a plan contains: the values of ``redundancy.mode`` (DESIGN 4), for eager three of them, and forward-only
+    evaluation. ``eager`` itself runs every redundant forward, which ``redundancy.overlap`` asks for; the other two
+    run those that fit into bubbles, EAGER_RECOMPUTE with the offload ``recompute``.
     """
 
     OFF = "off"
     LAZY = "lazy"
     EAGER = "eager"
+    EAGER_BUBBLES = "eager-bubbles"
     EAGER_RECOMPUTE = "eager-recompute"
     FULL = "full"
     INFERENCE = "inference"
@@ -27,7 +29,7 @@ class Mode(enum.Enum):
     @property
     def redundant_ops(self) -> tuple[Op, ...]:
         """Which redundant passes a plan of this mode runs at all."""
-        if self in (Mode.EAGER, Mode.EAGER_RECOMPUTE):
+        if self in (Mode.EAGER, Mode.EAGER_BUBBLES, Mode.EAGER_RECOMPUTE):
             return (Op.FRC,)
         return (Op.FRC, Op.BRC) if self is Mode.FULL else ()
 
@@ -43,12 +45,12 @@ class Mode(enum.Enum):
 
     @property
     def redundant_passes_are_optional(self) -> bool:
-        """Whether a plan leaves out the redundant passes that fit into no bubble.
+        """Whether a plan leaves out redundant passes that fit into no bubble, and a worker may leave out more of them.
 
-        Forwards that keep nothing have to be repeated before their backward anyway, so it is no loss; and where the
-        worker has no bubble left it would hold up the pipeline.
+        Where the worker has no bubble left they would hold up the pipeline in each iteration; what is left out is
+        done after a loss, as in mode lazy. Nothing in such a plan depends on them.
         """
-        return self is Mode.EAGER_RECOMPUTE
+        return self in (Mode.EAGER_BUBBLES, Mode.EAGER_RECOMPUTE)
 
     @property
     def trains(self) -> bool:

@@ -6,7 +6,6 @@ that everything a worker waits for can be given up and planned anew.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Container, Iterator
 from typing import Any
@@ -32,8 +31,8 @@ from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.logical import Exchange
 from deepspeed_bamboo.runtime.losses import aggregate_losses, agreed_losses
 from deepspeed_bamboo.runtime.micro_batches import DataFactory, PipelineData, check_complete, missing_data
-from deepspeed_bamboo.runtime.offload import HostOffload
 from deepspeed_bamboo.runtime.reconfiguration import Reconfiguration
+from deepspeed_bamboo.runtime.redundant import RedundantForwards
 from deepspeed_bamboo.runtime.replica import StageReplica
 from deepspeed_bamboo.runtime.session import WorkerSession
 from deepspeed_bamboo.runtime.shadow_check import check_shadows
@@ -89,8 +88,8 @@ class BambooPipelineEngine(CheckpointedEngine):
         take_over_stock_state(self, grid)
         self.forward_seed = agreed_seed(session.config.seed, device=self.device)
         self.iteration_end = IterationEnd(self)
-        limit = session.config.redundancy.memory_limit_gigabytes
-        self.host_offload = HostOffload(device=self.device, limit_bytes=None if limit is None else int(limit * 2**30))
+        redundant = RedundantForwards(session.config.redundancy, device=self.device)
+        self.host_offload = redundant.host_offload
         self.executor = Executor(
             self,
             host=self.host,
@@ -99,8 +98,7 @@ class BambooPipelineEngine(CheckpointedEngine):
             seed=lambda: self.forward_seed,
             before=self._before_instruction,
             after=self._after_instruction,
-            offload=self._offloading,
-            recompute=session.config.redundancy.offload == "recompute",
+            redundant=redundant,
         )
         self.failover = Failover(self)
         self.reconfiguration = Reconfiguration(self)
@@ -438,11 +436,6 @@ class BambooPipelineEngine(CheckpointedEngine):
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         self.micro_steps += self.micro_batches
-
-    def _offloading(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        if self.session.config.redundancy.offload == "cpu":
-            return self.host_offload.offloading(module)
-        return contextlib.nullcontext()
 
     # ---- collectives and faults -----------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,8 @@ from deepspeed_bamboo.runtime.deferral import Deferral
 from deepspeed_bamboo.runtime.hosting import StageHost
 from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.randomness import ModelGenerators, forward_seed
-from deepspeed_bamboo.runtime.recompute import keep_only_input, recompute_if_dropped
+from deepspeed_bamboo.runtime.recompute import recompute_if_dropped
+from deepspeed_bamboo.runtime.redundant import RedundantForwards
 from deepspeed_bamboo.runtime.replica import StageReplica, Tensors
 
 if TYPE_CHECKING:
@@ -61,8 +62,7 @@ class Executor:
         seed: returns the job's seed for forwards.
         before: called before every instruction with the instruction and the replica it concerns.
         after: called after it.
-        offload: wraps a redundant forward of a module; decides where what it keeps for its backward goes.
-        recompute: redundant forwards keep nothing for their backward, which repeats them.
+        redundant: which redundant forwards are done, and how.
     """
 
     def __init__(
@@ -75,8 +75,7 @@ class Executor:
         seed: Callable[[], int],
         before: Callable[[Instruction, StageReplica], None],
         after: Callable[[Instruction, StageReplica], None],
-        offload: Callable[[torch.nn.Module], AbstractContextManager[None]],
-        recompute: bool,
+        redundant: RedundantForwards,
     ) -> None:
         self._engine = engine
         self._host = host
@@ -85,8 +84,7 @@ class Executor:
         self._seed = seed
         self._before = before
         self._after = after
-        self._offload = offload
-        self._recomputes = recompute
+        self._redundant = redundant
         self._deferral = Deferral(engine, host=host, interruption=engine.session.interruption)
         self._generators = ModelGenerators(engine.device)
         self._followed_by: dict[tuple[Op, Coordinate | None, int | None], list[Instruction]] = {}
@@ -223,15 +221,15 @@ class Executor:
 
     def _redundant_forward(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
         """The shadow's forward; its input is what the predecessor, hosted here, has just produced (DESIGN 1)."""
+        due = self._redundant.due(replica, micro_batch)
+        if due is None:
+            return
+        micro_batch = due
         before = Coordinate(replica.coordinate.pipeline, replica.coordinate.stage - 1)
         if replica.coordinate.stage > 0 and self._engine.pipe_buffers["inputs"][micro_batch] is None:
             outputs = self._host.owned[before].retained_outputs[micro_batch]
             self._engine.pipe_buffers["inputs"][micro_batch] = _as_inputs(outputs)
-        if self._recomputes:
-            keep_only_input(replica, micro_batch, lambda: self._forward(replica, micro_batch, context))
-            return
-        with self._offload(self._engine.module):
-            self._forward(replica, micro_batch, context)
+        self._redundant.run(replica, micro_batch, lambda: self._forward(replica, micro_batch, context))
 
     def _redundant_backward(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
         """The shadow's backward; its gradient is a message, or the input gradient of a successor hosted here."""

@@ -39,7 +39,8 @@ class ModeChoice:
         redundancy = engine.session.config.redundancy
         self.automatic = redundancy.mode == AUTO
         self.mode = Mode.LAZY if self.automatic else Mode(redundancy.mode)
-        self._eager = Mode.EAGER_RECOMPUTE if redundancy.offload == "recompute" else Mode.EAGER
+        in_bubbles = Mode.EAGER_RECOMPUTE if redundancy.offload == "recompute" else Mode.EAGER_BUBBLES
+        self._eager = Mode.EAGER if redundancy.overlap else in_bubbles
         self.reason = "" if self.automatic else "configured"
         self._expected_per_hour = redundancy.losses_per_hour
         self._began = time.time()

@@ -72,8 +72,14 @@ class HostOffload:
         self._limit_bytes = limit_bytes
         cuda: Any = torch.cuda
         self._stream = cuda.Stream(device) if device.type == "cuda" else None
+        self._copied: Any = None
         self.kept_bytes = 0
         self.peak_bytes = 0
+
+    @property
+    def busy(self) -> bool:
+        """True while a copy to the host is on its way."""
+        return self._copied is not None and not self._copied.query()
 
     @contextmanager
     def offloading(self, module: torch.nn.Module) -> Iterator[None]:
@@ -118,7 +124,7 @@ class HostOffload:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             host.copy_(tensor, non_blocking=True)
-            copied = stream.record_event()
+            copied = self._copied = stream.record_event()
         # The allocator must not hand the memory out again before the copy has read it.
         tensor.record_stream(stream)
         return host, copied

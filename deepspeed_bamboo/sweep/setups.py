@@ -25,6 +25,7 @@ class Setup:
     zero_stage: int = 0
     mode: str = "lazy"
     offload: str = "cpu"
+    overlap: bool = False
     gradient_clipping: float = 1.0
     global_norm: bool = False  # of all stages; else stock's rule
     check_shadows_every: int = 0  # steps
@@ -55,7 +56,7 @@ class Setup:
     def settings(self, base: Mapping[str, Any]) -> dict[str, Any]:
         """The DeepSpeed configuration: ``base`` (configs/cpu-demo.json) with what this setup changes."""
         bamboo = dict(base.get("bamboo", {}))
-        redundancy = {"mode": self.mode, "offload": self.offload}
+        redundancy = {"mode": self.mode, "offload": self.offload, "overlap": self.overlap}
         settings = {
             **base,
             "train_micro_batch_size_per_gpu": 2,
@@ -85,6 +86,7 @@ FIRST_SETUPS = (Setup("M4"), Setup("M8", micro_batches=8))
 
 MODE_SETUPS = (
     Setup("eager", mode="eager"),
+    Setup("eager-overlap", mode="eager", overlap=True),
     Setup("full", mode="full"),
     Setup("eager-recompute", mode="eager", offload="recompute", script_arguments=("--dropout", "0.1")),
 )

@@ -21,6 +21,7 @@ def test_check_shows_all_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[
         "mode": "eager",
         "losses_per_hour": None,
         "offload": "cpu",
+        "overlap": False,
         "memory_limit_gigabytes": None,
     }
     assert shown["coordinator"]["lease_seconds"] == 3.0

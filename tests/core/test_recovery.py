@@ -164,7 +164,7 @@ def test_pipelines_with_a_common_worker_are_planned_together() -> None:
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        ({"mode": "eagre"}, "off, lazy, eager, eager-recompute, full"),
+        ({"mode": "eagre"}, "off, lazy, eager, eager-bubbles, eager-recompute, full"),
         ({"micro_batches": 0}, "at least 1 micro-batch"),
         ({"pipelines": [1]}, r"0\.\.0"),
         ({"pipelines": []}, r"0\.\.0"),

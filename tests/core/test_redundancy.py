@@ -47,11 +47,17 @@ def test_without_kept_results_the_last_stage_has_no_redundant_forward(pipelines:
 
 
 @settings(deadline=None, max_examples=100, database=None, derandomize=True)
-@given(st.integers(1, 3), st.integers(1, 6), st.integers(1, 12), st.integers(1, 3))
-def test_without_kept_results_only_bubbles_are_used(
-    pipelines: int, stages: int, micro_batches: int, backward: int
+@given(
+    st.integers(1, 3),
+    st.integers(1, 6),
+    st.integers(1, 12),
+    st.integers(1, 3),
+    st.sampled_from(["eager-bubbles", "eager-recompute"]),
+)
+def test_optional_redundant_forwards_use_only_bubbles(
+    pipelines: int, stages: int, micro_batches: int, backward: int, mode: str
 ) -> None:
-    placement, costs, mode = initial(pipelines, stages), Costs(1, backward), "eager-recompute"
+    placement, costs = initial(pipelines, stages), Costs(1, backward)
     plan = plan_iteration(placement, micro_batches=micro_batches, costs=costs, mode=mode)
     lazy = plan_iteration(placement, micro_batches=micro_batches, costs=costs)
     assert length(verify(plan, costs=costs).timeline) == length(verify(lazy, costs=costs).timeline)
@@ -61,6 +67,37 @@ def test_without_kept_results_only_bubbles_are_used(
         assert done == list(range(len(done))), "a shadow counts its forwards, so they must be the first ones"
     for fit in bubble_fit(placement, micro_batches=micro_batches, costs=costs, mode=mode):
         assert fit.forwards == fit.forwards_in_bubbles
+    for _, program in plan.programs:
+        ops = [i.op for i in program if i.op in COMPUTE]
+        assert not ops or ops[-1] is Op.BNC, "what ends the iteration is not held up"
+
+
+def test_eager_in_bubbles_leaves_out_what_eager_overlaps() -> None:
+    def forwards(mode: str) -> set[tuple[Op, Coordinate | None, int | None]]:
+        return set(passes(plan_iteration(initial(1, 4), micro_batches=8, mode=mode), Op.FRC))
+
+    assert len(forwards("eager")) == 4 * 8
+    assert forwards("eager-recompute") < forwards("eager-bubbles") < forwards("eager")
+    assert {m for _, c, m in forwards("eager-bubbles") if c == Coordinate(0, 1)} == {0, 1, 2, 3, 4, 5, 6}
+
+
+@settings(deadline=None, max_examples=100, database=None, derandomize=True)
+@given(st.integers(2, 5), st.integers(1, 8), st.integers(0, 40), st.integers(0, 4), st.integers(0, 8))
+def test_redundant_forwards_left_out_at_run_time_are_done_after_a_loss(
+    stages: int, micro_batches: int, until: int, lost: int, left_out: int
+) -> None:
+    before, mode = initial(1, stages), "eager-bubbles"
+    done = interpret(plan_iteration(before, micro_batches=micro_batches, mode=mode), until=until)
+    stored = {c: r._replace(forwards=max(0, r.forwards - left_out)) for c, r in done.redundant.items()}
+    after, _ = before.without([f"w{lost % stages}"])
+    assert after is not None
+    progress = progress_after_loss(before, after, done.progress, {c: r.forwards for c, r in stored.items()}, None)
+    redundant = redundant_after_loss(before, after, stored)
+    rest = plan_iteration(after, micro_batches=micro_batches, progress=progress, redundant=redundant, mode=mode)
+    verify(rest, progress, redundant=redundant)
+    gone = Coordinate(0, lost % stages)
+    again = [m for _, c, m in passes(rest, Op.FNC) if c == gone]
+    assert again == list(range(stored[gone].forwards, micro_batches))
 
 
 def test_a_last_stage_without_redundant_forwards_is_repeated_in_full() -> None:

@@ -9,6 +9,7 @@ import itertools
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from deepspeed_bamboo.runtime.offload import HostOffload
 from deepspeed_bamboo.runtime.reconfiguration import Reconfiguration
 from tests.runtime import late_arrivals, models
 
@@ -296,6 +298,25 @@ def train_and_train_late(undisturbed: Training, killed: Training) -> dict[str, A
     """Two runs, the second with messages used before they were seen; adds how many, and how many of them never came."""
     expected = train(undisturbed)
     counts = late_arrivals.install()
+    return {undisturbed.name: expected, killed.name: {**train(killed), **counts}}
+
+
+def train_and_train_leaving_out(undisturbed: Training, killed: Training) -> dict[str, Any]:
+    """Two runs, the second as if copies to the host were slow; adds how many redundant forwards were put off or done.
+
+    On a CPU nothing is copied to the host, so which ones wait is a fixed pattern, another one on each worker.
+    """
+    expected = train(undisturbed)
+    counts: Counter[str] = Counter()
+    own = sum(os.environ["BAMBOO_WORKER"].encode())
+
+    def busy(_: HostOffload) -> bool:
+        counts["asked"] += 1
+        put_off = (counts["asked"] + own) % 3 != 0
+        counts["put_off" if put_off else "done"] += 1
+        return put_off
+
+    HostOffload.busy = property(busy)  # type: ignore[assignment, method-assign]
     return {undisturbed.name: expected, killed.name: {**train(killed), **counts}}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,8 +120,7 @@ class _Worker:
             seed=lambda: 0,
             before=lambda *_: None,
             after=lambda *_: None,
-            offload=lambda _: nullcontext(),
-            recompute=False,
+            redundant=SimpleNamespace(),  # type: ignore[arg-type]
         )
         self.engine = engine
         self.deferral = self.executor._deferral

@@ -1,10 +1,21 @@
-"""What a redundant forward keeps: once each, and as it was."""
+"""What a redundant forward keeps: once each, and as it was. Which ones are put off while copies are on their way."""
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 
-from deepspeed_bamboo.runtime.offload import SavedTensor, SharedCopies
+from deepspeed_bamboo.config import RedundancyConfig
+from deepspeed_bamboo.core.progress import CoordinateProgress
+from deepspeed_bamboo.runtime.offload import HostOffload, SavedTensor, SharedCopies
+from deepspeed_bamboo.runtime.redundant import RedundantForwards
+from tests.runtime.jobs import Jobs
+from tests.runtime.scenarios import Training, train_and_train_leaving_out
+from tests.runtime.test_losses import CLIPPED, kill
 
 
 def recording() -> tuple[SharedCopies, list[torch.Tensor]]:
@@ -67,3 +78,45 @@ def test_gradients_are_those_without_copies() -> None:
         output = layer(x).square().sum()
     output.backward()
     assert all(torch.equal(p.grad, e) for p, e in zip(layer.parameters(), expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "busy", "expected"),
+    [
+        ({"mode": "eager"}, False, 2),  # the oldest that is left, not the fourth, which the program has there
+        ({"mode": "eager"}, True, None),
+        ({"mode": "auto"}, True, None),
+        ({"mode": "eager", "overlap": True}, True, 2),
+        ({"mode": "full"}, True, 2),
+    ],
+)
+def test_optional_redundant_forwards_wait_for_earlier_copies(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], busy: bool, expected: int | None
+) -> None:
+    monkeypatch.setattr(HostOffload, "busy", busy)
+    forwards = RedundantForwards(RedundancyConfig(**settings), device=torch.device("cpu"))
+    replica = SimpleNamespace(progress=CoordinateProgress(loaded=4, forwards=2))
+    assert forwards.due(replica, 3) == expected  # type: ignore[arg-type]
+
+
+def test_whatever_was_put_off_a_loss_changes_no_number(jobs: Jobs) -> None:
+    training = Training(
+        "put-off",
+        4,
+        steps=5,
+        micro_batches=8,
+        dropout=0.3,
+        layers="averaged",
+        settings=CLIPPED,
+        bamboo={"redundancy": {"mode": "eager"}},
+    )
+    losses = [kill(1, 0, 1, "backward", 2), kill(2, 0, 3, "forward", 5), kill(3, 0, 0, "backward", 6)]
+    undisturbed = dataclasses.replace(training, name="put-off-whole", faults=[])
+    killed = dataclasses.replace(training, name="put-off-killed", faults=losses)
+    result = jobs.run(train_and_train_leaving_out, world=4, undisturbed=undisturbed, killed=killed)
+    assert result.codes.count(-9) == len(losses), result.transcript()
+    values = result.values[result.survivors[0]]
+    for what in ("losses", "steps", "norm", "digest"):
+        assert values[killed.name][what] == values[undisturbed.name][what], what
+    assert values[killed.name]["put_off"] > 5
+    assert values[killed.name]["done"] > 2

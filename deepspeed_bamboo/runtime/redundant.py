@@ -1,0 +1,48 @@
+"""Which redundant forwards a worker really does, and where they keep what their backward would need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from deepspeed_bamboo.config import RedundancyConfig
+from deepspeed_bamboo.runtime.offload import HostOffload
+from deepspeed_bamboo.runtime.recompute import keep_only_input
+from deepspeed_bamboo.runtime.replica import StageReplica
+
+
+class RedundantForwards:
+    """The redundant forwards of one worker.
+
+    Args:
+        settings: the configuration's ``redundancy``.
+        device: the worker's device.
+    """
+
+    def __init__(self, settings: RedundancyConfig, *, device: torch.device) -> None:
+        self._settings = settings
+        limit = settings.memory_limit_gigabytes
+        self.host_offload = HostOffload(device=device, limit_bytes=None if limit is None else int(limit * 2**30))
+
+    def due(self, replica: StageReplica, micro_batch: int) -> int | None:
+        """The micro-batch to do where the program has the redundant forward of ``micro_batch``; None: none now.
+
+        Where they are optional, none is done while what an earlier one keeps is still being copied to the host: links
+        to the host are slow, and the copies of each forward would pile up. The next one then does the oldest that is
+        left, so that those done are always the first ones.
+        """
+        optional = self._settings.mode != "full" and not self._settings.overlap
+        if optional and self.host_offload.busy:
+            return None
+        return min(replica.progress.forwards, micro_batch)
+
+    def run(self, replica: StageReplica, micro_batch: int, forward: Callable[[], None]) -> None:
+        """Do ``forward`` of the active ``replica``. Raises MemoryLimitError when it would keep too much on the host."""
+        if self._settings.offload == "recompute":
+            keep_only_input(replica, micro_batch, forward)
+        elif self._settings.offload == "cpu":
+            with self.host_offload.offloading(replica.module):
+                forward()
+        else:
+            forward()
