@@ -107,7 +107,7 @@ def test_command_draws_and_states(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "0.0 w0 F0 F1 F2 F3 f0 f1 f2 f3  .  . B0" in out
     assert "bubbles: 33.3% of 4 x 27 slots without redundancy" in out
-    assert "FRC in bubbles: 24 of 24 (100.0%)" in out
+    assert "FRC in bubbles: 17 of 17 (100.0%)" in out
     assert "extra time: 0 slots (0.0%)" in out
     assert "program of" not in out
 
@@ -153,7 +153,7 @@ def test_command_without_matplotlib_says_how_to_get_it(
     [
         (("--stages", "0"), "at least 1 pipeline and 1 stage"),
         (("--stages", "2", "--lost", "2"), "--lost 2 is no stage; they are 0..1"),
-        (("--stages", "2", "--lost", "1", "--at", "99"), "--at 99 is outside the iteration; its slots are 0..16"),
+        (("--stages", "2", "--lost", "1", "--at", "99"), "--at 99 is outside the iteration; its slots are 0..15"),
         (("--stages", "2", "--at", "3"), "--at 3 without --lost"),
         (("--stages", "2", "--lost", "0", "--lost", "1"), "no live worker holds 0.0, 0.1"),
         (("--stages", "2", "--backward-slots", "0"), "at least 1 slot"),
