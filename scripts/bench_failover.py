@@ -201,7 +201,7 @@ def table(result: dict[str, Any]) -> list[str]:
         ("kill to end of the iteration", [pause["to_iteration_end"] for pause in found]),
         ("the same iteration without a loss", [pause["undisturbed"] for pause in found]),
         ("regroup of the slowest survivor", [pause["slowest_regroup"] for pause in found]),
-        ("new shadows, after it", [pause["protect"] for pause in found if pause["protect"] is not None]),
+        ("new shadows, waited for", [pause["protect"] for pause in found if pause["protect"] is not None]),
         ("join: survivors' pause", [join["pause"] for join in result.get("joins", [])]),
         ("join: state transfer in it", [join["transfer"] for join in result.get("joins", [])]),
         ("join: complete, after the kill", [join["after_loss"] for join in result.get("joins", [])]),

@@ -161,6 +161,12 @@ class Placement:
             held[chosen] += 1
         return Placement.of(self.grid, owners=owners, shadows=shadows, alike=self.alike)
 
+    def with_shadows(self, shadows: Mapping[Coordinate, WorkerId]) -> Placement:
+        """The same with these shadows, too. Raises ValueError for one on its owner's worker."""
+        return Placement.of(
+            self.grid, owners=dict(self.owners), shadows={**dict(self.shadows), **shadows}, alike=self.alike
+        )
+
     def to_json(self) -> dict[str, Any]:
         """A value that ``json`` can write and :meth:`from_json` reads back equal."""
         return {

@@ -119,6 +119,14 @@ class CallSet:
         """What the unfinished calls wait for."""
         return {c: call.pending for c, (_, call) in self._calls.items() if call.pending is not None}
 
+    def keep(self, coordinates: Container[Coordinate]) -> None:
+        """Unwind and forget the calls of all others."""
+        for coordinate in [c for c in self._calls if c not in coordinates]:
+            replica, call = self._calls.pop(coordinate)
+            self.beside.pop(coordinate, None)
+            self._host.activate(replica)
+            call.cancel()
+
     def cancel(self) -> None:
         """Unwind all calls where they stand; nothing after the pending collective runs."""
         for replica, call in self._calls.values():

@@ -31,6 +31,7 @@ from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.logical import Exchange
 from deepspeed_bamboo.runtime.losses import aggregate_losses, agreed_losses
 from deepspeed_bamboo.runtime.micro_batches import DataFactory, PipelineData, check_complete, missing_data
+from deepspeed_bamboo.runtime.rebuilding import Rebuilding
 from deepspeed_bamboo.runtime.reconfiguration import Reconfiguration
 from deepspeed_bamboo.runtime.redundant import RedundantForwards
 from deepspeed_bamboo.runtime.replica import StageReplica
@@ -100,6 +101,7 @@ class BambooPipelineEngine(CheckpointedEngine):
             after=self._after_instruction,
             redundant=redundant,
         )
+        self.rebuilding = Rebuilding(self)
         self.failover = Failover(self)
         self.reconfiguration = Reconfiguration(self)
         self._place_data()
@@ -374,6 +376,7 @@ class BambooPipelineEngine(CheckpointedEngine):
 
     def _train_body(self) -> None:
         if not self.activity.rounds:
+            self.rebuilding.begin()
             context = self.context(training=True, micro_batches=self.micro_batches)
             for replica in self.host.owners():
                 self.strike_if_scripted(replica.coordinate, "idle", None)
@@ -401,7 +404,8 @@ class BambooPipelineEngine(CheckpointedEngine):
     def instructions(self, *, training: bool) -> tuple[Instruction, ...]:
         """What this worker has to execute; one that stands by only takes part in the agreement."""
         if self.session.worker not in self.placement.holders:
-            return (Instruction(Op.COMMIT),) if training else ()
+            rebuilds = (Instruction(Op.MIRROR),) if self.rebuilding.takes_part() else ()
+            return (*rebuilds, Instruction(Op.COMMIT)) if training else ()
         return self.program(training=training).program(self.session.worker)
 
     def program(self, *, training: bool) -> Plan:

@@ -28,6 +28,7 @@ from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.mode_choice import ModeChoice
 from deepspeed_bamboo.runtime.news import tell, tell_once
 from deepspeed_bamboo.runtime.protection import copy_from_other_pipeline, copy_shadows
+from deepspeed_bamboo.runtime.rebuilding import with_rebuilt
 from deepspeed_bamboo.runtime.recovery import PauseClock, Recovery
 from deepspeed_bamboo.runtime.replica import StageReplica
 from deepspeed_bamboo.runtime.world import WorldGroup, replace_default_group
@@ -55,8 +56,7 @@ class Failover:
         self._lost_at = 0.0
         self._attempts: Counter[tuple[int, Coordinate]] = Counter()
         self._fresh: tuple[Placement, int, Mode, Plan] | None = None
-        # The first activity after whose end shadows are rebuilt, the same on every worker.
-        self._protect_from = 0
+        self._settlement: Settlement | None = None  # of the last loss
         # Coordinates that this worker owns by copying another pipeline's state, which it has yet to do.
         self._to_copy: list[Coordinate] = []
 
@@ -89,7 +89,8 @@ class Failover:
     def run(self, cause: EpochChangedError | PeerLostError) -> None:
         """Bring this worker into the newest epoch and lay down what is left to do in the current activity."""
         engine = self._engine
-        before = engine.placement
+        before, epoch = engine.placement, engine.epoch
+        engine.rebuilding.cancel()
         record, settlement, clock = self._recovery.recover(cause, placement=before)
         after = record.placement
         engine.host.drop_incomplete()
@@ -106,6 +107,10 @@ class Failover:
         self.modes.lost(len(clock.lost))
         self._lost_at = record.time_seconds
         self.enter_world(record)
+        engine.activity.adopt(settlement.agreed)
+        if engine.activity.kind == "train" and engine.activity.rounds:
+            # As those have it who have ended this iteration already.
+            before = with_rebuilt(before, engine.activity.rounds[0], epoch=epoch)
         self._settle(settlement, before=before, after=after, taken=taken)
         self._strike_if_scripted("resume")
 
@@ -115,9 +120,7 @@ class Failover:
 
     def _settle(self, settlement: Settlement, *, before: Placement, after: Placement, taken: list[Coordinate]) -> None:
         engine, activity = self._engine, self._engine.activity
-        # Some workers may have left the boundary before this activity already, others have yet to pass it.
-        self._protect_from = settlement.activity
-        activity.adopt(settlement.agreed)
+        self._settlement = settlement
         undecided_here = activity.index == settlement.activity and not activity.rounds
         progress = self._progress(settlement, before=before, after=after)
         if undecided_here and settlement.kind == "train":
@@ -237,14 +240,19 @@ class Failover:
     def protect_again(self) -> None:
         """Give every unprotected coordinate a shadow on another live worker, if there is one; collective.
 
-        Done at an iteration boundary. Becomes part of the epoch only once every copy is complete; a loss
-        meanwhile leaves things as they were, and the next boundary tries again.
+        Done at an iteration boundary. Mostly that has happened beside the iteration, see :class:`Rebuilding`; what is
+        missing still is copied now. Becomes part of the epoch only once every copy is complete; a loss meanwhile
+        leaves things as they were, and the next iteration tries again.
         """
         engine, interruption = self._engine, self._engine.session.interruption
+        beside = engine.rebuilding.end()
         record = interruption.active
-        if engine.activity.index - 1 < self._protect_from:
+        if record is None or not engine.protects or not self._takes_part_in_protecting():
             return
-        if record is None or not engine.protects or engine.placement.protected(record.members) == engine.placement:
+        if engine.placement.protected(record.members) == engine.placement:
+            if beside is not None:
+                seconds, waited_seconds = beside
+                self._protected(record, seconds=seconds, waited_seconds=waited_seconds)
             return
         copied: list[tuple[EpochRecord, Placement]] = []
         started = time.perf_counter()
@@ -268,14 +276,29 @@ class Failover:
         if not copied or interruption.active is not copied[0][0]:
             return
         current, engine.placement = copied[0]
+        seconds = time.perf_counter() - started
+        self._protected(current, seconds=seconds, waited_seconds=seconds)
+
+    def _takes_part_in_protecting(self) -> bool:
+        """The same answer on every worker that comes to this boundary, though some may have passed it before a loss."""
+        index, settlement = self._engine.activity.index, self._settlement
+        if settlement is None or index > settlement.activity:
+            return True
+        return index == settlement.activity and settlement.kind == "protect"
+
+    def _protected(self, current: EpochRecord, *, seconds: float, waited_seconds: float) -> None:
+        engine = self._engine
         self._strike_if_scripted("protected")
         if engine.is_reporter:
             self._propose_protected(current)
-        seconds = time.perf_counter() - started
-        engine.log_event("protected", seconds=seconds)
+        engine.log_event("protected", seconds=seconds, waited_seconds=waited_seconds)
         alone = len(current.members) == 1
         state = "no other worker is left, another loss ends the job" if alone else "another loss is survived again"
-        tell_once(engine, f"step {engine.global_steps}: shadows rebuilt in {seconds:.2f} s, {state}")
+        tell_once(
+            engine,
+            f"step {engine.global_steps}: shadows rebuilt in {seconds:.2f} s, {waited_seconds:.2f} s of it waited for, "
+            + state,
+        )
 
     def _propose_protected(self, current: EpochRecord) -> None:
         engine = self._engine
@@ -308,7 +331,8 @@ class Failover:
             if replica.mirrored and stored.backwards:
                 # Its gradients are the owner's reduced ones now, which can't be reduced once more.
                 stored = CoordinateProgress()
-            redundant[coordinate] = stored
+            if engine.placement.shadow(coordinate) == engine.session.worker:
+                redundant[coordinate] = stored
         owned = {replica.coordinate: replica.progress for replica in engine.host.owners()}
         return engine.activity.report(owned, redundant=redundant)
 

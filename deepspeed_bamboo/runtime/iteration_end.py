@@ -47,6 +47,7 @@ class IterationEnd:
 
     def execute(self, instruction: Instruction, context: IterationContext) -> None:
         """Carry out one of REDUCE_TIED, REDUCE, MIRROR, COMMIT. Raises what interrupts a wait."""
+        self._engine.rebuilding.prepare()
         if instruction.op is Op.REDUCE_TIED:
             self._remember_gradients()
             self._reduce(self._engine._exec_reduce_tied_grads, label=f"{context.activity}/tied", context=context)
@@ -67,6 +68,8 @@ class IterationEnd:
         engine, activity, calls = self._engine, self._engine.activity, self._step_calls
         if calls is None:
             raise RuntimeError("a step without an agreement")
+        engine.rebuilding.adopt(activity.rounds[0])
+        self._forget_steps_of_others(calls)
         if activity.delivered == 0:
             for replica in engine.host.owners():
                 engine.strike_if_scripted(replica.coordinate, "step", None)
@@ -90,6 +93,14 @@ class IterationEnd:
             _apply_buffers(replica)
             replica.micro_offset += context.micro_batches
         self._step_calls = None
+
+    def _forget_steps_of_others(self, calls: CallSet) -> None:
+        """What was rebuilt in an epoch that ended before everybody counted on it is no shadow."""
+        self._running = calls
+        try:
+            calls.keep({**self._engine.host.owned, **self._engine.host.shadows})
+        finally:
+            self._running = None
 
     def launch_late_steps(self) -> None:
         """What :meth:`step` has left for later is launched; called once the next iteration's first result is out."""
@@ -179,7 +190,9 @@ class IterationEnd:
             calls.cancel()
 
     def _mirror(self, context: IterationContext) -> None:
-        engine, host, placement = self._engine, self._engine.host, context.placement
+        engine, host = self._engine, self._engine.host
+        placement = engine.rebuilding.mirrored(context.placement)
+        engine.rebuilding.finish()
         # Their part of the gradients' norm comes before others' gradients have arrived. It is also before anything is
         # sent: a kernel's first launch may wait for the device to be idle, which a send is not until it is received.
         early = {c for c, shadow in host.shadows.items() if self._shadow_steps.can_wait(shadow)}
@@ -196,6 +209,8 @@ class IterationEnd:
             engine.links.send(holder, Message(f"{context.activity}/mirror/{replica.coordinate}", data, tensors))
         for coordinate in placement.shadowed_by(engine.session.worker):
             message = engine.links.receive(placement.owner(coordinate), f"{context.activity}/mirror/{coordinate}")
+            if coordinate not in host.shadows:
+                continue  # its state has not come in time
             replica = host.shadows[coordinate]
             replica.settle()
             host.activate(replica)
@@ -214,6 +229,7 @@ class IterationEnd:
         calls = self._start_steps({**engine.host.owned, **engine.host.shadows})
         value: dict[str, Any] = {"contributions": self._contributions(calls), "losses": stage_losses(engine)}
         value.update(engine.failover.modes.contribution())
+        value.update(engine.rebuilding.contribution())
         wish = engine.reconfiguration.wish()
         if wish is not None:
             value["wish"] = wish

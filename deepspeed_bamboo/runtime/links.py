@@ -45,6 +45,18 @@ class Links:
         self._idle_clients: dict[tuple[str, int], list[Any]] = defaultdict(list)
         self._aside: dict[WorkerId, dict[str, Message]] = defaultdict(dict)
 
+    def beside(self, interruption: Interruption, *, name: str) -> Links:
+        """Other channels in the same epoch, without lanes: for another thread, whose waits ``interruption`` ends.
+
+        Both sides of each use the same ``name``.
+        """
+        other = Links(
+            self._me, interruption=interruption, timeout_seconds=self._timeout_seconds, device=torch.device("cpu")
+        )
+        other._network, other._idle_clients = self._network, self._idle_clients
+        other.extend(members=self._members, order=self._order, name=f"{self._name}/{name}")
+        return other
+
     def enter(self, *, members: Mapping[WorkerId, Member], order: Sequence[WorkerId], name: str) -> None:
         """Drop the channels of the previous epoch; later ones are made at the store of each pair's first in ``order``.
 

@@ -34,7 +34,8 @@ class Slot:
 def pack_state(replica: StageReplica) -> PackedState:
     """Everything that makes ``replica`` what it is between two iterations.
 
-    The tensors are the replica's own: whoever sends them waits until they are received before it changes them.
+    The tensors are the replica's own: whoever sends them waits until they are received before it changes them. Only
+    buffers are copies, since a forward may change them.
     """
     replica.settle()
     attributes = replica.attributes
@@ -42,7 +43,7 @@ def pack_state(replica: StageReplica) -> PackedState:
     scheduler = attributes["lr_scheduler"]
     state = {
         "parameters": [parameter.detach() for parameter in module.parameters()],
-        "buffers": list(module.buffers()),
+        "buffers": [buffer.detach().clone() for buffer in module.buffers()],
         "masters": [master.detach() for master in master_weights(optimizer)],
         "optimizer": attributes["basic_optimizer"].state_dict(),
         "scheduler": None if scheduler is None else scheduler.state_dict(),

@@ -102,13 +102,12 @@ def _at(*points: str) -> Kind:
 
     def kind(setup: Setup, numbers: _Draw) -> FaultScript | None:
         first = _fault(setup, numbers, ("forward", "backward"), step=_LATE)
-        later = any(point.startswith("protect") for point in points)
-        if later and setup.mode == "off":
+        if "protect" in points and setup.mode == "off":
             return None
         others = [c for c in setup.grid if c != first.coordinate]
         numbers.shuffle(others)
-        step = _LATE + 1 if later else _LATE
-        faults = [Fault(step, c.stage, numbers.choice(points), pipeline=c.pipeline) for c in others]
+        drawn = [(c, numbers.choice(points)) for c in others]
+        faults = [Fault(_LATE + (at == "protected"), c.stage, at, pipeline=c.pipeline) for c, at in drawn]
         scripts = (_script(setup, [first, fault], at_once=True) for fault in faults)
         return next((script for script in scripts if script), None)
 

@@ -19,8 +19,9 @@ class Pause:
     The parts follow one another on the worker that took over: ``detect`` (from the kill to its hearing of the new
     epoch), ``abort``, ``regroup``, ``plan`` (to the first instruction done again), ``recompute`` (to where the lost
     worker had been) and ``finish`` (to the end of the interrupted iteration). ``to_recompute`` and ``to_iteration_end``
-    are counted from the kill. ``protect`` is how long the new shadows took after that, ``undisturbed`` an iteration
-    of this run without a loss. ``slowest_regroup`` is the longest of all survivors.
+    are counted from the kill. ``protect`` is how long workers waited for new shadows, which are copied beside the rest
+    of the iteration, ``undisturbed`` an iteration of this run without a loss. ``slowest_regroup`` is the longest of
+    all survivors.
     """
 
     step: int
@@ -129,6 +130,6 @@ def _pause(fault: Event, reports: Sequence[Event], *, events: Sequence[Event], u
         to_recompute=first - kill,
         to_iteration_end=ended - kill,
         slowest_regroup=max(event["pause_seconds"]["regroup"] for event in reports),
-        protect=max((event["seconds"] for event in protections), default=None),
+        protect=max((event["waited_seconds"] for event in protections), default=None),
         undisturbed=undisturbed,
     )

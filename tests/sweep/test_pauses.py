@@ -26,7 +26,7 @@ EVENTS = [
     event("fault", 100.0, 4),
     failover(102.5, taken_over=["0.1"], regroup=0.5),
     failover(102.5, taken_over=[], regroup=0.625),
-    event("protected", 103.0, 5, seconds=0.125),
+    event("protected", 103.0, 5, seconds=0.75, waited_seconds=0.125),
     event("step", 103.0, 4, seconds=9.0),
     event("reconfigured", 110.0, 6, joining=["w1.1"], seconds=0.25, transfer_seconds=0.125),
     event("reconfigured", 111.0, 6, joining=["w1.1"], seconds=0.5, transfer_seconds=0.0625),
