@@ -23,6 +23,7 @@ from deepspeed_bamboo.core.recovery import (
 )
 from deepspeed_bamboo.core.schedule import Mode, Plan
 from deepspeed_bamboo.core.settlement import Report, Settlement
+from deepspeed_bamboo.runtime.activity import Round
 from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.mode_choice import ModeChoice
@@ -237,6 +238,15 @@ class Failover:
             self.modes.repeated(parts["recompute"])
         engine.session.log("failover", step=step, **fields, taken_over=taken_over)
 
+    def count_on_rebuilt(self, agreed: Round) -> None:
+        """After the agreement of an iteration: the shadows that were rebuilt beside it are shadows, step included."""
+        engine = self._engine
+        record, before = engine.session.interruption.active, engine.placement
+        engine.placement = with_rebuilt(before, agreed, epoch=engine.epoch)
+        complete = record is not None and engine.placement.protected(record.members) == engine.placement
+        if record is not None and complete and engine.placement != before and engine.is_reporter:
+            self._propose_protected(record)
+
     def protect_again(self) -> None:
         """Give every unprotected coordinate a shadow on another live worker, if there is one; collective.
 
@@ -251,8 +261,7 @@ class Failover:
             return
         if engine.placement.protected(record.members) == engine.placement:
             if beside is not None:
-                seconds, waited_seconds = beside
-                self._protected(record, seconds=seconds, waited_seconds=waited_seconds)
+                self._say_protected(record, seconds=beside[0], waited_seconds=beside[1])
             return
         copied: list[tuple[EpochRecord, Placement]] = []
         started = time.perf_counter()
@@ -277,7 +286,9 @@ class Failover:
             return
         current, engine.placement = copied[0]
         seconds = time.perf_counter() - started
-        self._protected(current, seconds=seconds, waited_seconds=seconds)
+        self._say_protected(current, seconds=seconds, waited_seconds=seconds)
+        if engine.is_reporter:
+            self._propose_protected(current)
 
     def _takes_part_in_protecting(self) -> bool:
         """The same answer on every worker that comes to this boundary, though some may have passed it before a loss."""
@@ -286,11 +297,9 @@ class Failover:
             return True
         return index == settlement.activity and settlement.kind == "protect"
 
-    def _protected(self, current: EpochRecord, *, seconds: float, waited_seconds: float) -> None:
+    def _say_protected(self, current: EpochRecord, *, seconds: float, waited_seconds: float) -> None:
         engine = self._engine
         self._strike_if_scripted("protected")
-        if engine.is_reporter:
-            self._propose_protected(current)
         engine.log_event("protected", seconds=seconds, waited_seconds=waited_seconds)
         alone = len(current.members) == 1
         state = "no other worker is left, another loss ends the job" if alone else "another loss is survived again"

@@ -68,7 +68,7 @@ class IterationEnd:
         engine, activity, calls = self._engine, self._engine.activity, self._step_calls
         if calls is None:
             raise RuntimeError("a step without an agreement")
-        engine.rebuilding.adopt(activity.rounds[0])
+        engine.failover.count_on_rebuilt(activity.rounds[0])
         self._forget_steps_of_others(calls)
         if activity.delivered == 0:
             for replica in engine.host.owners():

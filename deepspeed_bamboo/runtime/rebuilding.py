@@ -183,11 +183,6 @@ class Rebuilding:
         work = self._work
         return {REBUILT: (work.record.number, tuple(work.rebuilt))} if work is not None and work.rebuilt else {}
 
-    def adopt(self, agreed: Round) -> None:
-        """After the agreement: what all holders have rebuilt are shadows now."""
-        epoch = self._engine.epoch
-        self._engine.placement = with_rebuilt(self._engine.placement, agreed, epoch=epoch)
-
     def end(self) -> tuple[float, float] | None:
         """The iteration is over. Seconds since it began, and waited for; None if nothing was rebuilt."""
         work, self._work = self._work, None

@@ -17,6 +17,8 @@ from deepspeed_bamboo.faults import PER_MICRO_BATCH, Fault, FaultScript
 # A worker that is to join or to leave does so at the boundary after the step, or after the next one when a loss or
 # an absent etcd comes between. Until then it may not be there yet, or its node is still the one to be asked to leave.
 _STEPS_TO_SETTLE = 3
+# A worker that is killed in its step is missed in the next iteration, at whose end lost shadows are back.
+_STEPS_TO_PROTECT = 2
 _POINTS = ("forward", "backward", "send_activation", "send_grad", "reduce", "step", "idle")
 
 
@@ -56,12 +58,13 @@ def draw(
     """``count`` happenings in different steps of a run of ``steps``; the same arguments draw the same ones.
 
     The job starts with ``workers`` and never has more than ``most``, nor fewer than one: a worker goes only when
-    another is sure to be there, so no loss is fatal. Raises ValueError when there are not enough steps.
+    another is sure to be there, and is killed only when lost shadows are back, so no loss is fatal. Raises ValueError
+    when there are not enough steps.
     """
     if count > steps - 4:
         raise ValueError(f"{count} events in different steps need at least {count + 4} steps; got {steps}")
     source = random.Random(seed)
-    alive, joined_at, left_at, drawn = workers, [-steps], -steps, []
+    alive, joined_at, left_at, killed_at, drawn = workers, [-steps], -steps, -steps, []
     for step in sorted(source.sample(range(1, steps - 3), count)):
         arriving = sum(step - at <= _STEPS_TO_SETTLE for at in joined_at)
         possible = [
@@ -69,6 +72,7 @@ def draw(
             for kind in Kind
             if (kind not in _REMOVES or alive - arriving >= 2)
             and (kind is not Kind.JOIN or alive < most)
+            and (kind is not Kind.KILL or step - killed_at > _STEPS_TO_PROTECT)
             and (kind not in _LEAVES or step - left_at > _STEPS_TO_SETTLE)
         ]
         kind = source.choices(possible, [_WEIGHTS[kind] for kind in possible])[0]
@@ -77,6 +81,8 @@ def draw(
             joined_at.append(step)
         if kind in _LEAVES:
             left_at = step
+        if kind is Kind.KILL:
+            killed_at = step
         coordinate = source.choice(list(grid)) if kind in _REMOVES else None
         fault = None
         if kind is Kind.KILL and coordinate is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -36,6 +37,8 @@ def test_a_worker_goes_only_when_another_is_sure_to_be_there(
             here -= 1
             assert here >= 1
         assert here + len(joining) <= len(grid) + 2
+    kills = [happening.step for happening in happenings if happening.kind is Kind.KILL]
+    assert all(later - earlier >= 3 for earlier, later in itertools.pairwise(kills)), kills
 
 
 def test_more_events_than_steps_is_an_error() -> None:
