@@ -63,7 +63,7 @@ def parts(arguments: argparse.Namespace) -> list[Part]:
         Part("kills", 330, (*loss, *stages, *rounds, "--checkpoint-steps", "40"), judge_losses),
         Part(
             "throughput-16",
-            110,
+            150,
             (*speed, *stages, "--micro-batches", "16", "--variants", COMPARED, "--rounds", "5", "--steps", "5"),
             judge_speed,
         ),

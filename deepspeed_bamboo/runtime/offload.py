@@ -18,6 +18,9 @@ from deepspeed_bamboo.errors import MemoryLimitError
 
 # Smaller tensors cost more to move than they free.
 _SMALLEST_BYTES = 4096
+# A view of at least this part of its memory is kept by a copy of all of that. Queries, keys and values are three views
+# of one tensor, say, and all of them are saved.
+_LARGE_PART = 0.25
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class SavedTensor:
 
 
 class SharedCopies:
-    """One copy, made by ``copy``, of what is saved several times: as itself, transposed or reshaped.
+    """One copy, made by ``copy``, of what is saved several times: as itself, transposed, reshaped or in large parts.
 
     Lives as long as one forward. What is changed in place between two saves is copied again.
     """
@@ -51,10 +54,11 @@ class SharedCopies:
         storage = tensor.untyped_storage()
         reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         layout = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-        whole = tensor.numel() * tensor.element_size() == storage.nbytes()
+        count, rest = divmod(storage.nbytes(), tensor.element_size())
+        whole = not rest and tensor.numel() >= _LARGE_PART * count
         key = (reference.cdata, tensor.dtype, tensor._version, None if whole else layout)
         if key not in self._made:
-            source = tensor.as_strided((tensor.numel(),), (1,), 0) if whole else tensor
+            source = tensor.as_strided((count,), (1,), 0) if whole else tensor
             self._made[key] = (reference, self._copy(source.detach()))
         return SavedTensor(self._made[key][1], layout if whole else None)
 
@@ -119,11 +123,13 @@ class HostOffload:
         stream = self._stream
         if stream is None:
             raise RuntimeError("offloading needs a CUDA device")
-        # With the same strides, since kernels, and so last bits, may depend on them.
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            host.copy_(tensor, non_blocking=True)
+            # A copy of what has gaps would go by way of other host memory, and the caller would wait for it.
+            source = tensor if tensor.is_contiguous() else torch.empty_like(tensor).copy_(tensor)
+            # With the same strides, since kernels, and so last bits, may depend on them.
+            host = torch.empty_like(source, device="cpu", pin_memory=True)
+            host.copy_(source, non_blocking=True)
             copied = self._copied = stream.record_event()
         # The allocator must not hand the memory out again before the copy has read it.
         tensor.record_stream(stream)

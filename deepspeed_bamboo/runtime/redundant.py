@@ -28,12 +28,14 @@ class RedundantForwards:
     def due(self, replica: StageReplica, micro_batch: int) -> int | None:
         """The micro-batch to do where the program has the redundant forward of ``micro_batch``; None: none now.
 
-        Where they are optional, none is done while what an earlier one keeps is still being copied to the host: links
-        to the host are slow, and the copies of each forward would pile up. The next one then does the oldest that is
-        left, so that those done are always the first ones.
+        Where they are optional and what they keep goes to the host, the last stage's are left out, which keeps the most
+        by far (a value for each word of the vocabulary; until they are copied they take more of the device than its
+        state). Nor is one done while an earlier one's are still being copied: links to the host are slow, and the
+        copies would pile up. The next one then does the oldest that is left, so that those done are always the first.
         """
-        optional = self._settings.mode != "full" and not self._settings.overlap
-        if optional and self.host_offload.busy:
+        settings = self._settings
+        optional = settings.mode != "full" and not settings.overlap
+        if optional and settings.offload == "cpu" and (_is_last(replica) or self.host_offload.busy):
             return None
         return min(replica.progress.forwards, micro_batch)
 
@@ -46,3 +48,8 @@ class RedundantForwards:
                 forward()
         else:
             forward()
+
+
+def _is_last(replica: StageReplica) -> bool:
+    stages: int = replica.attributes["grid"].pipe_parallel_size
+    return replica.coordinate.stage == stages - 1

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from deepspeed_bamboo.config import RedundancyConfig
+from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.runtime.offload import HostOffload, SavedTensor, SharedCopies
 from deepspeed_bamboo.runtime.redundant import RedundantForwards
@@ -41,12 +42,31 @@ def test_views_of_all_of_one_memory_share_a_copy() -> None:
     assert len(made) == 1
 
 
-def test_parts_are_copied_alone_and_once() -> None:
+def test_small_parts_are_copied_alone_and_once() -> None:
     copies, made = recording()
-    tensor = torch.randn(4, 6)
-    for part in (tensor[1:], tensor[:1], tensor[1:]):
+    tensor = torch.randn(8, 6)
+    for part in (tensor[1:2], tensor[:1], tensor[1:2]):
         assert same(copies.of(part), part)
-    assert [len(copy) for copy in made] == [3, 1]
+    assert [len(copy) for copy in made] == [1, 1]
+
+
+def test_large_parts_share_a_copy_without_gaps() -> None:
+    copies, made = recording()
+    joined = torch.randn(2, 5, 12)  # samples x positions x (queries, keys, values)
+    for part in joined.split(4, dim=-1):
+        heads = part.view(2, 5, 2, 2).transpose(1, 2)
+        assert same(copies.of(heads), heads)
+        assert copies.of(heads).restore(made[0]).storage_offset() == heads.storage_offset()
+    assert [copy.is_contiguous() and copy.numel() for copy in made] == [120]
+
+
+def test_memory_read_as_another_type_is_copied_for_each() -> None:
+    copies, made = recording()
+    tensor = torch.zeros(6, dtype=torch.int16)
+    assert same(copies.of(tensor), tensor)
+    assert same(copies.of(tensor.view(torch.int32)), tensor.view(torch.int32))
+    assert same(copies.of(tensor.view(torch.uint8)[1:]), tensor.view(torch.uint8)[1:])
+    assert [copy.numel() for copy in made] == [6, 3, 12]
 
 
 def test_changed_in_place_is_copied_again() -> None:
@@ -81,21 +101,27 @@ def test_gradients_are_those_without_copies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "busy", "expected"),
+    ("settings", "stage", "busy", "expected"),
     [
-        ({"mode": "eager"}, False, 2),  # the oldest that is left, not the fourth, which the program has there
-        ({"mode": "eager"}, True, None),
-        ({"mode": "auto"}, True, None),
-        ({"mode": "eager", "overlap": True}, True, 2),
-        ({"mode": "full"}, True, 2),
+        ({"mode": "eager"}, 1, False, 2),  # the oldest that is left, not the fourth, which the program has there
+        ({"mode": "eager"}, 1, True, None),
+        ({"mode": "eager"}, 2, False, None),
+        ({"mode": "auto"}, 1, True, None),
+        ({"mode": "eager", "offload": "none"}, 2, False, 2),
+        ({"mode": "eager", "overlap": True}, 2, True, 2),
+        ({"mode": "full"}, 2, True, 2),
     ],
 )
-def test_optional_redundant_forwards_wait_for_earlier_copies(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], busy: bool, expected: int | None
+def test_optional_redundant_forwards_wait_for_earlier_copies_and_spare_the_last_stage(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], stage: int, busy: bool, expected: int | None
 ) -> None:
     monkeypatch.setattr(HostOffload, "busy", busy)
     forwards = RedundantForwards(RedundancyConfig(**settings), device=torch.device("cpu"))
-    replica = SimpleNamespace(progress=CoordinateProgress(loaded=4, forwards=2))
+    replica = SimpleNamespace(
+        progress=CoordinateProgress(loaded=4, forwards=2),
+        coordinate=Coordinate(0, stage),
+        attributes={"grid": SimpleNamespace(pipe_parallel_size=3)},
+    )
     assert forwards.due(replica, 3) == expected  # type: ignore[arg-type]
 
 
@@ -118,5 +144,5 @@ def test_whatever_was_put_off_a_loss_changes_no_number(jobs: Jobs) -> None:
     values = result.values[result.survivors[0]]
     for what in ("losses", "steps", "norm", "digest"):
         assert values[killed.name][what] == values[undisturbed.name][what], what
-    assert values[killed.name]["put_off"] > 5
-    assert values[killed.name]["done"] > 2
+    for what in ("put_off", "done"):
+        assert sum(result.values[rank][killed.name].get(what, 0) for rank in result.survivors) > 0, what
