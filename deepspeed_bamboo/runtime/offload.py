@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed_bamboo.errors import MemoryLimitError
 
@@ -40,34 +41,26 @@ class SavedTensor:
 class SharedCopies:
     """One copy, made by ``copy``, of what is saved several times: as itself, transposed, reshaped or in large parts.
 
-    Lives as long as one forward. What is changed in place between two saves is given to ``copy`` again.
+    Lives as long as one forward. What is changed in place between two saves is copied again.
     """
 
     def __init__(self, copy: Callable[[torch.Tensor], Any]) -> None:
         self._copy = copy
-        # The references keep addresses from being given to other memory, as long as they are known here.
-        self._made: dict[Any, tuple[torch.UntypedStorage, Any]] = {}
+        # The weak references keep addresses from being given to other memory, as long as they are known here.
+        self._made: dict[Any, tuple[StorageWeakRef, Any]] = {}
 
     def of(self, tensor: torch.Tensor) -> SavedTensor:
         """The copy of ``tensor``, made now unless there is one."""
         storage = tensor.untyped_storage()
+        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         layout = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         count, rest = divmod(storage.nbytes(), tensor.element_size())
         whole = not rest and tensor.numel() >= _LARGE_PART * count
-        key = (storage._cdata, tensor.dtype, tensor._version, None if whole else layout)
+        key = (reference.cdata, tensor.dtype, tensor._version, None if whole else layout)
         if key not in self._made:
             source = tensor.as_strided((count,), (1,), 0) if whole else tensor
-            self._made[key] = (storage, self._copy(source.detach()))
+            self._made[key] = (reference, self._copy(source.detach()))
         return SavedTensor(self._made[key][1], layout if whole else None)
-
-
-@dataclass
-class _Kept:
-    """What autograd saved: ``tensor`` on the device, until it is copied; then ``host``, complete after ``copied``."""
-
-    tensor: torch.Tensor | None
-    host: torch.Tensor | None = None
-    copied: Any = None
 
 
 class HostOffload:
@@ -103,14 +96,7 @@ class HostOffload:
             return
         resident = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
 
-        kept: list[_Kept] = []
-
-        def keep(tensor: torch.Tensor) -> _Kept:
-            self._count(tensor)
-            kept.append(_Kept(tensor))
-            return kept[-1]
-
-        copies = SharedCopies(keep)
+        copies = SharedCopies(self._to_host)
 
         def pack(tensor: torch.Tensor) -> Any:
             size = tensor.numel() * tensor.element_size()
@@ -120,13 +106,12 @@ class HostOffload:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._to_device):
             yield
-        self._copy_to_host(kept)
 
     def start_iteration(self) -> None:
         """What the previous iteration kept has been dropped."""
         self.kept_bytes = 0
 
-    def _count(self, tensor: torch.Tensor) -> None:
+    def _to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
         self.kept_bytes += tensor.numel() * tensor.element_size()
         self.peak_bytes = max(self.peak_bytes, self.kept_bytes)
         if self._limit_bytes is not None and self.kept_bytes > self._limit_bytes:
@@ -135,39 +120,24 @@ class HostOffload:
                 f"bamboo.redundancy.memory_limit_gigabytes = {self._limit_bytes / 2**30:.2f}; raise the limit, use "
                 'fewer or smaller micro-batches, or set bamboo.redundancy.mode to "lazy"'
             )
-
-    def _copy_to_host(self, kept: list[_Kept]) -> None:
-        """All at once, after the forward: launching them one by one inside it would hold the forward up.
-
-        What a backward needs does not change after it was saved, or a backward without offloading would fail too.
-        """
         stream = self._stream
         if stream is None:
             raise RuntimeError("offloading needs a CUDA device")
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            for entry in kept:
-                tensor, entry.tensor = entry.tensor, None
-                if tensor is None:
-                    raise RuntimeError("a saved tensor was copied to the host before")
-                # A copy of what has gaps would go by way of other host memory, and the caller would wait for it.
-                source = tensor if tensor.is_contiguous() else torch.empty_like(tensor).copy_(tensor)
-                # With the same strides, since kernels, and so last bits, may depend on them.
-                entry.host = torch.empty_like(source, device="cpu", pin_memory=True)
-                entry.host.copy_(source, non_blocking=True)
-                # The allocator must not hand the memory out again before the copy has read it.
-                tensor.record_stream(stream)
+            # A copy of what has gaps would go by way of other host memory, and the caller would wait for it.
+            source = tensor if tensor.is_contiguous() else torch.empty_like(tensor).copy_(tensor)
+            # With the same strides, since kernels, and so last bits, may depend on them.
+            host = torch.empty_like(source, device="cpu", pin_memory=True)
+            host.copy_(source, non_blocking=True)
             copied = self._copied = stream.record_event()
-        for entry in kept:
-            entry.copied = copied
+        # The allocator must not hand the memory out again before the copy has read it.
+        tensor.record_stream(stream)
+        return host, copied
 
     def _to_device(self, packed: torch.Tensor | SavedTensor) -> torch.Tensor:
         if not isinstance(packed, SavedTensor):
             return packed
-        kept: _Kept = packed.copy
-        if kept.tensor is not None:  # a model that takes gradients inside its forward
-            return packed.restore(kept.tensor)
-        if kept.host is None:
-            raise RuntimeError("a forward that failed has a backward")
-        torch.cuda.current_stream(self._device).wait_event(kept.copied)
-        return packed.restore(kept.host.to(self._device, non_blocking=True))
+        host, copied = packed.copy
+        torch.cuda.current_stream(self._device).wait_event(copied)
+        return packed.restore(host.to(self._device, non_blocking=True))
