@@ -8,8 +8,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+from deepspeed_bamboo.config import OffloadTarget, RedundancyConfig
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.instructions import COMPUTE, Op
 from deepspeed_bamboo.core.interpret import Execution, interpret
@@ -33,17 +34,19 @@ def add_parser(subparsers: _SubParsers) -> None:
         help="draw the schedule of an iteration and of its recovery after a loss",
         description="Draw the schedule of an iteration; with --lost and --at, what the survivors do after a loss.",
     )
-    modes = [mode.value for mode in Mode if mode.trains]
     parser.add_argument("--stages", type=int, required=True, metavar="P", help="stages of a pipeline")
     parser.add_argument("--micro-batches", type=int, required=True, metavar="M", help="micro-batches of an iteration")
     parser.add_argument("--pipelines", type=int, default=1, metavar="D", help="pipelines (default: 1)")
+    modes = [mode.value for mode in (Mode.OFF, Mode.LAZY, Mode.EAGER, Mode.FULL)]
+    parser.add_argument("--mode", choices=modes, default=Mode.EAGER.value, help="redundancy.mode (default: eager)")
+    offload = RedundancyConfig.model_fields["offload"].default
     parser.add_argument(
-        "--mode",
-        choices=modes,
-        default=Mode.EAGER_BUBBLES.value,
-        help="redundancy.mode (default: eager-bubbles, which is eager; with offload recompute it is eager-recompute, "
-        "with overlap plain eager)",
+        "--offload",
+        choices=get_args(OffloadTarget),
+        default=offload,
+        help=f"redundancy.offload, for eager (default: {offload})",
     )
+    parser.add_argument("--overlap", action="store_true", help="redundancy.overlap, for eager")
     parser.add_argument(
         "--lost",
         type=int,
@@ -94,7 +97,8 @@ def _scenario(args: argparse.Namespace) -> _Shown:
     grid = Grid(args.pipelines, args.stages)
     placement = Placement.initial(grid, [f"w{rank}" for rank in range(len(grid))])
     costs = Costs(args.forward_slots, args.backward_slots)
-    plan = plan_iteration(placement, micro_batches=args.micro_batches, mode=args.mode, costs=costs)
+    mode = Mode.planned(args.mode, offload=args.offload, overlap=args.overlap)
+    plan = plan_iteration(placement, micro_batches=args.micro_batches, mode=mode, costs=costs)
     execution = verify(plan, costs=costs)
     lines = [
         f"{grid.pipelines} x {grid.stages} stages, {args.micro_batches} micro-batches, mode {args.mode}; "
@@ -126,18 +130,20 @@ def _figures(plan: Plan, execution: Execution, costs: Costs) -> list[str]:
     ]
     if plan.mode.redundant_ops:
         fits = bubble_fit(plan.placement, micro_batches=plan.micro_batches, mode=plan.mode, costs=costs)
-        lines += _fit_lines(fits)
+        lines += _fit_lines(plan, fits)
         lines.append(
             f"bubbles left: {bubble_share(execution.timeline, workers=workers):.1%} of {workers} x {slots} slots"
         )
-        lines.append(
-            f"extra time: {slots - plain_slots} slots ({slots / plain_slots - 1:.1%}) if what overlaps hides nothing, "
-            "0 if it hides all"
-        )
+        hiding = "" if plan.mode.redundant_passes_are_optional else " if what overlaps hides nothing, 0 if it hides all"
+        lines.append(f"extra time: {slots - plain_slots} slots ({slots / plain_slots - 1:.1%}){hiding}")
     return lines
 
 
-def _fit_lines(fits: Sequence[Fit]) -> list[str]:
+def _fit_lines(plan: Plan, fits: Sequence[Fit]) -> list[str]:
+    wanted = plan.micro_batches * len(plan.placement.shadows)
+    if wanted and plan.mode.redundant_passes_are_optional:
+        fitting = sum(fit.forwards for fit in fits)
+        return [f"FRC in bubbles: {fitting} of {wanted} ({fitting / wanted:.1%}); the others are left out"]
     lines = []
     for word, fitting, total in (
         ("FRC", sum(fit.forwards_in_bubbles for fit in fits), sum(fit.forwards for fit in fits)),

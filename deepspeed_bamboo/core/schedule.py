@@ -26,6 +26,14 @@ class Mode(enum.Enum):
     FULL = "full"
     INFERENCE = "inference"
 
+    @classmethod
+    def planned(cls, name: str, *, offload: str = "cpu", overlap: bool = False) -> Mode:
+        """What the settings ``redundancy.mode``, ``offload`` and ``overlap`` plan. Raises ValueError for no mode."""
+        mode = cls(name)
+        if mode is not cls.EAGER or overlap:
+            return mode
+        return cls.EAGER_RECOMPUTE if offload == "recompute" else cls.EAGER_BUBBLES
+
     @property
     def redundant_ops(self) -> tuple[Op, ...]:
         """Which redundant passes a plan of this mode runs at all."""

@@ -39,8 +39,7 @@ class ModeChoice:
         redundancy = engine.session.config.redundancy
         self.automatic = redundancy.mode == AUTO
         self.mode = Mode.LAZY if self.automatic else Mode(redundancy.mode)
-        in_bubbles = Mode.EAGER_RECOMPUTE if redundancy.offload == "recompute" else Mode.EAGER_BUBBLES
-        self._eager = Mode.EAGER if redundancy.overlap else in_bubbles
+        self._eager = Mode.planned(Mode.EAGER.value, offload=redundancy.offload, overlap=redundancy.overlap)
         self.reason = "" if self.automatic else "configured"
         self._expected_per_hour = redundancy.losses_per_hour
         self._began = time.time()

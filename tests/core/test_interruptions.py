@@ -23,7 +23,7 @@ from tests.core.interruptions import (
 
 FAST = settings(deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 SWEEP = settings(FAST, derandomize=False, max_examples=10_000)
-MODES = ("off", "lazy", "eager", "eager-recompute", "full")
+MODES = ("off", "lazy", "eager", "eager-bubbles", "eager-recompute", "full")
 
 
 @pytest.fixture(scope="module", autouse=True)

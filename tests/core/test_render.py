@@ -107,7 +107,7 @@ def test_command_draws_and_states(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "0.0 w0 F0 F1 F2 F3 f0 f1 f2 f3  .  . B0" in out
     assert "bubbles: 33.3% of 4 x 27 slots without redundancy" in out
-    assert "FRC in bubbles: 17 of 17 (100.0%)" in out
+    assert "FRC in bubbles: 17 of 24 (70.8%); the others are left out" in out
     assert "extra time: 0 slots (0.0%)" in out
     assert "program of" not in out
 
@@ -166,3 +166,23 @@ def test_command_refuses_what_cannot_be(
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [
+        (("--overlap",), "FRC in bubbles: 24 of 24 (100.0%); the others overlap"),
+        (("--offload", "recompute"), "FRC in bubbles: 14 of 24 (58.3%); the others are left out"),
+        (("--mode", "lazy"), "4 x 27 slots without redundancy"),
+    ],
+)
+def test_command_takes_the_settings_of_the_configuration(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], share: str
+) -> None:
+    assert schedule("--stages", "4", "--micro-batches", "6", *options) == 0
+    assert share in capsys.readouterr().out
+
+
+def test_command_draws_a_single_worker_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert schedule("--stages", "1", "--micro-batches", "2") == 0
+    assert "extra time: 0 slots" in capsys.readouterr().out
