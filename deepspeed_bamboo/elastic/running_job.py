@@ -103,7 +103,13 @@ def _look_at(found: PublishedJob, opened: contextlib.ExitStack, *, within_second
     try:
         store = open_store([found.endpoint], within_seconds=within_seconds)
     except CoordinatorUnavailable:
-        return None  # it is about to go
+        if found not in published_jobs(found.job):
+            return None  # it has gone with its owner
+        raise JobNameTaken(
+            f"the etcd of a job named {found.job!r} at {found.endpoint} has not answered for {within_seconds:g} s, and "
+            f"process {found.owner_pid}, which keeps it, is there; start this again in a moment, end that process, or "
+            "give this job another name with --job NAME"
+        ) from None
     opened.callback(store.close)
     coordinator = JobCoordinator(store, job=found.job, prefix=found.prefix)
     if not can_be_joined(coordinator):
