@@ -22,6 +22,7 @@ from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 from deepspeed_bamboo.runtime.late_engine import LateEngine
 from deepspeed_bamboo.runtime.session import WorkerIdentity, WorkerSession
 from deepspeed_bamboo.runtime.standalone import is_standalone, standalone_job
+from deepspeed_bamboo.runtime.world import has_engine
 
 Initialize = Callable[..., Any]
 
@@ -45,6 +46,12 @@ def initialize_with(stock: Initialize, *args: Any, **kwargs: Any) -> Any:
     if settings is None or config is None or not config.enabled:
         return stock(*args, **kwargs)
     _validate(settings, call.arguments, config)
+    if has_engine():
+        raise ConfigError(
+            "this process has a bamboo engine already, and its workers come and go together with that one's stages; "
+            'train the second model in a job of its own, or give it a configuration without the "bamboo" section '
+            "before the first engine is made"
+        )
     environment, etcd = dict(os.environ), None
     if is_standalone(os.environ):
         environment, etcd = standalone_job(os.environ)

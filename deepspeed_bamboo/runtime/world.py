@@ -111,5 +111,12 @@ def _create(options: Any, group: WorldGroup | None) -> WorldGroup:
     if isinstance(distributed_c10d._get_default_group(), AloneGroup):
         return AloneGroup(options.group_rank, options.group_size)
     raise NotImplementedError(
-        "new process groups can't be made while workers may be lost; use the default group, which survives losses"
+        "new process groups can't be made while workers may be lost; use the default group, which survives losses. A "
+        "second PipelineModule, which makes groups, needs a job of its own"
     )
+
+
+def has_engine() -> bool:
+    """Whether an engine of the plugin has made this process's default group."""
+    group = distributed_c10d._get_default_group() if c10d.is_initialized() else None
+    return isinstance(group, WorldGroup) and not isinstance(group, AloneGroup)

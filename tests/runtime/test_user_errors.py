@@ -39,6 +39,39 @@ def test_one_stage_pipelines_need_a_data_source(jobs: Jobs) -> None:
     assert "engine.set_data_source(lambda pipeline, step: iterator)" in result.outputs[raised]
 
 
+@pytest.mark.parametrize(
+    ("early", "message"),
+    [(True, "this process has a bamboo engine already"), (False, "A second PipelineModule, which makes groups")],
+)
+def test_a_second_engine_in_a_process_is_refused(jobs: Jobs, early: bool, message: str) -> None:
+    result = jobs.run(make_two_engines, world=2, early=early)
+    assert set(result.codes) <= {EXIT_USER_ERROR, EXIT_JOB_FAILED}, result.transcript()
+    assert message in result.outputs[result.codes.index(EXIT_USER_ERROR)], result.transcript()
+
+
+def make_two_engines(*, early: bool) -> None:
+    """``early``: both modules are made before the first engine."""
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    from tests.runtime import models
+    from tests.runtime.scenarios import build, settings_of
+
+    training = Training("two", 2, faults=[])
+    modules = []
+
+    class Module(PipelineModule):
+        def __init__(self, *args: Any, **arguments: Any) -> None:
+            super().__init__(*args, **arguments)
+            modules.append(self)
+            if early and len(modules) == 1:
+                Module(*args, **arguments)
+
+    build(training, module_class=Module)
+    second = modules[-1] if early else PipelineModule(layers=models.plain(6), num_stages=2)
+    deepspeed.initialize(model=second, model_parameters=list(second.parameters()), config=settings_of(training))
+
+
 def train_without_source() -> None:
     from tests.runtime import models
     from tests.runtime.scenarios import build
