@@ -22,8 +22,7 @@ from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.errors import CheckpointError
 from deepspeed_bamboo.runtime.protection import refresh_shadows
-
-_COUNTERS = ("global_steps", "global_samples", "micro_steps")
+from deepspeed_bamboo.runtime.replica import COUNTERS
 
 
 class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
@@ -58,16 +57,13 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
         return True
 
     def _name_latest(self, folder: Path, tag: str) -> None:
-        def body() -> None:
-            if self.activity.rounds:
-                return
+        def write() -> None:
             if self.is_reporter:
                 new = folder / f"latest.{os.getpid()}"
                 new.write_text(tag, encoding="utf-8")
                 new.replace(folder / "latest")
-            self.activity.rounds.append(self.agree(None))
 
-        self.perform("latest", body)
+        self.agree_on("latest", write)
 
     def _save_checkpoint(self, save_dir: str, tag: str, **options: Any) -> None:
         """Called by stock in the middle of saving: all files of all stages, those of ZeRO included."""
@@ -75,9 +71,7 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
         save_optimizer = super()._save_zero_checkpoint
         saved: set[Coordinate] = set()
 
-        def body() -> None:
-            if self.activity.rounds:
-                return
+        def save_owned() -> None:
             for replica in self.host.owners():
                 if replica.coordinate in saved:
                     continue
@@ -88,9 +82,8 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
                     if self.save_zero_checkpoint:
                         save_optimizer(save_dir, tag)
                 saved.add(replica.coordinate)
-            self.activity.rounds.append(self.agree(None))
 
-        self.perform("save", body)
+        self.agree_on("save", save_owned)
         self.activate_first()
 
     def _save_zero_checkpoint(self, save_path: str, tag: str) -> None:
@@ -107,10 +100,8 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
         load = super().load_checkpoint
         loaded: list[tuple[str | None, Any]] = []
 
-        def body() -> None:
+        def load_owned() -> dict[str, Any] | None:
             loaded.clear()
-            if self.activity.rounds:
-                return
             for replica in self.host.owners():
                 self.strike_if_scripted(replica.coordinate, "load", None)
                 replica.settle()
@@ -118,11 +109,10 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
                     loaded.append(load(os.fspath(load_dir), *arguments, **options))
             self.host.save()
             refresh_shadows(self, label=f"{self.activity.index}/load")
-            self.activity.rounds.append(self.agree(self._reading(loaded)))
+            return self._reading(loaded)
 
-        self.perform("load", body)
+        readings = self.agree_on("load", load_owned)
         self.activate_first()
-        readings = self.activity.previous[0]
         _check_readings(readings, load_dir)
         first = next((value for _, value in sorted(readings.items()) if value is not None), None)
         if not loaded and first is not None:
@@ -142,13 +132,7 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
         Needed only where a script changes weights or optimizer state itself after ``initialize``: training and
         ``load_checkpoint`` keep shadows up to date.
         """
-
-        def body() -> None:
-            if not self.activity.rounds:
-                refresh_shadows(self, label=f"{self.activity.index}/refresh")
-                self.activity.rounds.append(self.agree(None))
-
-        self.perform("refresh", body)
+        self.agree_on("refresh", lambda: refresh_shadows(self, label=f"{self.activity.index}/refresh"))
 
     def _tell(self, action: str, path: str | os.PathLike[str], started: float) -> None:
         seconds = time.perf_counter() - started
@@ -162,7 +146,7 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
         wanted = not set(self.session.interruption.active.members) <= set(self.placement.workers)
         return {
             "path": None if any(path is None for path, _ in loaded) else str(path),
-            "counters": {name: self.__dict__[name] for name in _COUNTERS},
+            "counters": {name: self.__dict__[name] for name in COUNTERS},
             "client_state": client_state if wanted else None,
         }
 

@@ -144,14 +144,7 @@ class BambooPipelineEngine(CheckpointedEngine):
 
     def barrier(self) -> None:
         """Wait until every live worker has come here; survives losses."""
-        self._meet("barrier")
-
-    def _meet(self, kind: str) -> None:
-        def body() -> None:
-            if not self.activity.rounds:
-                self.activity.rounds.append(self.agree(None))
-
-        self.perform(kind, body)
+        self.agree_on("barrier", lambda: None)
 
     @property
     def finished(self) -> bool:
@@ -168,21 +161,19 @@ class BambooPipelineEngine(CheckpointedEngine):
         Collective: every worker calls it, between iterations; all get the same value.
         """
 
-        def body() -> None:
-            if not self.activity.rounds:
-                self.host.save()
-                mine = {str(replica.coordinate): stage_digest(replica) for replica in self.host.owners()}
-                self.activity.rounds.append(self.agree(mine))
+        def digests() -> dict[str, str]:
+            self.host.save()
+            return {str(replica.coordinate): stage_digest(replica) for replica in self.host.owners()}
 
-        self.perform("digest", body)
-        parts = {c: digest for value in self.activity.previous[0].values() for c, digest in value.items()}
+        agreed = self.agree_on("digest", digests)
+        parts = {c: digest for value in agreed.values() for c, digest in value.items()}
         return combined_digest([parts[str(coordinate)] for coordinate in self.job_grid])
 
     def close(self) -> None:
         """End the job after a last agreement that everybody is done. Called when the script ends; once is enough."""
         if self.session.closed:
             return
-        self._meet("close")
+        self.agree_on("close", lambda: None)
         self.session.coordinator.finish({"step": self.global_steps})
         self.leave()
 
@@ -342,6 +333,19 @@ class BambooPipelineEngine(CheckpointedEngine):
             except (EpochChangedError, PeerLostError) as cause:
                 self.failover.run(cause)
         self.activity.finish()
+
+    def agree_on(self, kind: str, value: Callable[[], Any]) -> Round:
+        """As the next activity: hand in what ``value`` returns, and get everybody's.
+
+        After a loss ``value`` is called again, unless somebody has seen the result already.
+        """
+
+        def body() -> None:
+            if not self.activity.rounds:
+                self.activity.rounds.append(self.agree(value()))
+
+        self.perform(kind, body)
+        return self.activity.previous[0]
 
     def agree(self, value: Any, *, among: Container[str] | None = None) -> Round:
         """Everybody's value by worker; seen by nobody before all have handed in theirs. ``among``: of these only."""

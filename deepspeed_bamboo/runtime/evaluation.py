@@ -36,9 +36,7 @@ def evaluate(engine: BambooPipelineEngine, request: EvaluationRequest) -> Any:
     shared = request.compute_loss and (request.broadcast or engine.monitor.enabled)
     shared = shared or (request.reduce_output is not None and engine.is_data_parallel)
 
-    def body() -> None:
-        if engine.activity.rounds:
-            return
+    def outputs_here() -> dict[str, Any]:
         kept.clear()
         _run_forwards(engine, request)
         for replica in _last_stages(engine):
@@ -47,12 +45,11 @@ def evaluate(engine: BambooPipelineEngine, request: EvaluationRequest) -> Any:
             kept[replica.coordinate] = engine._reduce_outputs(
                 outputs, reduce=request.reduce_output, reduce_dp=False, micro_batches=request.micro_batches
             )
-        value = {"outputs": {c: to_host(output) for c, output in kept.items()}} if shared else {}
-        engine.activity.rounds.append(engine.agree(value))
+        return {"outputs": {c: to_host(output) for c, output in kept.items()}} if shared else {}
 
     _prepare(engine, request)
     engine.evaluated_micro_batches = request.micro_batches
-    engine.perform("evaluate", body)
+    engine.agree_on("evaluate", outputs_here)
     if engine.protects and engine.evaluation_data is not None:
         # Every worker's iterator goes on by as much, since each may have to feed a stage the next time.
         engine.evaluation_data.complete(request.micro_batches, step=engine.global_steps, transform=engine.batch_fn)

@@ -266,10 +266,8 @@ class Failover:
         copied: list[tuple[EpochRecord, Placement]] = []
         started = time.perf_counter()
 
-        def body() -> None:
+        def copy() -> None:
             copied.clear()
-            if engine.activity.rounds:
-                return
             current = interruption.active
             if current is None:
                 raise RuntimeError("no epoch has been entered")
@@ -278,10 +276,9 @@ class Failover:
             target = engine.placement.protected(current.members)
             missing = {c: w for c, w in target.shadows if engine.placement.shadow(c) is None}
             copy_shadows(engine, engine.placement, shadows=missing, label=str(engine.activity.index))
-            engine.activity.rounds.append(engine.agree(None))
             copied.append((current, target))
 
-        engine.perform("protect", body)
+        engine.agree_on("protect", copy)
         if not copied or interruption.active is not copied[0][0]:
             return
         current, engine.placement = copied[0]
@@ -355,10 +352,5 @@ class Failover:
         if engine.catching_up:
             return [tensor.detach().clone() for _ in record.members]  # the others did this before it came
 
-        def body() -> None:
-            if not engine.activity.rounds:
-                engine.activity.rounds.append(engine.agree(tensor.detach().to("cpu")))
-
-        engine.perform("user collective", body)
-        agreed = engine.activity.previous[0]
+        agreed = engine.agree_on("user collective", lambda: tensor.detach().to("cpu"))
         return [agreed[worker].to(tensor.device) for worker in record.members if worker in agreed]

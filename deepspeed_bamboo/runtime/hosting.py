@@ -21,6 +21,7 @@ from deepspeed_bamboo.runtime.grouped_updates import GradientUpdates
 from deepspeed_bamboo.runtime.logical import Exchange, LogicalGrid, LogicalGroup
 from deepspeed_bamboo.runtime.randomness import generators_untouched
 from deepspeed_bamboo.runtime.replica import (
+    COUNTERS,
     STAGE_ATTRIBUTES,
     StageReplica,
     count_in_global_norm,
@@ -255,7 +256,7 @@ class StageHost:
             num_pipe_buffers=0,
             loss=torch.tensor(0.0, device=engine.device),
             _support_torch_style_backward=engine._support_torch_style_backward,
-            **{name: engine.__dict__[name] for name in ("global_steps", "global_samples", "micro_steps")},
+            **{name: engine.__dict__[name] for name in COUNTERS},
             skipped_steps=0,
             checkpoint_mp_rank=coordinate.stage if self._grid.stages > 1 else 0,
             save_non_zero_checkpoint=engine.checkpoint_engine.is_data_parallel_writer(coordinate.pipeline),

@@ -31,6 +31,7 @@ from deepspeed_bamboo.runtime.agreement import tree_neighbours
 from deepspeed_bamboo.runtime.news import tell_once
 from deepspeed_bamboo.runtime.protection import receive_replica, send_replica
 from deepspeed_bamboo.runtime.recovery import peers_of, tensor_peers
+from deepspeed_bamboo.runtime.replica import COUNTERS
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
@@ -195,7 +196,7 @@ class Reconfiguration:
                 "seed": engine.forward_seed,
                 "modes": engine.failover.modes.to_json(),
                 "placement": engine.placement.to_json(),
-                "counters": {name: engine.__dict__[name] for name in ("global_steps", "global_samples", "micro_steps")},
+                "counters": {name: engine.__dict__[name] for name in COUNTERS},
             }
             number = self._newest_number(current) + 1
             session.coordinator.publish_progress(number, WELCOME, welcome)

@@ -58,6 +58,9 @@ STAGE_ATTRIBUTES = (
     "_support_torch_style_backward",
 )
 
+# What stock counts in its optimizer step.
+COUNTERS = ("global_steps", "global_samples", "micro_steps")
+
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 
 

@@ -21,18 +21,14 @@ Hashes = dict[str, str]
 def check_shadows(engine: BambooPipelineEngine) -> None:
     """Compare every shadow with its owner; collective. Raises ShadowError, on every worker, for any difference."""
 
-    def body() -> None:
-        if engine.activity.rounds:
-            return
+    def hashes_here() -> dict[str, dict[str, Hashes]]:
         engine.host.save()
-        value = {
+        return {
             "owned": {str(r.coordinate): state_hashes(r) for r in engine.host.owners()},
             "shadows": {str(c): state_hashes(r) for c, r in engine.host.shadows.items()},
         }
-        engine.activity.rounds.append(engine.agree(value))
 
-    engine.perform("check shadows", body)
-    seen = engine.activity.previous[0]
+    seen = engine.agree_on("check shadows", hashes_here)
     owned = {c: (worker, hashes) for worker, value in seen.items() for c, hashes in value["owned"].items()}
     differences = [
         f"{coordinate} {name}: worker {owned[coordinate][0]} has {owned[coordinate][1].get(name, 'nothing')[:12]}, "

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from deepspeed_bamboo.runtime.gradients import accept_scale_state, master_weights, scale_state
-from deepspeed_bamboo.runtime.replica import StageReplica
+from deepspeed_bamboo.runtime.replica import COUNTERS, StageReplica
 
-_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_COUNTERS = (*COUNTERS, "skipped_steps")
 
 
 @dataclass(frozen=True)
