@@ -70,6 +70,12 @@ class Fault:
         """The cell of the grid whose worker it hits."""
         return Coordinate(self.pipeline, self.stage)
 
+    @property
+    def name(self) -> str:
+        """Letters, digits and ``.-`` that stand for this fault and no other of its script."""
+        instruction = self.at if self.micro_batch is None else f"{self.at}-{self.micro_batch}"
+        return f"{self.signal}-{self.coordinate}-{instruction}-step-{self.step}-attempt-{self.attempt}"
+
     def __str__(self) -> str:
         instruction = self.at if self.micro_batch is None else f"{self.at}({self.micro_batch})"
         again = f", attempt {self.attempt}" if self.attempt else ""

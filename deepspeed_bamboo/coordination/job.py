@@ -206,6 +206,10 @@ class JobCoordinator:
         """What each worker said last of that, if anything."""
         return dict(self._children(self._keys.all_whereabouts))
 
+    def claim_fault(self, name: str) -> bool:
+        """True for the first caller in this job: scripted fault ``name`` is for it to cause, and for nobody else."""
+        return self._store.compare_and_swap(self._keys.fault(name), encode({}), revision=0)
+
     # -- starting over before there was anything to lose ------------------------------------------
 
     def generation(self) -> int:

@@ -70,6 +70,9 @@ class JobKeys:
     def drain(self, node: str) -> str:
         return self.drains + check_name(node, what="node name")
 
+    def fault(self, name: str) -> str:
+        return f"{self.root}fault/{check_name(name, what='fault')}"
+
     def whereabouts(self, worker: str) -> str:
         return self.all_whereabouts + check_name(worker, what="worker id")
 

@@ -12,7 +12,15 @@ from datetime import timedelta
 from typing import Any
 
 from deepspeed_bamboo.config import BambooConfig
-from deepspeed_bamboo.coordination import Change, Drain, EpochRecord, JobCoordinator, Member, Registration
+from deepspeed_bamboo.coordination import (
+    Change,
+    CoordinatorUnavailable,
+    Drain,
+    EpochRecord,
+    JobCoordinator,
+    Member,
+    Registration,
+)
 from deepspeed_bamboo.coordination.server import PrivateEtcd
 from deepspeed_bamboo.errors import BambooError, ConfigError
 from deepspeed_bamboo.events import EventLog
@@ -170,7 +178,13 @@ class WorkerSession:
         self._status.note(event, step=step, reporter=reporter, fields=fields)
 
     def strike(self, fault: Fault, *, step: int) -> None:
-        """Carry out a scripted fault on this process: the signal reaches it before this returns (or never)."""
+        """Carry out a scripted fault on this process: the signal reaches it before this returns (or never).
+
+        Once in a job: whoever was hit at the start of a step may have been ahead of all others, for whom the step in
+        which they take its coordinate over then looks like the first time that it is there.
+        """
+        if not self._is_first_to_cause(fault):
+            return
         self.log("fault", step=step, fault=fault.to_json())
         number = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP, "TERM": signal.SIGTERM}.get(fault.signal)
         if number is not None:
@@ -179,6 +193,12 @@ class WorkerSession:
             self.coordinator.request_drain(
                 self.identity.node, deadline_seconds=fault.seconds, reason=f"scripted notice at step {step}"
             )
+
+    def _is_first_to_cause(self, fault: Fault) -> bool:
+        try:
+            return self.coordinator.claim_fault(fault.name)
+        except CoordinatorUnavailable:
+            return True  # a script is for tests; one that also takes the coordinator away means this fault, too
 
     def close(self) -> None:
         """Withdraw and stop watching. The job goes on without this worker."""

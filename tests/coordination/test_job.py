@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from deepspeed_bamboo.coordination.errors import EndpointError, JobNameTaken, No
 from deepspeed_bamboo.coordination.job import JobCoordinator
 from deepspeed_bamboo.coordination.records import AgentRecord, Change, Drain, EpochRecord, JobFailure, Member
 from deepspeed_bamboo.coordination.store import KeyValueStore
+from deepspeed_bamboo.faults import Fault
 from tests.coordination.helpers import Collector, first_epoch, member, unique_name
 
 OpenJob = Callable[[], JobCoordinator]
@@ -348,3 +350,13 @@ def test_a_job_name_that_is_no_key_is_refused(name: str, open_store: Callable[[]
 )
 def test_records_come_back_from_json(value: Member | EpochRecord | JobFailure | AgentRecord | Drain) -> None:
     assert type(value).from_json(value.to_json()) == value
+
+
+def test_a_scripted_fault_is_claimed_once(open_job: OpenJob) -> None:
+    jobs = [open_job() for _ in range(4)]
+    name = Fault(5, 1, "idle").name
+    with ThreadPoolExecutor() as pool:
+        assert sorted(pool.map(lambda job: job.claim_fault(name), jobs)) == [False, False, False, True]
+    assert jobs[0].claim_fault(Fault(5, 1, "idle", attempt=1).name)
+    jobs[0].clean_up()
+    assert jobs[1].claim_fault(name)

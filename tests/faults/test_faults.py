@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed_bamboo.coordination.keys import check_name
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.faults import INSTRUCTIONS, PER_MICRO_BATCH, RECOVERY_POINTS, SIGNALS, Fault, FaultScript
@@ -36,6 +38,12 @@ def a_fault(draw: st.DrawFn) -> Fault:
 def test_text_form_reads_back_equal(faults: list[Fault]) -> None:
     script = FaultScript(tuple(faults))
     assert FaultScript.parse(json.loads(json.dumps(script.to_json()))) == script
+
+
+@given(a_fault(), a_fault())
+def test_names_tell_faults_apart(one: Fault, other: Fault) -> None:
+    assert (one.name == other.name) == (replace(one, seconds=None) == replace(other, seconds=None))
+    assert check_name(one.name, what="fault") == one.name
 
 
 @given(st.lists(a_fault(), unique=True), a_fault())
