@@ -37,7 +37,8 @@ PER_STEP = ("reduce", "step", "idle")
 INSTRUCTIONS = PER_MICRO_BATCH + PER_STEP
 # Moments of a recovery, in their order: the new epoch is known; this worker has reported; it is about to connect; it
 # has what it takes over, about to go on; shadows are being rebuilt beside what is left of the step; and after that
-# step, counted as the next one: they are rebuilt, about to be logged.
+# step, counted as the next one: they are rebuilt, about to be logged. A worker that has yet to end the step before the
+# interrupted one is hit there.
 RECOVERY_POINTS = ("interrupted", "reported", "regroup", "resume", "protect", "protected")
 # Everything is reduced and mirrored, and about to be agreed upon; and between two steps: a stage is about to be written
 # to a checkpoint, or read from one.

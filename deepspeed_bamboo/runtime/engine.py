@@ -471,15 +471,18 @@ class BambooPipelineEngine(CheckpointedEngine):
     def _after_instruction(self, instruction: Instruction, replica: StageReplica) -> None:
         self.failover.after(replica)
 
-    def strike_if_scripted(self, coordinate: Coordinate, at: str, micro_batch: int | None) -> None:
-        """Carry out the scripted fault of this instruction, if there is one."""
+    def strike_if_scripted(
+        self, coordinate: Coordinate, at: str, micro_batch: int | None, *, step: int | None = None
+    ) -> None:
+        """Carry out the scripted fault of this instruction, if there is one. ``step``: the current one if not given."""
+        step = self.global_steps if step is None else step
         fault = self.session.faults.match(
-            step=self.global_steps,
+            step=step,
             pipeline=coordinate.pipeline,
             stage=coordinate.stage,
             at=at,
             micro_batch=micro_batch,
-            attempt=self.failover.attempt(coordinate),
+            attempt=self.failover.attempt(coordinate, step=step),
         )
         if fault is not None:
-            self.session.strike(fault, step=self.global_steps)
+            self.session.strike(fault, step=step)

@@ -49,7 +49,7 @@ class Failover:
             links=links,
             report=self._report,
             suspicion_seconds=engine.session.config.coordinator.suspicion_limit_seconds,
-            point=self._strike_if_scripted,
+            point=self._strike_in_recovery,
         )
         self.modes = ModeChoice(engine)
         self._clock: PauseClock | None = None
@@ -66,9 +66,9 @@ class Failover:
         """True in the rest of an iteration that a loss has interrupted."""
         return self._clock is not None
 
-    def attempt(self, coordinate: Coordinate) -> int:
-        """How often ``coordinate`` has changed hands in the current step."""
-        return self._attempts[self._engine.global_steps, coordinate]
+    def attempt(self, coordinate: Coordinate, *, step: int) -> int:
+        """How often ``coordinate`` has changed hands in ``step``."""
+        return self._attempts[step, coordinate]
 
     def fresh_plan(self) -> Plan:
         """The plan of an undisturbed iteration in the current placement."""
@@ -102,8 +102,9 @@ class Failover:
         )
         engine.placement = after
         self._lost_coordinates = tuple(c for c in after.grid if after.owner(c) != before.owner(c))
+        behind = engine.activity.kind == "train" and engine.activity.index < settlement.activity
         for coordinate in self._lost_coordinates:
-            self._attempts[engine.global_steps, coordinate] += 1
+            self._attempts[engine.global_steps + behind, coordinate] += 1
         self._clock = clock
         self.modes.lost(len(clock.lost))
         self._lost_at = record.time_seconds
@@ -113,11 +114,18 @@ class Failover:
             # As those have it who have ended this iteration already.
             before = with_rebuilt(before, engine.activity.rounds[0], epoch=epoch)
         self._settle(settlement, before=before, after=after, taken=taken)
-        self._strike_if_scripted("resume")
+        self._strike_in_recovery("resume")
 
     def _strike_if_scripted(self, at: str) -> None:
         for replica in self._engine.host.owners():
             self._engine.strike_if_scripted(replica.coordinate, at, None)
+
+    def _strike_in_recovery(self, at: str) -> None:
+        """Scripted is the interrupted step. A worker that is in the end of the one before may not know of it yet."""
+        self._strike_if_scripted(at)
+        if self._engine.activity.kind == "train":
+            for replica in self._engine.host.owners():
+                self._engine.strike_if_scripted(replica.coordinate, at, None, step=self._engine.global_steps + 1)
 
     def _settle(self, settlement: Settlement, *, before: Placement, after: Placement, taken: list[Coordinate]) -> None:
         engine, activity = self._engine, self._engine.activity
