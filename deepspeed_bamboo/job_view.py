@@ -15,7 +15,8 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class WorkerView:
-    """One worker. ``state``: active, standby, joining, leaving (its node drains) or silent (its key is gone)."""
+    """One worker. ``state``: active, standby, joining, leaving (its node drains), silent (its key is gone), or
+    done (it is gone since the job is finished)."""
 
     worker: WorkerId
     node: str
@@ -69,7 +70,7 @@ def look(coordinator: JobCoordinator) -> JobView:
         age_seconds=None if started is None else max(0.0, time.time() - started),
         epoch_seconds=None if epoch is None else max(0.0, time.time() - epoch.time_seconds),
         agents=len(agents),
-        workers=tuple(_workers(epoch, members, set(drains))),
+        workers=tuple(_workers(epoch, members, set(drains), finished=state == "finished")),
         draining=tuple(drains.values()),
         progress=coordinator.status(),
     )
@@ -134,7 +135,9 @@ def _state(coordinator: JobCoordinator, *, alive: bool, epoch: EpochRecord | Non
     return ("starting", "") if epoch is None else ("running", "")
 
 
-def _workers(epoch: EpochRecord | None, members: dict[WorkerId, Member], drains: set[str]) -> Iterator[WorkerView]:
+def _workers(
+    epoch: EpochRecord | None, members: dict[WorkerId, Member], drains: set[str], *, finished: bool
+) -> Iterator[WorkerView]:
     """Those of the epoch first, in its order."""
     taking_part = () if epoch is None else epoch.members
     for worker in (*taking_part, *(worker for worker in members if worker not in taking_part)):
@@ -142,7 +145,7 @@ def _workers(epoch: EpochRecord | None, members: dict[WorkerId, Member], drains:
         owned = () if epoch is None else tuple(str(c) for c, owner in epoch.placement.owners if owner == worker)
         shadows = () if epoch is None else tuple(str(c) for c, host in epoch.placement.shadows if host == worker)
         if member is None:
-            state = "silent"
+            state = "done" if finished else "silent"
         elif member.node in drains:
             state = "leaving"
         elif worker not in taking_part:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_bamboo.errors import EventLogError
-from deepspeed_bamboo.event_files import MERGED_NAME, read_events
+from deepspeed_bamboo.event_files import MERGED_NAME, merge_events, read_events
 
 PAUSE_PARTS = ("detect", "abort", "regroup", "recompute", "total")
 
@@ -47,11 +47,16 @@ class RunSummary:
 
 
 def load_run(directory: str | os.PathLike[str]) -> RunSummary:
-    """The summary of the run whose event log is ``directory``. Raises EventLogError when it has none."""
-    path = Path(directory) / MERGED_NAME
-    if not path.exists():
-        raise EventLogError(f"there is no {path}; give the directory of a run's event log (train.py --event-log)")
-    return summarize(read_events(path))
+    """The summary of the run whose event log is ``directory``, merged or not. Raises EventLogError when it has none."""
+    folder = Path(directory)
+    if (folder / MERGED_NAME).exists():
+        return summarize(read_events(folder / MERGED_NAME))
+    files = {path.name: read_events(path) for path in sorted(folder.glob("events-*.jsonl"))}
+    if not files:
+        raise EventLogError(
+            f"there is no event log in {folder}; give the directory that was bamboo.event_log in a run's configuration"
+        )
+    return summarize(merge_events(files))
 
 
 def summarize(events: Iterable[Mapping[str, Any]]) -> RunSummary:
@@ -75,7 +80,12 @@ def differences(reference: RunSummary, other: RunSummary) -> list[str]:
             found.append(f"loss of step {step}: {_text(one)} and {_text(another)}")
     if reference.final_step is None or reference.final_step != other.final_step:
         found.append(f"last step: {_text(reference.final_step)} and {_text(other.final_step)}")
-    if reference.digest is None or reference.digest != other.digest:
+    if reference.digest is None and other.digest is None:
+        found.append(
+            "neither run says its digest: let your script end with engine.log_event('finished', "
+            "digest=engine.state_digest())"
+        )
+    elif reference.digest is None or reference.digest != other.digest:
         found.append(f"digest: {_text(reference.digest)} and {_text(other.digest)}")
     return found
 

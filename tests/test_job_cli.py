@@ -133,6 +133,13 @@ def test_status_says_how_it_ended(job: JobCoordinator, how: str) -> None:
     assert view.detail == {"finished": "", "failed": "boom", "stopping": "enough"}[how]
 
 
+def test_workers_that_are_gone_when_all_is_finished_are_done(job: JobCoordinator) -> None:
+    job.withdraw("a-1-0")
+    assert "silent" in [worker.state for worker in look(job).workers]
+    job.finish({})
+    assert [worker.state for worker in look(job).workers if worker.worker == "a-1-0"] == ["done"]
+
+
 def test_watching_ends_with_the_job_and_leaves_nothing_in_its_place(server: PrivateEtcd, job: JobCoordinator) -> None:
     command = [sys.executable, "-m", "deepspeed_bamboo.cli", "status", "--job", "busy", "--watch", "--json"]
     with subprocess.Popen(

@@ -137,7 +137,10 @@ class Reconfiguration:
         if wish is None:
             return
         if wish.stop is not None:
-            raise JobStoppedError(f"the job was asked to stop: {wish.stop}")
+            raise JobStoppedError(
+                f"the job was asked to stop: {wish.stop}. The script asked for another iteration, so what comes after "
+                "its loop (saving a checkpoint, say) is not done; a loop `while not engine.finished` is left instead"
+            )
         if wish.target is not None:
             self.carry_out(wish.epoch, wish.target)
 

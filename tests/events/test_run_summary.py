@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from deepspeed_bamboo.cli import main
+from deepspeed_bamboo.errors import EventLogError
 from deepspeed_bamboo.event_files import merge_event_files
 from deepspeed_bamboo.events import EventLog
-from deepspeed_bamboo.run_summary import RunSummary, differences, summarize
+from deepspeed_bamboo.run_summary import RunSummary, differences, load_run, summarize
 
 PAUSE = {"detect": 0.01, "abort": 0.02, "regroup": 0.03, "recompute": 0.04, "total": 0.1}
 
@@ -56,7 +57,16 @@ def test_a_difference_is_named(other: RunSummary, expected: str) -> None:
 
 
 def test_runs_without_a_digest_are_never_equal() -> None:
-    assert differences(run_of([1.0], digest=None), run_of([1.0], digest=None)) == ["digest: none and none"]
+    (found,) = differences(run_of([1.0], digest=None), run_of([1.0], digest=None))
+    assert "engine.log_event('finished', digest=engine.state_digest())" in found
+
+
+def test_a_log_that_nobody_has_merged_is_read_too(tmp_path: Path) -> None:
+    merged = load_run(write_run(tmp_path, losses=[2.0, 1.0], failover=True))
+    (tmp_path / "events.jsonl").unlink()
+    assert load_run(tmp_path) == merged and merged.losses == {0: 2.0, 1: 1.0}
+    with pytest.raises(EventLogError, match=r"there is no event log in .*bamboo\.event_log"):
+        load_run(tmp_path / "elsewhere")
 
 
 def test_fall_is_a_share_of_the_first_loss() -> None:
@@ -133,4 +143,4 @@ class TestCommand:
 
     def test_a_missing_run_is_named(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["compare", str(tmp_path), str(tmp_path)]) == 1
-        assert "events.jsonl" in capsys.readouterr().err
+        assert "there is no event log in" in capsys.readouterr().err
