@@ -8,6 +8,7 @@ which failed cannot linger in its exit handlers.
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
 import signal
@@ -30,7 +31,18 @@ def main() -> None:
         raise SystemExit("usage: python -m deepspeed_bamboo.elastic.bootstrap MODULE ARGUMENTS...")
     del sys.argv[0]
     module = sys.argv[0]
-    sys.exit(guarded(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True)))
+    code = guarded(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))
+    run_exit_handlers()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The interpreter's own teardown comes after that. A thread that sits in torch's C++ code aborts the process in it.
+    os._exit(code)
+
+
+def run_exit_handlers() -> None:
+    """What the interpreter would do first at its end, which ``os._exit`` leaves out."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
 
 
 def guarded(function: Callable[[], object]) -> int:

@@ -24,7 +24,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -263,7 +262,7 @@ def _receive(client: socket.socket) -> ForkRequest | None:
 
 def _run_request(request: ForkRequest) -> int:
     # Imported here: this is the child's business, and the server imports nothing that it need not.
-    from deepspeed_bamboo.elastic.bootstrap import guarded
+    from deepspeed_bamboo.elastic.bootstrap import guarded, run_exit_handlers
     from deepspeed_bamboo.elastic.orphans import die_with_parent
 
     die_with_parent()
@@ -281,16 +280,8 @@ def _run_request(request: ForkRequest) -> int:
     module, _, name = request.target.partition(":")
     results: list[object] = []
     code = guarded(lambda: results.append(getattr(importlib.import_module(module), name)(*request.arguments)))
-    _run_exit_handlers()
+    run_exit_handlers()
     return code or (results[0] if results and isinstance(results[0], int) else 0)
-
-
-def _run_exit_handlers() -> None:
-    """What the interpreter would do at its end, which ``os._exit`` leaves out."""
-    import atexit
-
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
-    atexit._run_exitfuncs()
 
 
 def serve(arguments: Sequence[str]) -> None:
