@@ -19,6 +19,7 @@ from deepspeed_bamboo.coordination.server import PrivateEtcd
 from tests.elastic.launched import LaunchedJob
 
 TRAIN = """
+    import time
     training = FakeTraining()
     print("joining" if training.joining else "starting", training.worker, os.environ["BAMBOO_ENDPOINTS"], flush=True)
     training.begin()
@@ -27,6 +28,8 @@ TRAIN = """
         wanted = int(sys.argv[-1])
         while training.job.epoch() is None or len(training.job.epoch().members) < wanted:
             training.take_in(within_seconds=0.5)
+        while not os.path.exists(os.environ.get("TEST_MAY_END", "/")):
+            time.sleep(0.01)
         print("all", sorted(m.rank for m in training.job.members().values()), flush=True)
         training.job.finish({})
     sys.exit(training.come_and_go())
@@ -43,7 +46,8 @@ def test_the_same_command_again_joins_the_running_job(tmp_path: Path, external: 
     server = PrivateEtcd() if external else None
     settings = config(endpoints=[str(server.endpoint)]) if server else config()
     more: dict[str, Any] = {"options": ONE_MORE, "config": settings, "arguments": ("5",)}
-    with LaunchedJob(tmp_path / "a", TRAIN, **more) as first:
+    may_end = tmp_path / "may_end"
+    with LaunchedJob(tmp_path / "a", TRAIN, **more, environment={"TEST_MAY_END": str(may_end)}) as first:
         first.wait_for("in an epoch", times=2)
         before = {process.pid for process in psutil.Process(first.process.pid).children(recursive=True)}
         if not external:
@@ -57,6 +61,7 @@ def test_the_same_command_again_joins_the_running_job(tmp_path: Path, external: 
             second.wait_for("joining", times=2)
             third.wait_for("joining")
             assert before <= {process.pid for process in psutil.Process(first.process.pid).children(recursive=True)}
+            may_end.touch()
             assert second.wait(within_seconds=120) == 0, second.output
             assert third.wait(within_seconds=120) == 0, third.output
         assert first.wait(within_seconds=120) == 0, first.output
