@@ -43,11 +43,6 @@ DEFAULT = [
         Training("one-stage-4x1", 1, steps=5, settings=CLIPPED),
         [kill(1, 1, 0, "forward", 2), kill(2, 2, 0, "backward", 1), kill(3, 0, 0, "step")],
     ),
-    (
-        3,
-        Training("three-pipelines-3x1", 1, steps=4, settings=BF16),
-        [kill(1, 0, 0, "reduce"), kill(2, 2, 0, "step")],
-    ),
     # The first and the last stage's worker, which feed the pipeline.
     (
         3,
@@ -145,6 +140,11 @@ SWEEP = [
     ),
     (2, Training("one-stage-2x1", 1, steps=4, settings={**CLIPPED, **BF16}), [kill(1, 1, 0, "reduce")]),
     (4, Training("tied-dropout-2x2", 2, steps=5, layers="tied", dropout=0.3), TWO_BY_TWO),
+    (
+        3,
+        Training("three-pipelines-3x1", 1, steps=4, settings=BF16),
+        [kill(1, 0, 0, "reduce"), kill(2, 2, 0, "step")],
+    ),
     (6, Training("three-pipelines-3x2", 2, settings=CLIPPED), TWO_BY_TWO[:1]),
     (4, Training("fp16-zero-2x2", 2, steps=5, settings={**CLIPPED, **FP16, **ZERO}), TWO_BY_TWO),
 ]

@@ -70,9 +70,8 @@ def test_what_can_not_be_copied_beside_it_is_copied_at_its_end(jobs: Jobs, tmp_p
     "second",
     [
         kill(1, 0, 3, "protect"),
-        kill(1, 0, 3, "step"),
         kill(2, 0, 0, "idle"),
-        pytest.param(kill(1, 0, 3, "commit"), marks=pytest.mark.sweep),
+        *(pytest.param(kill(1, 0, 3, at), marks=pytest.mark.sweep) for at in ("commit", "step")),
     ],
 )
 def test_another_loss_while_they_are_copied_or_just_after(jobs: Jobs, tmp_path: Path, second: dict[str, Any]) -> None:
