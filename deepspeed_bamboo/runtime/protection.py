@@ -62,10 +62,7 @@ def receive_replica(engine: BambooPipelineEngine, coordinate: Coordinate, *, sou
             f"the state of {coordinate} from worker {source} arrived damaged: checksum {arrived}, sent with {expected}"
             "; suspect the network or the memory of one of the two machines"
         )
-    replica = engine.host.shadows[coordinate]
-    unpack_state(replica, PackedState(structure, message.tensors))
-    replica.complete = True
-    _refresh(engine, replica)
+    complete_replica(engine, engine.host.shadows[coordinate], PackedState(structure, message.tensors))
 
 
 def refresh_shadows(engine: BambooPipelineEngine, *, label: str) -> None:
@@ -90,13 +87,14 @@ def copy_from_other_pipeline(engine: BambooPipelineEngine, coordinate: Coordinat
         raise RuntimeError(f"nothing here to copy {coordinate} from: the placement is wrong")
     replica = host.build(coordinate, process_rank=engine.global_rank)
     host.save()
-    unpack_state(replica, pack_state(host.owned[source]))
-    replica.complete = True
+    complete_replica(engine, replica, pack_state(host.owned[source]))
     host.owned[coordinate] = replica
-    _refresh(engine, replica)
 
 
-def _refresh(engine: BambooPipelineEngine, replica: StageReplica) -> None:
-    """The engine shows a replica's attributes while it is active; make it read what was just written."""
+def complete_replica(engine: BambooPipelineEngine, replica: StageReplica, packed: PackedState) -> None:
+    """Bring ``replica`` to the state ``packed``. From then on it may stand for its stage."""
+    unpack_state(replica, packed)
+    replica.complete = True
+    # The engine shows a replica's attributes while it is active; make it read what was just written.
     if engine.host.active is replica:
         engine.__dict__.update(replica.attributes)

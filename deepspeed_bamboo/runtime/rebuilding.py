@@ -27,8 +27,9 @@ from deepspeed_bamboo.runtime.activity import Round
 from deepspeed_bamboo.runtime.channel import Message
 from deepspeed_bamboo.runtime.interruption import Interruption, PeerLostError
 from deepspeed_bamboo.runtime.links import Links
+from deepspeed_bamboo.runtime.protection import complete_replica
 from deepspeed_bamboo.runtime.replica import StageReplica
-from deepspeed_bamboo.runtime.transfer import PackedState, checksum, pack_state, unpack_state
+from deepspeed_bamboo.runtime.transfer import PackedState, checksum, pack_state
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
@@ -164,9 +165,8 @@ class Rebuilding:
                 )
                 continue
             replica = work.built.pop(coordinate)
-            unpack_state(replica, PackedState(state.structure, state.tensors))
+            complete_replica(engine, replica, PackedState(state.structure, state.tensors))
             state.tensors = []
-            replica.complete = True
             engine.host.shadows[coordinate] = replica
             work.rebuilt.append(coordinate)
         work.waited_seconds = time.perf_counter() - started

@@ -9,6 +9,7 @@ import pytest
 
 from tests.runtime.jobs import JobResult, Jobs
 from tests.runtime.scenarios import Training, train_with_joiners
+from tests.runtime.test_losses import CHECKED, FP16, ZERO
 
 
 def kill(step: int, pipeline: int, stage: int, at: str, micro_batch: int | None = None) -> dict[str, Any]:
@@ -50,6 +51,22 @@ def test_a_stand_by_takes_the_place_of_a_lost_worker(jobs: Jobs) -> None:
     members = result.values[0]["members"]
     assert [len(now) for now in members] == [4, 4, 5, 5, 4, 4, 4, 4]
     assert [len(result.values[rank]["hosted"]) for rank in result.survivors] == [1, 1, 1, 1]
+
+
+def test_a_new_shadow_on_a_stand_by_counts_what_its_owner_did(jobs: Jobs) -> None:
+    """Some steps were skipped before the loss. After each step owners and shadows are compared, counts too."""
+    training = Training(
+        "counts-1x3",
+        3,
+        steps=7,
+        settings={**FP16, **ZERO},
+        bamboo=CHECKED,
+        faults=[kill(4, 0, 1, "backward", 1)],
+    )
+    expected = undisturbed(jobs, training, world=3)
+    result = jobs.run(train_with_joiners, world=3, joining=1, training=training, waits={"1": 1})
+    assert result.survivors == [0, 2, 3], result.transcript()
+    check_equal(result, expected)
 
 
 def test_a_notice_moves_everything_elsewhere_before_the_node_goes(jobs: Jobs) -> None:
