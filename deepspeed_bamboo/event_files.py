@@ -40,6 +40,11 @@ def read_events(path: str | os.PathLike[str]) -> list[Event]:
     return events
 
 
+def read_worker_files(directory: str | os.PathLike[str]) -> dict[str, list[Event]]:
+    """The events of every worker's file in ``directory``, by the file's name. Raises as read_events does."""
+    return {path.name: read_events(path) for path in sorted(Path(directory).glob("events-*.jsonl"))}
+
+
 def merge_events(files: Mapping[str, Iterable[Event]]) -> list[Event]:
     """All events of one run in order of time. ``files``: name -> that worker's events.
 
@@ -71,7 +76,7 @@ def merge_event_files(directory: str | os.PathLike[str], *, run: str | None = No
     Raises EventLogError when there is nothing to merge, and as read_events and merge_events do.
     """
     folder = Path(directory)
-    files = {path.name: read_events(path) for path in sorted(folder.glob("events-*.jsonl"))}
+    files = read_worker_files(folder)
     if run is not None:
         files = {name: [event for event in events if event.get("run") == run] for name, events in files.items()}
     if not any(files.values()):

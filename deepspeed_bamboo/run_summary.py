@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_bamboo.errors import EventLogError
-from deepspeed_bamboo.event_files import MERGED_NAME, merge_events, read_events
+from deepspeed_bamboo.event_files import MERGED_NAME, merge_events, read_events, read_worker_files
 
 PAUSE_PARTS = ("detect", "abort", "regroup", "recompute", "total")
 
@@ -51,7 +51,7 @@ def load_run(directory: str | os.PathLike[str]) -> RunSummary:
     folder = Path(directory)
     if (folder / MERGED_NAME).exists():
         return summarize(read_events(folder / MERGED_NAME))
-    files = {path.name: read_events(path) for path in sorted(folder.glob("events-*.jsonl"))}
+    files = read_worker_files(folder)
     if not files:
         raise EventLogError(
             f"there is no event log in {folder}; give the directory that was bamboo.event_log in a run's configuration"

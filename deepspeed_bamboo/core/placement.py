@@ -167,6 +167,11 @@ class Placement:
             self.grid, owners=dict(self.owners), shadows={**dict(self.shadows), **shadows}, alike=self.alike
         )
 
+    def shadows_beyond(self, other: Placement) -> dict[Coordinate, WorkerId]:
+        """The shadows of coordinates that have none in ``other``."""
+        covered = dict(other.shadows)
+        return {c: worker for c, worker in self.shadows if c not in covered}
+
     def to_json(self) -> dict[str, Any]:
         """A value that ``json`` can write and :meth:`from_json` reads back equal."""
         return {

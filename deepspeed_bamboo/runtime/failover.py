@@ -91,7 +91,7 @@ class Failover:
         """Bring this worker into the newest epoch and lay down what is left to do in the current activity."""
         engine = self._engine
         before, epoch = engine.placement, engine.epoch
-        engine.rebuilding.cancel()
+        engine.rebuilding.end()
         record, settlement, clock = self._recovery.recover(cause, placement=before)
         after = record.placement
         engine.host.drop_incomplete()
@@ -282,7 +282,7 @@ class Failover:
             self._strike_if_scripted("protect")
             self._drop_unlisted_shadows()
             target = engine.placement.protected(current.members)
-            missing = {c: w for c, w in target.shadows if engine.placement.shadow(c) is None}
+            missing = target.shadows_beyond(engine.placement)
             copy_shadows(engine, engine.placement, shadows=missing, label=str(engine.activity.index))
             copied.append((current, target))
 

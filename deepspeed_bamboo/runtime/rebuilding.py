@@ -110,7 +110,7 @@ class Rebuilding:
 
     def _planned(self, record: EpochRecord, target: Placement) -> _Work:
         engine, me = self._engine, self._engine.session.worker
-        missing = {c: holder for c, holder in target.shadows if engine.placement.shadow(c) is None}
+        missing = target.shadows_beyond(engine.placement)
         engine.host.save()
         interruption = Interruption()
         interruption.enter(record)
@@ -184,18 +184,14 @@ class Rebuilding:
         return {REBUILT: (work.record.number, tuple(work.rebuilt))} if work is not None and work.rebuilt else {}
 
     def end(self) -> tuple[float, float] | None:
-        """The iteration is over. Seconds since it began, and waited for; None if nothing was rebuilt."""
+        """The iteration is over, or the epoch: the thread's waits end. Returns seconds since this began, and waited
+        for; None if nothing was to be rebuilt."""
         work, self._work = self._work, None
         if work is None:
             return None
-        _stop(work)
+        work.interruption.announce_expulsion()
+        work.links.close()
         return time.perf_counter() - work.started_seconds, work.waited_seconds
-
-    def cancel(self) -> None:
-        """Somebody is lost: another epoch begins, and this with it."""
-        if self._work is not None:
-            _stop(self._work)
-            self._work = None
 
     # ---- in a thread of its own -----------------------------------------------------------------------
 
@@ -233,12 +229,6 @@ def with_rebuilt(placement: Placement, agreed: Round, *, epoch: int) -> Placemen
 def _rebuilt_in(value: Mapping[str, Any], *, epoch: int) -> Sequence[Coordinate]:
     number, coordinates = value.get(REBUILT, (-1, ()))
     return coordinates if number == epoch else ()
-
-
-def _stop(work: _Work) -> None:
-    """End the thread's waits, and let go of its channels."""
-    work.interruption.announce_expulsion()
-    work.links.close()
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -23,8 +23,12 @@ def run(folder: Path, config: object, *options: str, script: str = "train.py") -
     (folder / "train.py").write_text("import sys; print('must not run', sys.argv)", encoding="utf-8")
     text = config if isinstance(config, str) else json.dumps(config)
     (folder / "ds.json").write_text(text, encoding="utf-8")
+    return launch(folder, *options, script, "--deepspeed_config", "ds.json")
+
+
+def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "deepspeed_bamboo.launch", *options, script, "--deepspeed_config", "ds.json"],
+        [sys.executable, "-m", "deepspeed_bamboo.launch", *arguments],
         capture_output=True,
         text=True,
         timeout=60,
@@ -71,15 +75,8 @@ def test_with_the_section_disabled_the_script_just_runs(tmp_path: Path) -> None:
 
 def test_without_any_configuration_the_user_is_told_that_nothing_is_protected(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('runs')", encoding="utf-8")
-    result = subprocess.run(
-        [sys.executable, "-m", "deepspeed_bamboo.launch", "train.py"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        check=True,
-    )
+    result = launch(tmp_path, "train.py")
+    assert result.returncode == 0
     assert result.stdout.strip() == "runs"
     assert result.stderr.count("this is plain DeepSpeed, and losses are not survived") == 1
     assert "--bamboo_config FILE" in result.stderr
