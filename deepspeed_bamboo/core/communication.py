@@ -9,12 +9,13 @@ delivers before it. That can't add a wait: those messages were sent earlier by t
 from __future__ import annotations
 
 import sys
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from deepspeed_bamboo.core.grid import Coordinate
-from deepspeed_bamboo.core.instructions import RECEIVES, SENDS, TAIL, Instruction, Op
+from deepspeed_bamboo.core.instructions import RECEIVES, SENDS, TAIL, Instruction, Op, row
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.core.schedule import Mode
@@ -24,36 +25,30 @@ from deepspeed_bamboo.core.timeline import Order
 class Route(NamedTuple):
     """One kind of message between two coordinates or from a coordinate to a neighbour's shadow.
 
-    Micro-batches from ``first`` on travel from ``source`` to ``target`` by ``send`` and ``receive``;
-    those under ``available`` are there when the program starts, the others after ``producer``. None from ``end`` on.
+    Micro-batches from ``first`` on travel from ``source`` to ``target`` by ``sends`` and ``receives``, which have one
+    instruction for each; those under ``available`` are there when the program starts, the others after ``producer``
+    of ``sender``. None from ``end`` on. ``consumer`` of ``receiver`` uses them.
     """
 
     source: WorkerId
     target: WorkerId
-    send: Op
     sender: Coordinate
-    receive: Op
     receiver: Coordinate
     producer: Op
     consumer: Op
     first: int
     available: int
     to_shadow: bool
+    sends: tuple[Instruction, ...]
+    receives: tuple[Instruction, ...]
     end: int = sys.maxsize
-
-    def sending(self, micro_batch: int) -> Instruction:
-        """The SEND of ``micro_batch``."""
-        return Instruction(self.send, self.sender, micro_batch, self.to_shadow)
-
-    def receiving(self, micro_batch: int) -> Instruction:
-        """The RECV of ``micro_batch``."""
-        return Instruction(self.receive, self.receiver, micro_batch, self.to_shadow)
 
 
 def routes(
     placement: Placement,
     *,
     coordinates: tuple[Coordinate, ...],
+    micro_batches: int,
     progress: Mapping[Coordinate, CoordinateProgress],
     redundant: Mapping[Coordinate, CoordinateProgress],
     mode: Mode,
@@ -75,11 +70,15 @@ def routes(
             source = owners.get(neighbour)
             if source is None:
                 continue
-            yield _route(c, neighbour, forward, source, owners[c], progress[neighbour], progress[c], False)
+            yield _route(
+                c, neighbour, forward, source, owners[c], progress[neighbour], progress[c], micro_batches, False
+            )
             holder = shadows.get(c)
             consumer = Op.FRC if forward else Op.BRC
             if consumer in redundant_ops[c.stage] and holder is not None and holder != source:
-                route = _route(c, neighbour, forward, source, holder, progress[neighbour], redundant[c], True)
+                route = _route(
+                    c, neighbour, forward, source, holder, progress[neighbour], redundant[c], micro_batches, True
+                )
                 yield route._replace(end=redundant_ends.get((consumer, c), 0))
 
 
@@ -91,18 +90,21 @@ def _route(
     target: WorkerId,
     sent: CoordinateProgress,
     received: CoordinateProgress,
+    micro_batches: int,
     to_shadow: bool,
 ) -> Route:
     # By position, in the order of the fields: there is one for each coordinate, direction and plan.
     if forward:
         consumer = Op.FRC if to_shadow else Op.FNC
         first, available = received.activations_received, sent.forwards
-        ops = Op.SEND_ACTIVATION, sender, Op.RECV_ACTIVATION, receiver, Op.FNC, consumer
+        producer, send, receive = Op.FNC, Op.SEND_ACTIVATION, Op.RECV_ACTIVATION
     else:
         consumer = Op.BRC if to_shadow else Op.BNC
         first, available = received.gradients_received, sent.backwards
-        ops = Op.SEND_GRAD, sender, Op.RECV_GRAD, receiver, Op.BNC, consumer
-    return Route(source, target, *ops, first, available, to_shadow)
+        producer, send, receive = Op.BNC, Op.SEND_GRAD, Op.RECV_GRAD
+    sends = row(send, sender, micro_batches, to_shadow)
+    receives = row(receive, receiver, micro_batches, to_shadow)
+    return Route(source, target, sender, receiver, producer, consumer, first, available, to_shadow, sends, receives)
 
 
 def peer(instruction: Instruction, *, placement: Placement) -> WorkerId:
@@ -127,6 +129,7 @@ def lower(
     order: Order,
     *,
     coordinates: tuple[Coordinate, ...],
+    micro_batches: int,
     progress: Mapping[Coordinate, CoordinateProgress],
     redundant: Mapping[Coordinate, CoordinateProgress],
     mode: Mode,
@@ -136,36 +139,29 @@ def lower(
         routes(
             placement,
             coordinates=coordinates,
+            micro_batches=micro_batches,
             progress=progress,
             redundant=redundant,
             mode=mode,
-            redundant_ends=_redundant_ends(order),
+            redundant_ends=_redundant_ends(order) if mode.redundant_ops else {},
         )
     )
-    sends, channels = _place_sends(every, order)
-    loaded: dict[tuple[Op, Coordinate], int] = {}
+    kinds = _kinds(every)
     for c in coordinates:
         if c.stage in (0, placement.grid.stages - 1):
-            loaded[Op.FNC, c], loaded[Op.FRC, c] = progress[c].loaded, redundant[c].loaded
+            for op, counts in ((Op.FNC, progress[c]), (Op.FRC, redundant[c])):
+                kinds[op, c].loads = row(Op.LOAD, c, micro_batches)
+                kinds[op, c].loaded = counts.loaded
+    steps: dict[WorkerId, list[tuple[_Kind, Instruction]]] = {
+        worker: [(kinds[instruction[:2]], instruction) for _, instruction, _, _ in passes]  # type: ignore[index]
+        for worker, passes in order.items()
+    }
+    at_start = _place_sends(kinds, every, order, steps)
     tail = tuple(Instruction(op) for op in TAIL) if mode.trains else ()
-    receives = _Receives(every, channels)
-    programs = []
-    for worker, passes in order.items():
-        program = list(sends.at_start[worker])
-        for _, instruction, _, _ in passes:
-            op, coordinate, m, _ = instruction
-            assert coordinate is not None and m is not None
-            key = op, coordinate
-            if key in loaded and m >= loaded[key]:
-                # Before the receive, whose wait hides it.
-                program.append(Instruction(Op.LOAD, coordinate, m))
-            receives.before(key, m, program)
-            program.append(instruction)
-            for route in sends.after.get(key, ()):
-                if route.first <= m < route.end:
-                    program.append(route.sending(m))
-        programs.append((worker, tuple(program) + tail))
-    return tuple(programs)
+    return tuple(
+        (worker, (*at_start.get(worker, ()), *_with_communication(its_steps), *tail))
+        for worker, its_steps in steps.items()
+    )
 
 
 def _redundant_ends(order: Order) -> Mapping[tuple[Op, Coordinate], int]:
@@ -177,34 +173,57 @@ def _redundant_ends(order: Order) -> Mapping[tuple[Op, Coordinate], int]:
     return ends
 
 
-@dataclass(frozen=True)
-class _Sends:
-    at_start: Mapping[WorkerId, tuple[Instruction, ...]]
-    after: Mapping[tuple[Op, Coordinate], tuple[Route, ...]]
+@dataclass(slots=True, eq=False)
+class _Kind:
+    """What goes before and after the passes of one op and coordinate: never seen outside of :func:`lower`.
+
+    ``loaded`` and ``received`` count up while the programs are written. ``channel`` is what is left to receive from
+    the worker that sends its input, in the order in which it is sent: whose input it is, and the micro-batch.
+    """
+
+    loads: tuple[Instruction, ...] = ()
+    loaded: int = 0
+    receives: tuple[Instruction, ...] = ()
+    received: int = sys.maxsize
+    channel: deque[tuple[_Kind, int]] = field(default_factory=deque)
+    outgoing: list[tuple[Route, _Kind]] = field(default_factory=list)
 
 
-_Channel = tuple[WorkerId, WorkerId]
+_Kinds = Mapping[tuple[Op, Coordinate], _Kind]
 
 
-def _place_sends(every: tuple[Route, ...], order: Order) -> tuple[_Sends, Mapping[_Channel, list[tuple[Route, int]]]]:
-    """Where each message is sent, and what each channel delivers, in order."""
-    after: dict[tuple[Op, Coordinate], tuple[Route, ...]] = {}
+def _kinds(every: tuple[Route, ...]) -> _Kinds:
+    """The kinds of passes, with what they receive and send."""
+    kinds: dict[tuple[Op, Coordinate], _Kind] = defaultdict(_Kind)
+    channels: dict[tuple[WorkerId, WorkerId], deque[tuple[_Kind, int]]] = defaultdict(deque)
     for route in every:
-        key = (route.producer, route.sender)
-        after[key] = (*after.get(key, ()), route)
-    channels: dict[_Channel, list[tuple[Route, int]]] = {}
-    at_start: dict[WorkerId, tuple[Instruction, ...]] = dict.fromkeys(order, ())
-    for worker, messages in _available(every, order).items():
-        at_start[worker] = tuple(route.sending(m) for route, m in messages)
+        consumer = kinds[route.consumer, route.receiver]
+        consumer.receives = route.receives
+        consumer.received = route.first
+        consumer.channel = channels[route.source, route.target]
+        kinds[route.producer, route.sender].outgoing.append((route, consumer))
+    return kinds
+
+
+def _place_sends(
+    kinds: _Kinds,
+    every: tuple[Route, ...],
+    order: Order,
+    steps: Mapping[WorkerId, list[tuple[_Kind, Instruction]]],
+) -> Mapping[WorkerId, tuple[Instruction, ...]]:
+    """Fill the channels; returns what each worker sends at the start of its program."""
+    available = _available(every, order)
+    for messages in available.values():
         for route, m in messages:
-            channels.setdefault((worker, route.target), []).append((route, m))
-    for worker, passes in order.items():
-        for _, (op, c, done, _), _, _ in passes:
-            assert c is not None and done is not None
-            for route in after.get((op, c), ()):
+            consumer = kinds[route.consumer, route.receiver]
+            consumer.channel.append((consumer, m))
+    for its_steps in steps.values():
+        for kind, (_, _, done, _) in its_steps:
+            assert done is not None
+            for route, consumer in kind.outgoing:
                 if route.first <= done < route.end:
-                    channels.setdefault((worker, route.target), []).append((route, done))
-    return _Sends(at_start, after), channels
+                    consumer.channel.append((consumer, done))
+    return {worker: tuple(route.sends[m] for route, m in messages) for worker, messages in available.items()}
 
 
 def _available(every: tuple[Route, ...], order: Order) -> Mapping[WorkerId, list[tuple[Route, int]]]:
@@ -225,18 +244,20 @@ def _available(every: tuple[Route, ...], order: Order) -> Mapping[WorkerId, list
     return by_source
 
 
-class _Receives:
-    """What is left in each channel while the programs are written; never seen outside of :func:`lower`."""
-
-    def __init__(self, every: tuple[Route, ...], channels: Mapping[_Channel, list[tuple[Route, int]]]) -> None:
-        self.queues = {channel: iter(messages) for channel, messages in channels.items()}
-        self.inputs = {(route.consumer, route.receiver): route for route in every}
-        self.received = {key: route.first for key, route in self.inputs.items()}
-
-    def before(self, key: tuple[Op, Coordinate], micro_batch: int, program: list[Instruction]) -> None:
-        """Append to ``program`` the receives that must come right before this pass."""
-        route = self.inputs.get(key)
-        while route is not None and self.received[key] <= micro_batch:
-            delivered, m = next(self.queues[route.source, route.target])
-            self.received[delivered.consumer, delivered.receiver] = m + 1
-            program.append(delivered.receiving(m))
+def _with_communication(steps: list[tuple[_Kind, Instruction]]) -> list[Instruction]:
+    """The passes of one worker with the loads, receives and sends that go with them."""
+    program: list[Instruction] = []
+    for kind, instruction in steps:
+        m = instruction[2]
+        assert m is not None
+        if kind.loads and m >= kind.loaded:
+            program.append(kind.loads[m])  # before the receive, whose wait hides it
+        while kind.received <= m:
+            delivered, number = kind.channel.popleft()
+            delivered.received = number + 1
+            program.append(delivered.receives[number])
+        program.append(instruction)
+        for route, _ in kind.outgoing:
+            if route.first <= m < route.end:
+                program.append(route.sends[m])
+    return program

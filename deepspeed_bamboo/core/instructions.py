@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import enum
+from functools import lru_cache
 from typing import NamedTuple
 
 from deepspeed_bamboo.core.grid import Coordinate
@@ -84,3 +85,9 @@ class Instruction(NamedTuple):
         if len(rest) != (3 if to_shadow else 2) or not rest[1].isdigit():
             raise ValueError(f"{text!r} is no instruction; write {word} PIPELINE.STAGE MICRO_BATCH, as in {word} 0.2 3")
         return cls(op, Coordinate.parse(rest[0]), int(rest[1]), to_shadow)
+
+
+@lru_cache(maxsize=16384)
+def row(op: Op, coordinate: Coordinate, micro_batches: int, to_shadow: bool = False) -> tuple[Instruction, ...]:
+    """``op`` of ``coordinate`` on micro-batches 0 to ``micro_batches - 1``, made once: all plans share these values."""
+    return tuple(Instruction(op, coordinate, m, to_shadow) for m in range(micro_batches))

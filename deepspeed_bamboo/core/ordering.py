@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from deepspeed_bamboo.core.grid import Coordinate
-from deepspeed_bamboo.core.instructions import Instruction, Op
+from deepspeed_bamboo.core.instructions import Op, row
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.core.schedule import Mode, backward_slot, forward_slot, inference_order, stage_order
@@ -48,6 +48,7 @@ def order_passes(
         coordinates,
         owners=[owners[c] for c in coordinates],
         left=[_left(progress[c], template=templates[c.stage]) for c in coordinates],
+        micro_batches=micro_batches,
         progress=[progress[c] for c in coordinates],
         last_stage=stages - 1,
     )
@@ -85,10 +86,10 @@ class _Job:
         *,
         owners: Sequence[WorkerId],
         left: Sequence[Sequence[_Pass]],
+        micro_batches: int,
         progress: Sequence[CoordinateProgress],
         last_stage: int,
     ) -> None:
-        self.coordinates = coordinates
         self.workers = tuple(dict.fromkeys(owners))
         rank = {worker: i for i, worker in enumerate(self.workers)}
         self.owners = [rank[worker] for worker in owners]
@@ -98,6 +99,8 @@ class _Job:
         self.first = [c.stage == 0 for c in coordinates]
         self.last = [c.stage == last_stage for c in coordinates]
         self.left = left
+        # Of each place its backwards and its forwards: indexed by "is forward".
+        self.passes = [(row(Op.BNC, c, micro_batches), row(Op.FNC, c, micro_batches)) for c in coordinates]
         self.count = [len(items) for items in left]
         self.next = [0] * len(coordinates)
         self.forwards = [p.forwards for p in progress]
@@ -121,8 +124,7 @@ class _Job:
                     self.next[place] += 1
                     end = now + (forward if is_forward else backward)
                     heapq.heappush(running, (end, worker, place, is_forward))
-                    instruction = Instruction(Op.FNC if is_forward else Op.BNC, self.coordinates[place], m)
-                    order[worker].append(Timed(self.workers[worker], instruction, now, end))
+                    order[worker].append(Timed(self.workers[worker], self.passes[place][is_forward][m], now, end))
             awake.clear()
             if running:
                 now = running[0][0]

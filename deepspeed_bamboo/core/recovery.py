@@ -172,7 +172,15 @@ def _plan(
         mode=mode,
         costs=costs,
     )
-    programs = lower(placement, full_order, coordinates=coordinates, progress=complete, redundant=shadows, mode=mode)
+    programs = lower(
+        placement,
+        full_order,
+        coordinates=coordinates,
+        micro_batches=micro_batches,
+        progress=complete,
+        redundant=shadows,
+        mode=mode,
+    )
     return Plan(placement, micro_batches, programs, mode, wanted), fits
 
 

@@ -12,13 +12,13 @@ pass: they would hold up what ends the iteration, and protect only what is left 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from deepspeed_bamboo.core.grid import Coordinate
-from deepspeed_bamboo.core.instructions import Instruction, Op
+from deepspeed_bamboo.core.instructions import Op, row
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.core.schedule import Mode
@@ -92,13 +92,13 @@ def add_redundant_passes(
                 w for c in shadowed for w in job.backward_wishes(c, range(redundant[c].backwards, micro_batches), done)
             ]
             backwards, _ = _place(wishes, gaps, cost=costs.backward)
-        added = heapq.merge(
-            _timed(worker, Op.FRC, forwards, cost=costs.forward),
-            _timed(worker, Op.BRC, backwards, cost=costs.backward),
-            key=lambda timed: timed.start,
-        )
+        every = [
+            *_timed(worker, Op.FRC, forwards, cost=costs.forward, micro_batches=micro_batches),
+            *_timed(worker, Op.BRC, backwards, cost=costs.backward, micro_batches=micro_batches),
+            *passes,
+        ]
         # On equal starts the redundant pass comes first: it fills the wait before the other one.
-        result[worker] = tuple(heapq.merge(added, passes, key=lambda timed: timed.start))
+        result[worker] = tuple(sorted(every, key=attrgetter("start")))
         fits.append(
             Fit(
                 worker,
@@ -111,9 +111,10 @@ def add_redundant_passes(
     return result, tuple(fits)
 
 
-def _timed(worker: WorkerId, op: Op, placed: Iterable[_Placed], *, cost: int) -> list[Timed]:
+def _timed(worker: WorkerId, op: Op, placed: Iterable[_Placed], *, cost: int, micro_batches: int) -> list[Timed]:
     return [
-        Timed(worker, Instruction(op, p.wish.coordinate, p.wish.micro_batch), p.start, p.start + cost) for p in placed
+        Timed(worker, row(op, wish.coordinate, micro_batches)[wish.micro_batch], start, start + cost)
+        for wish, start, _ in placed
     ]
 
 
