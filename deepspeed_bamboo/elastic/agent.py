@@ -189,9 +189,12 @@ class BambooElasticAgent(LocalElasticAgent):
         try:
             self._initialize_workers(self._worker_group)
         except SignalException as interruption:
-            # Between torch's handlers and this agent's own; a half-started worker dies with this process.
+            # Between torch's handlers and this agent's own. What was started till then can't be heard of any more, but
+            # dies with this process.
             self._take_signals()
             self._mailbox.put(decisions.Signalled(int(interruption.sigval)))
+            if action.worker not in self._sessions:
+                self._mailbox.put(decisions.WorkerExited(action.worker, -int(interruption.sigval), ""))
 
     def _collect(self, worker: str) -> decisions.Event:
         """The worker's process has ended: what with, and what it wrote."""
@@ -206,7 +209,9 @@ class BambooElasticAgent(LocalElasticAgent):
 
     def _sweep(self, event: decisions.WorkerExited) -> None:
         """Remove what the worker left; after everything that others wait for."""
-        pid = self._sessions[event.worker]
+        pid = self._sessions.get(event.worker)
+        if pid is None:
+            return
         if event.code != 0:
             signal_session(pid, signal.SIGTERM)
         remove_shared_memory(

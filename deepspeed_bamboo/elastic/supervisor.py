@@ -94,7 +94,7 @@ class Supervisor:
         self._finished = False
         self._offered: JobFailure | None = None  # the failure that this agent wants recorded, or has recorded
         self._offer_pending = False
-        self._code_if_interrupted = 1
+        self._code_if_interrupted: int | None = None  # by the first signal that this agent was sent
         self._leaves_alone: int | None = None  # with this code
         self._left = False
 
@@ -391,9 +391,10 @@ class Supervisor:
 
     def _interrupt(self, message: str, number: int) -> list[Action]:
         """End the job, as signal ``number`` does, unless it ends already."""
+        if self._code_if_interrupted is None:
+            self._code_if_interrupted = 128 + number  # also when it is known from another that the job is interrupted
         if self._failure is not None or self._offered is not None:
             return self._end_worker()
-        self._code_if_interrupted = 128 + number
         failure = JobFailure(worker=self.worker, kind="interrupted", message=message, traceback="")
         return [*self._offer(failure), *self._end_worker()]
 
@@ -482,7 +483,7 @@ class Supervisor:
         if self._offer_pending or self._own in (Own.RUNNING, Own.ENDING, Own.REPLACED, Own.UNEXPLAINED):
             return []
         if self._failure is not None:
-            code = self._code_if_interrupted if self._failure.kind == "interrupted" else 1
+            code = (self._code_if_interrupted or 1) if self._failure.kind == "interrupted" else 1
         elif self._finished or self._own is Own.DRAINED:
             code = 0
         elif self._leaves_alone is not None:

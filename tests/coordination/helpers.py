@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import psutil
@@ -95,4 +97,14 @@ def first_epoch(workers: list[str], *, stages: int | None = None, protected: boo
         lost=(),
         proposer=workers[0],
         time_seconds=time.time(),
+    )
+
+
+def freeze(pid: int) -> None:
+    """SIGSTOP, and return when it has stopped: on a busy machine other threads run on until one has taken it."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = list(Path(f"/proc/{pid}/task").iterdir())
+    wait_until(
+        lambda: all((thread / "stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads),
+        what=f"all threads of process {pid} to stop",
     )

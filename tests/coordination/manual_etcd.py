@@ -14,6 +14,7 @@ from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable
 from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.guard import EtcdGuard
 from deepspeed_bamboo.coordination.server import find_etcd, free_port
+from tests.coordination.helpers import freeze
 
 
 class ManualEtcd:
@@ -94,7 +95,7 @@ class ManualEtcd:
 
     def freeze(self) -> None:
         assert self._process is not None
-        os.kill(self._process.pid, signal.SIGSTOP)
+        freeze(self._process.pid)
 
     def thaw(self) -> None:
         assert self._process is not None

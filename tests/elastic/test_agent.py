@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from deepspeed_bamboo.coordination import EpochRecord
-from deepspeed_bamboo.elastic.fork_server import ForkServer
+from deepspeed_bamboo.elastic.fork_server import ForkRequest, ForkServer, reference
 from deepspeed_bamboo.elastic.harness import Machine, Outcome
 from deepspeed_bamboo.elastic.processes import ProcessIdentity
-from tests.coordination.helpers import alive, stretched, wait_until
+from tests.coordination.helpers import alive, freeze, stretched, wait_until
 from tests.coordination.manual_etcd import ManualEtcd
-from tests.elastic import workers
+from tests.elastic import interrupted_agent, workers
 
 
 def epoch_of(machine: Machine, number: int) -> EpochRecord:
@@ -297,7 +297,7 @@ def test_deaths_at_every_start_end_the_job(fork_server: ForkServer) -> None:
 def test_an_outage_longer_than_all_leases_loses_nobody(fork_server: ForkServer) -> None:
     with Machine(fork_server, workers.train, **leased(short_lease())) as machine:
         epoch_of(machine, 0)
-        os.kill(machine.etcd.pid, signal.SIGSTOP)
+        freeze(machine.etcd.pid)
         time.sleep(2.2)  # every lease runs out
         os.kill(machine.etcd.pid, signal.SIGCONT)
         wait_until(lambda: len(machine.coordinator.members()) == 4, what="all members' return")
@@ -314,7 +314,7 @@ def test_an_outage_longer_than_all_leases_loses_nobody(fork_server: ForkServer) 
 def test_a_death_during_an_outage_is_settled_after_it(fork_server: ForkServer) -> None:
     with Machine(fork_server, workers.train, **leased(short_lease())) as machine:
         epoch_of(machine, 0)
-        os.kill(machine.etcd.pid, signal.SIGSTOP)
+        freeze(machine.etcd.pid)
         machine.kill_worker(1)
         time.sleep(2.5)
         os.kill(machine.etcd.pid, signal.SIGCONT)
@@ -360,7 +360,7 @@ def test_an_etcd_that_lost_all_its_data_costs_nobody_anything(fork_server: ForkS
 def test_without_a_coordinator_a_signal_still_ends_everything_in_time(fork_server: ForkServer) -> None:
     with Machine(fork_server, workers.train) as machine:
         epoch_of(machine, 0)
-        os.kill(machine.etcd.pid, signal.SIGSTOP)
+        freeze(machine.etcd.pid)
         start = time.monotonic()
         for rank in range(4):
             machine.signal_agent(rank, signal.SIGTERM)
@@ -370,6 +370,13 @@ def test_without_a_coordinator_a_signal_still_ends_everything_in_time(fork_serve
         for rank in range(4):
             assert not alive(machine.worker_pid(rank))
         os.kill(machine.etcd.pid, signal.SIGCONT)
+
+
+def test_a_signal_while_the_worker_is_started_ends_agent_and_job(fork_server: ForkServer, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    request = ForkRequest(reference(interrupted_agent.main), output=str(output))
+    assert fork_server.fork(request).exit_code(within_seconds=30) == 143, output.read_text()
+    assert "SIGTERM was sent to the agent of rank 0" in output.read_text()
 
 
 def test_two_jobs_on_one_coordinator_do_not_disturb_each_other(fork_server: ForkServer) -> None:

@@ -14,6 +14,7 @@ from deepspeed_bamboo.coordination import JobNameTaken
 from deepspeed_bamboo.coordination.published import PublishedJob, own_pid_namespace, publish, published_jobs
 from deepspeed_bamboo.coordination.server import PrivateEtcd
 from deepspeed_bamboo.elastic.running_job import private_job
+from tests.coordination.helpers import freeze
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Publishe
     with PrivateEtcd() as server:
         about = PublishedJob("still", "/deepspeed_bamboo", str(server.endpoint), os.getpid(), own_pid_namespace())
         publish(server.directory, about)
-        os.kill(server.pid, signal.SIGSTOP)
+        freeze(server.pid)
         try:
             yield about
         finally:

@@ -171,6 +171,15 @@ def test_an_interruption_is_told_by_one_agent_of_the_machine() -> None:
     assert kinds(of_two.handle(changed("failure", theirs))) == ["Say", "EndWorker"]
 
 
+def test_who_is_signalled_ends_as_a_signal_ends_a_program_whoever_told_of_it_first() -> None:
+    theirs = replace(OTHERS_FAILURE, kind="interrupted")
+    for signalled, code in ((True, 143), (False, 1)):
+        agent = training()
+        agent.handle(changed("failure", theirs))
+        assert agent.handle(Signalled(signal.SIGTERM)) == [] if signalled else True
+        assert agent.handle(WorkerExited(OWN, -15, ""))[-1] == Leave(code)
+
+
 def test_a_second_ctrl_c_does_not_wait_for_the_worker() -> None:
     agent = training()
     agent.handle(Signalled(signal.SIGINT))
