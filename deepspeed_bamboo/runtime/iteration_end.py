@@ -7,13 +7,14 @@ reduction. After it every worker steps, whatever happens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.instructions import Instruction, Op
+from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.runtime.channel import Message
 from deepspeed_bamboo.runtime.collectives import CallSet, Contribution, answers_from, exchange_requests
 from deepspeed_bamboo.runtime.executor import IterationContext
@@ -35,6 +36,8 @@ class IterationEnd:
         self._running: CallSet | None = None
         self._step_calls: CallSet | None = None
         self._shadow_steps = ShadowSteps(engine.device)
+        # Of which stages' steps the first part has run on this device before: what it launches is loaded.
+        self._launched: set[Coordinate] = set()
 
     @property
     def is_running(self) -> bool:
@@ -73,20 +76,21 @@ class IterationEnd:
         if activity.delivered == 0:
             for replica in engine.host.owners():
                 engine.strike_if_scripted(replica.coordinate, "step", None)
-        late: dict[Coordinate, torch.Tensor | None] = {}
+        late = self._may_be_late(calls)
+        if activity.delivered == 0:
+            # One that was to be late may belong to an owner by now.
+            self._start_steps({replica.coordinate for replica in engine.host.replicas()}.difference(late))
         while pending := {c: request for c, request in calls.pending().items() if c not in late}:
             if activity.delivered == len(activity.rounds):
                 value = {"contributions": self._contributions(calls)}
                 activity.rounds.append(engine.agree(value, among=engine.placement.holders))
-            agreed = activity.rounds[activity.delivered]
-            contributions = {c: part for value in agreed.values() for c, part in value["contributions"].items()}
+            agreed = _contributed(activity.rounds[activity.delivered])
             activity.delivered += 1
-            answers = answers_from(pending, contributions, device=engine.device)
-            late.update({c: answers[c] for c in self._may_be_late(calls) if c in answers})
+            answers = answers_from(pending, agreed, device=engine.device)
             self._advance(calls, answers, later=late)
         for replica in engine.host.replicas():
             if replica.coordinate in late:
-                launch = functools.partial(self._step_late, calls, replica, late[replica.coordinate])
+                launch = functools.partial(self._step_late, calls, replica, _contributed(activity.rounds[0]))
                 replica.stepping = LateStep(replica, launch)
             elif replica.coordinate in calls.beside:
                 self._shadow_steps.finish(replica)
@@ -108,19 +112,25 @@ class IterationEnd:
             if isinstance(replica.stepping, LateStep):
                 replica.stepping.launch()
 
-    def _may_be_late(self, calls: CallSet) -> list[Coordinate]:
+    def _may_be_late(self, calls: CallSet) -> set[Coordinate]:
         """The shadows on a worker that begins every iteration. Others wait then anyway, and the device with them."""
         host = self._engine.host
         if not any(coordinate.stage == 0 for coordinate in host.owned):
-            return []
-        return [c for c, shadow in host.shadows.items() if c in calls.beside and self._shadow_steps.can_wait(shadow)]
+            return set()
+        return {c for c, shadow in host.shadows.items() if c in calls.beside and self._shadow_steps.can_wait(shadow)}
 
-    def _step_late(self, calls: CallSet, replica: StageReplica, answer: torch.Tensor | None) -> None:
-        host = self._engine.host
+    def _step_late(
+        self, calls: CallSet, replica: StageReplica, contributions: Mapping[Coordinate, Contribution]
+    ) -> None:
+        host, coordinate = self._engine.host, replica.coordinate
         active = host.active
         self._running = calls
         try:
-            calls.finish(replica.coordinate, answer)
+            calls.start({coordinate})
+            pending = {coordinate: calls.pending()[coordinate]}
+            answer = answers_from(pending, contributions, device=self._engine.device)[coordinate]
+            self._shadow_steps.follow(answer)
+            calls.finish(coordinate, answer)
         finally:
             self._running = None
         self._shadow_steps.finish(replica)
@@ -193,10 +203,14 @@ class IterationEnd:
         engine, host = self._engine, self._engine.host
         placement = engine.rebuilding.mirrored(context.placement)
         engine.rebuilding.finish()
-        # Their part of the gradients' norm comes before others' gradients have arrived. It is also before anything is
-        # sent: a kernel's first launch may wait for the device to be idle, which a send is not until it is received.
+        # Their part of the gradients' norm comes before others' gradients have arrived.
         early = {c for c, shadow in host.shadows.items() if self._shadow_steps.can_wait(shadow)}
-        self._start_steps(early.union(host.owned))
+        # The first time it is also before anything is sent: a kernel's first launch may wait for the device to be idle,
+        # which a send is not until it is received. After that the device sends while these launch.
+        sends_first = self._shadow_steps.active and self._launched.issuperset(host.owned)
+        if not sends_first:
+            self._start_steps(early.union(host.owned))
+            self._launched.update(early, host.owned)
         for replica in host.owners():
             holder = placement.shadow(replica.coordinate)
             if holder is None:
@@ -207,6 +221,9 @@ class IterationEnd:
             tensors = [tensor.detach() for tensor in (*gradients, *buffers)]
             data = (len(gradients), gradient_flags(engine.optimizer))
             engine.links.send(holder, Message(f"{context.activity}/mirror/{replica.coordinate}", data, tensors))
+        if sends_first:
+            calls = self._start_steps(host.owned)
+            self._start_steps(early.difference(self._may_be_late(calls)))
         for coordinate in placement.shadowed_by(engine.session.worker):
             message = engine.links.receive(placement.owner(coordinate), f"{context.activity}/mirror/{coordinate}")
             if coordinate not in host.shadows:
@@ -226,7 +243,8 @@ class IterationEnd:
         # Before the step: an iterator may look at the engine's global step.
         if engine.protects:
             engine.data.complete(engine.micro_batches, step=engine.global_steps, transform=engine.batch_fn)
-        calls = self._start_steps({**engine.host.owned, **engine.host.shadows})
+        calls = self._start_steps(engine.host.owned)
+        self._start_steps(engine.host.shadows.keys() - self._may_be_late(calls))
         value: dict[str, Any] = {"contributions": self._contributions(calls), "losses": stage_losses(engine)}
         value.update(engine.failover.modes.contribution())
         value.update(engine.rebuilding.contribution())
@@ -280,6 +298,11 @@ class IterationEnd:
                 engine._take_model_step(None)
         else:
             engine._take_model_step(None)
+
+
+def _contributed(agreed: Mapping[WorkerId, Any]) -> dict[Coordinate, Contribution]:
+    """What all coordinates have handed in, from everybody's value in an agreement."""
+    return {c: part for value in agreed.values() for c, part in value["contributions"].items()}
 
 
 def _apply_buffers(replica: StageReplica) -> None:

@@ -15,9 +15,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed_bamboo.errors import MemoryLimitError
+from deepspeed_bamboo.runtime.pinned import PinnedMemory
 
 # Smaller tensors cost more to move than they free.
 _SMALLEST_BYTES = 4096
+# Copies are launched for so much at once: each launch costs time, and what waits for it stays on the device.
+_LAUNCHED_BYTES = 128 * 2**20
 # A view of at least this part of its memory is kept by a copy of all of that. Queries, keys and values are three views
 # of one tensor, say, and all of them are saved.
 _LARGE_PART = 0.25
@@ -63,8 +66,20 @@ class SharedCopies:
         return SavedTensor(self._made[key][1], layout if whole else None)
 
 
+@dataclass(slots=True, eq=False)
+class HostCopy:
+    """What is on its way to the host: still on the device (``source``), or in ``host`` once ``copied`` has happened."""
+
+    source: torch.Tensor | None
+    host: torch.Tensor | None = None
+    copied: Any = None
+
+
 class HostOffload:
     """Moves what autograd saves in a block to pinned host memory, on a copy stream of its own.
+
+    Copies are launched several at once, a moment after the saves: in between nothing may be changed in place, as
+    autograd itself demands of what it saves.
 
     Args:
         device: the worker's device; on a CPU there is nothing to move.
@@ -77,6 +92,9 @@ class HostOffload:
         cuda: Any = torch.cuda
         self._stream = cuda.Stream(device) if device.type == "cuda" else None
         self._copied: Any = None
+        self._memory = PinnedMemory()
+        self._waiting: list[HostCopy] = []
+        self._waiting_bytes = 0
         self.kept_bytes = 0
         self.peak_bytes = 0
 
@@ -95,8 +113,7 @@ class HostOffload:
             yield
             return
         resident = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-
-        copies = SharedCopies(self._to_host)
+        copies = SharedCopies(self._keep)
 
         def pack(tensor: torch.Tensor) -> Any:
             size = tensor.numel() * tensor.element_size()
@@ -104,15 +121,23 @@ class HostOffload:
                 return tensor
             return copies.of(tensor)
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, self._to_device):
-            yield
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, self._to_device):
+                yield
+            self._copy_waiting()
+        finally:
+            for kept in self._waiting:
+                kept.source = None
+            self._waiting, self._waiting_bytes = [], 0
 
     def start_iteration(self) -> None:
         """What the previous iteration kept has been dropped."""
         self.kept_bytes = 0
+        self._memory.take_back()
 
-    def _to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        self.kept_bytes += tensor.numel() * tensor.element_size()
+    def _keep(self, tensor: torch.Tensor) -> HostCopy:
+        size = tensor.numel() * tensor.element_size()
+        self.kept_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.kept_bytes)
         if self._limit_bytes is not None and self.kept_bytes > self._limit_bytes:
             raise MemoryLimitError(
@@ -120,24 +145,38 @@ class HostOffload:
                 f"bamboo.redundancy.memory_limit_gigabytes = {self._limit_bytes / 2**30:.2f}; raise the limit, use "
                 'fewer or smaller micro-batches, or set bamboo.redundancy.mode to "lazy"'
             )
+        kept = HostCopy(tensor)
+        self._waiting.append(kept)
+        self._waiting_bytes += size
+        if self._waiting_bytes >= _LAUNCHED_BYTES:
+            self._copy_waiting()
+        return kept
+
+    def _copy_waiting(self) -> None:
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
         stream = self._stream
-        if stream is None:
-            raise RuntimeError("offloading needs a CUDA device")
+        if stream is None or not waiting:
+            return
+        tensors = [kept.source for kept in waiting if kept.source is not None]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             # A copy of what has gaps would go by way of other host memory, and the caller would wait for it.
-            source = tensor if tensor.is_contiguous() else torch.empty_like(tensor).copy_(tensor)
-            # With the same strides, since kernels, and so last bits, may depend on them.
-            host = torch.empty_like(source, device="cpu", pin_memory=True)
-            host.copy_(source, non_blocking=True)
+            sources = [t if t.is_contiguous() else torch.empty_like(t).copy_(t) for t in tensors]
+            hosts = [self._memory.like(source) for source in sources]
+            torch._foreach_copy_(hosts, sources, non_blocking=True)
             copied = self._copied = stream.record_event()
-        # The allocator must not hand the memory out again before the copy has read it.
-        tensor.record_stream(stream)
-        return host, copied
+        for kept, tensor, host in zip(waiting, tensors, hosts, strict=True):
+            # The allocator must not hand the memory out again before the copy has read it.
+            tensor.record_stream(stream)
+            kept.source, kept.host, kept.copied = None, host, copied
 
     def _to_device(self, packed: torch.Tensor | SavedTensor) -> torch.Tensor:
         if not isinstance(packed, SavedTensor):
             return packed
-        host, copied = packed.copy
-        torch.cuda.current_stream(self._device).wait_event(copied)
-        return packed.restore(host.to(self._device, non_blocking=True))
+        kept: HostCopy = packed.copy
+        if kept.source is not None:
+            return packed.restore(kept.source)
+        if kept.host is None:
+            raise RuntimeError("what autograd saved was given up, because its forward failed")
+        torch.cuda.current_stream(self._device).wait_event(kept.copied)
+        return packed.restore(kept.host.to(self._device, non_blocking=True))

@@ -13,6 +13,7 @@ from deepspeed_bamboo.config import RedundancyConfig
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.runtime.offload import HostOffload, SavedTensor, SharedCopies
+from deepspeed_bamboo.runtime.pinned import PinnedMemory
 from deepspeed_bamboo.runtime.redundant import RedundantForwards
 from tests.runtime.jobs import Jobs
 from tests.runtime.scenarios import Training, train_and_train_leaving_out
@@ -98,6 +99,26 @@ def test_gradients_are_those_without_copies() -> None:
         output = layer(x).square().sum()
     output.backward()
     assert all(torch.equal(p.grad, e) for p, e in zip(layer.parameters(), expected, strict=True))
+
+
+def test_memory_is_given_out_without_overlap_and_again_after_it_was_taken_back() -> None:
+    memory = PinnedMemory(block_bytes=1024, pinned=False)
+    tensors = [
+        torch.randn(7),
+        torch.randn(3, 5).t(),  # its strides are kept
+        torch.arange(40, dtype=torch.int16),
+        torch.randn(1000, dtype=torch.float64),  # larger than a block
+        torch.tensor(3.0),
+        torch.randn(100, dtype=torch.bfloat16),
+    ]
+    for _ in range(3):
+        rooms = [memory.like(tensor) for tensor in tensors]
+        for room, tensor in zip(rooms, tensors, strict=True):
+            room.copy_(tensor)
+        for room, tensor in zip(rooms, tensors, strict=True):
+            assert torch.equal(room, tensor) and room.dtype == tensor.dtype and room.stride() == tensor.stride()
+        assert memory.reserved_bytes == 1024 + 8000 + 1024
+        memory.take_back()
 
 
 @pytest.mark.parametrize(
