@@ -405,6 +405,11 @@ class BambooPipelineEngine(CheckpointedEngine):
             micro_batches=micro_batches,
         )
 
+    def complete_data(self) -> None:
+        """Pull what others need of this iteration's data. Before the step: an iterator may look at the global step."""
+        if self.protects:
+            self.data.complete(self.micro_batches, step=self.global_steps, transform=self.batch_fn)
+
     def instructions(self, *, training: bool) -> tuple[Instruction, ...]:
         """What this worker has to execute; one that stands by only takes part in the agreement."""
         if self.session.worker not in self.placement.holders:

@@ -114,6 +114,8 @@ class Executor:
         for send in self._followed_by.get((instruction.op, instruction.coordinate, instruction.micro_batch), ()):
             self._announce(send, context)
         self._host.activate(replica)
+        if instruction.op in (Op.FNC, Op.BNC):
+            self._redundant.bubbles.ends()
         if instruction.to_shadow:
             context = dataclasses.replace(context, for_shadow=True)
         with self._deferral.launching(instruction) if deferred else nullcontext():
@@ -224,12 +226,16 @@ class Executor:
         due = self._redundant.due(replica, micro_batch)
         if due is None:
             return
+        bubbles = self._redundant.bubbles
+        if self._redundant.optional and not bubbles.fits((replica.coordinate, micro_batch), program=context.placement):
+            return
         micro_batch = due
         before = Coordinate(replica.coordinate.pipeline, replica.coordinate.stage - 1)
         if replica.coordinate.stage > 0 and self._engine.pipe_buffers["inputs"][micro_batch] is None:
             outputs = self._host.owned[before].retained_outputs[micro_batch]
             self._engine.pipe_buffers["inputs"][micro_batch] = _as_inputs(outputs)
         self._redundant.run(replica, micro_batch, lambda: self._forward(replica, micro_batch, context))
+        bubbles.done()
 
     def _redundant_backward(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
         """The shadow's backward; its gradient is a message, or the input gradient of a successor hosted here."""
@@ -281,6 +287,7 @@ class Executor:
         self._engine.pipe_buffers["inputs"][micro_batch] = inputs
         if message.arrival is not None:
             self._deferral.begin(replica, micro_batch, receive=Op.RECV_ACTIVATION, arrival=message.arrival)
+            self._redundant.bubbles.arrives(message.arrival.complete)
         _advance(replica, activations_received=micro_batch + 1)
 
     def _send_gradient(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
@@ -303,6 +310,7 @@ class Executor:
         replica.received_gradients[micro_batch] = gradients[0] if single else gradients
         if message.arrival is not None:
             self._deferral.begin(replica, micro_batch, receive=Op.RECV_GRAD, arrival=message.arrival)
+            self._redundant.bubbles.arrives(message.arrival.complete)
         _advance(replica, gradients_received=micro_batch + 1)
 
 

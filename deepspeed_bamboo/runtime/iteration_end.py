@@ -38,6 +38,8 @@ class IterationEnd:
         self._shadow_steps = ShadowSteps(engine.device)
         # Of which stages' steps the first part has run on this device before: what it launches is loaded.
         self._launched: set[Coordinate] = set()
+        # What the first round of the running steps hands in, if that is known already.
+        self._contributed: dict[Any, Contribution] | None = None
 
     @property
     def is_running(self) -> bool:
@@ -146,6 +148,7 @@ class IterationEnd:
                 replica.before_reduction = None
 
     def _cancel_steps(self) -> None:
+        self._contributed = None
         if self._step_calls is None:
             return
         self._running = self._step_calls
@@ -224,6 +227,9 @@ class IterationEnd:
         if sends_first:
             calls = self._start_steps(host.owned)
             self._start_steps(early.difference(self._may_be_late(calls)))
+            # What the agreement needs besides, while others' gradients are on their way.
+            engine.complete_data()
+            self._contributed = self._contributions(calls)
         for coordinate in placement.shadowed_by(engine.session.worker):
             message = engine.links.receive(placement.owner(coordinate), f"{context.activity}/mirror/{coordinate}")
             if coordinate not in host.shadows:
@@ -240,12 +246,13 @@ class IterationEnd:
 
     def _commit(self) -> None:
         engine = self._engine
-        # Before the step: an iterator may look at the engine's global step.
-        if engine.protects:
-            engine.data.complete(engine.micro_batches, step=engine.global_steps, transform=engine.batch_fn)
+        engine.complete_data()
         calls = self._start_steps(engine.host.owned)
         self._start_steps(engine.host.shadows.keys() - self._may_be_late(calls))
-        value: dict[str, Any] = {"contributions": self._contributions(calls), "losses": stage_losses(engine)}
+        contributed, self._contributed = self._contributed, None
+        if contributed is None:
+            contributed = self._contributions(calls)
+        value: dict[str, Any] = {"contributions": contributed, "losses": stage_losses(engine)}
         value.update(engine.failover.modes.contribution())
         value.update(engine.rebuilding.contribution())
         wish = engine.reconfiguration.wish()

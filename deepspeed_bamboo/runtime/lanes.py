@@ -7,6 +7,7 @@ data only); ``runtime.deferral`` is the one place that lets the compute stream w
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Sequence
@@ -73,6 +74,11 @@ class Arrival:
             interruption.check()
             raise RuntimeError("a lane was given up while it was in use, and no interruption was announced")
 
+    @property
+    def complete(self) -> Any:
+        """The CUDA event, which keeps time, after the last tensor; None before they are being received."""
+        return self._complete
+
     def abort(self) -> None:
         """Give the lane up, from any thread: what waits for these tensors on the device goes on without them."""
         self._lanes.abort()
@@ -114,6 +120,7 @@ class DeviceLanes:
         cuda: Any = torch.cuda
         # Of its own, so that a receive does not wait for what this device computes.
         self._receiving = cuda.Stream(device)
+        self._event = functools.partial(cuda.Event, enable_timing=True)
 
     def open(self) -> None:
         """Connect both directions; the peer does the same at the same time. Blocks until it does.
@@ -156,7 +163,7 @@ class DeviceLanes:
             works = [self._in.recv([tensor], self._peer, 0) for tensor in tensors if tensor.numel()]
             for work in works:
                 work.wait()  # makes the receiving stream wait, not the host
-            complete = self._receiving.record_event() if works else None
+            complete = self._receiving.record_event(self._event()) if works else None
         return tensors, complete
 
     def abort(self) -> None:

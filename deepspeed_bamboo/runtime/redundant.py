@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from deepspeed_bamboo.config import RedundancyConfig
+from deepspeed_bamboo.runtime.bubbles import Bubbles
 from deepspeed_bamboo.runtime.offload import HostOffload
 from deepspeed_bamboo.runtime.recompute import keep_only_input
 from deepspeed_bamboo.runtime.replica import StageReplica
@@ -22,8 +24,15 @@ class RedundantForwards:
 
     def __init__(self, settings: RedundancyConfig, *, device: torch.device) -> None:
         self._settings = settings
+        on_device = device.type == "cuda"
+        self.bubbles = Bubbles(_mark if on_device else None)
         limit = settings.memory_limit_gigabytes
         self.host_offload = HostOffload(device=device, limit_bytes=None if limit is None else int(limit * 2**30))
+
+    @property
+    def optional(self) -> bool:
+        """True where those that fit into no bubble are left out."""
+        return self._settings.mode != "full" and not self._settings.overlap
 
     def due(self, replica: StageReplica, micro_batch: int) -> int | None:
         """The micro-batch to do where the program has the redundant forward of ``micro_batch``; None: none now.
@@ -34,7 +43,7 @@ class RedundantForwards:
         copies would pile up. The next one then does the oldest that is left, so that those done are always the first.
         """
         settings = self._settings
-        optional = settings.mode != "full" and not settings.overlap
+        optional = self.optional
         if optional and settings.offload == "cpu" and (_is_last(replica) or self.host_offload.busy):
             return None
         return min(replica.progress.forwards, micro_batch)
@@ -48,6 +57,13 @@ class RedundantForwards:
                 forward()
         else:
             forward()
+
+
+def _mark() -> Any:
+    cuda: Any = torch.cuda
+    event = cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _is_last(replica: StageReplica) -> bool:
