@@ -7,7 +7,7 @@ than FAN_OUT others below it, however many there are, and up to FAN_OUT + 1 work
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from deepspeed_bamboo.core.placement import WorkerId
@@ -32,14 +32,19 @@ def agree(
     workers: Sequence[WorkerId],
     label: str,
     fan_out: int = FAN_OUT,
+    meanwhile: Callable[[], None] | None = None,
 ) -> dict[WorkerId, Any]:
     """Return every worker's ``value``. ``workers`` is the same list everywhere; its first one has all first.
+
+    ``meanwhile`` is called once, before the result is known here; where nobody hands in below, after handing in.
 
     Raises PeerLostError or what interrupts the wait; then some workers may have seen the result and others
     not, which recovery settles.
     """
     above, below = tree_neighbours(workers, me, fan_out=fan_out)
     collected = {me: value}
+    if meanwhile is not None and (below or above is None):
+        meanwhile()
     for worker in below:
         collected.update(decode(links.receive(worker, f"{label}/in").data))
     if above is None:
@@ -47,6 +52,8 @@ def agree(
         packed = encode(result)
     else:
         links.send(above, Message(f"{label}/in", data=encode(collected)))
+        if meanwhile is not None and not below:
+            meanwhile()
         packed = links.receive(above, f"{label}/out").data
         result = decode(packed)
     for worker in below:

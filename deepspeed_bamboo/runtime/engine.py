@@ -347,14 +347,19 @@ class BambooPipelineEngine(CheckpointedEngine):
         self.perform(kind, body)
         return self.activity.previous[0]
 
-    def agree(self, value: Any, *, among: Container[str] | None = None) -> Round:
-        """Everybody's value by worker; seen by nobody before all have handed in theirs. ``among``: of these only."""
+    def agree(
+        self, value: Any, *, among: Container[str] | None = None, meanwhile: Callable[[], None] | None = None
+    ) -> Round:
+        """Everybody's value by worker; seen by nobody before all have handed in theirs. ``among``: of these only.
+
+        ``meanwhile`` is called while others' values are on their way.
+        """
         record = self.session.interruption.active
         if record is None:
             raise RuntimeError("no epoch has been entered")
         label = f"{self.activity.index}/{len(self.activity.rounds)}"
         workers = [worker for worker in record.members if among is None or worker in among]
-        return agree(value, links=self.links, me=self.session.worker, workers=workers, label=label)
+        return agree(value, links=self.links, me=self.session.worker, workers=workers, label=label, meanwhile=meanwhile)
 
     def _train_iteration(self) -> None:
         for replica in self.host.replicas():

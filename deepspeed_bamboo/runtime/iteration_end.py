@@ -38,8 +38,10 @@ class IterationEnd:
         self._shadow_steps = ShadowSteps(engine.device)
         # Of which stages' steps the first part has run on this device before: what it launches is loaded.
         self._launched: set[Coordinate] = set()
-        # What the first round of the running steps hands in, if that is known already.
-        self._contributed: dict[Any, Contribution] | None = None
+        # What this worker hands in with the agreement, if that is known already, and mirrored gradients that have
+        # arrived and are still to be put in their place.
+        self._handed_in: dict[str, Any] | None = None
+        self._arrived: list[tuple[StageReplica, Message]] = []
 
     @property
     def is_running(self) -> bool:
@@ -78,6 +80,7 @@ class IterationEnd:
         if activity.delivered == 0:
             for replica in engine.host.owners():
                 engine.strike_if_scripted(replica.coordinate, "step", None)
+        self._accept_arrived()
         late = self._may_be_late(calls)
         if activity.delivered == 0:
             # One that was to be late may belong to an owner by now.
@@ -148,7 +151,8 @@ class IterationEnd:
                 replica.before_reduction = None
 
     def _cancel_steps(self) -> None:
-        self._contributed = None
+        self._handed_in = None
+        self._arrived.clear()
         if self._step_calls is None:
             return
         self._running = self._step_calls
@@ -227,14 +231,22 @@ class IterationEnd:
         if sends_first:
             calls = self._start_steps(host.owned)
             self._start_steps(early.difference(self._may_be_late(calls)))
-            # What the agreement needs besides, while others' gradients are on their way.
-            engine.complete_data()
-            self._contributed = self._contributions(calls)
+            # While others' gradients are on their way.
+            self._handed_in = self._to_hand_in()
         for coordinate in placement.shadowed_by(engine.session.worker):
             message = engine.links.receive(placement.owner(coordinate), f"{context.activity}/mirror/{coordinate}")
             if coordinate not in host.shadows:
                 continue  # its state has not come in time
-            replica = host.shadows[coordinate]
+            self._arrived.append((host.shadows[coordinate], message))
+        if not sends_first:
+            self._accept_arrived()
+
+    def _accept_arrived(self) -> None:
+        """Put the gradients that others have mirrored where the shadows' steps will look for them."""
+        engine, host = self._engine, self._engine.host
+        if not self._arrived:
+            return
+        for replica, message in self._arrived:
             replica.settle()
             host.activate(replica)
             count, flags = message.data
@@ -242,25 +254,38 @@ class IterationEnd:
             accept_gradients(engine.optimizer, engine.module, values[:count], flags)
             replica.pending_buffers = values[count:]
             replica.mirrored = True
+        self._arrived.clear()
         host.save()
 
-    def _commit(self) -> None:
+    def _to_hand_in(self) -> dict[str, Any]:
+        """This worker's value for the agreement."""
         engine = self._engine
         engine.complete_data()
         calls = self._start_steps(engine.host.owned)
-        self._start_steps(engine.host.shadows.keys() - self._may_be_late(calls))
-        contributed, self._contributed = self._contributed, None
-        if contributed is None:
-            contributed = self._contributions(calls)
-        value: dict[str, Any] = {"contributions": contributed, "losses": stage_losses(engine)}
+        value: dict[str, Any] = {"contributions": self._contributions(calls), "losses": stage_losses(engine)}
         value.update(engine.failover.modes.contribution())
-        value.update(engine.rebuilding.contribution())
         wish = engine.reconfiguration.wish()
         if wish is not None:
             value["wish"] = wish
+        return value
+
+    def _commit(self) -> None:
+        engine = self._engine
+        value, self._handed_in = self._handed_in or self._to_hand_in(), None
+        value.update(engine.rebuilding.contribution())
         for replica in engine.host.owners():
             engine.strike_if_scripted(replica.coordinate, "commit", None)
-        engine.activity.rounds.append(engine.agree(value))
+        if self._shadow_steps.active:
+            engine.activity.rounds.append(engine.agree(value, meanwhile=self._prepare_step))
+        else:
+            self._prepare_step()
+            engine.activity.rounds.append(engine.agree(value))
+
+    def _prepare_step(self) -> None:
+        """What is left to do here before the step, while this worker waits for the others' agreement."""
+        self._accept_arrived()
+        calls = self._start_steps(())
+        self._start_steps(self._engine.host.shadows.keys() - self._may_be_late(calls))
 
     def _start_steps(self, coordinates: Container[Coordinate]) -> CallSet:
         """Begin the steps of ``coordinates``: each stops at its first collective, or before it changes a weight."""

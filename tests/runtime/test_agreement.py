@@ -38,11 +38,20 @@ def test_everybody_gets_all_values_once_the_last_has_handed_in(count: int, fan_o
     wires, workers = Wires(), [f"w{number}" for number in range(count)]
     results: dict[str, Any] = {}
     last_came, too_early = threading.Event(), []
+    meanwhile: list[tuple[str, bool]] = []
 
     def work(me: str) -> None:
         if me == workers[-1]:
             last_came.set()
-        results[me] = agree(me.upper(), links=wires.of(me), me=me, workers=workers, label="7/0", fan_out=fan_out)
+        results[me] = agree(
+            me.upper(),
+            links=wires.of(me),
+            me=me,
+            workers=workers,
+            label="7/0",
+            fan_out=fan_out,
+            meanwhile=lambda: meanwhile.append((me, me in results)),
+        )
         if not last_came.is_set():
             too_early.append(me)
 
@@ -52,6 +61,7 @@ def test_everybody_gets_all_values_once_the_last_has_handed_in(count: int, fan_o
     for thread in threads:
         thread.join(20)
     assert too_early == []
+    assert sorted(meanwhile) == sorted((me, False) for me in workers)
     expected = {me: me.upper() for me in workers}
     assert [list(results[me].items()) for me in workers] == [list(expected.items())] * count
 
