@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             threads=arguments.threads,
             data=arguments.data,
             offload=arguments.offload,
+            overlap=arguments.overlap,
             deterministic=arguments.loss_tolerance is None,
         )
         for model in arguments.model
@@ -99,6 +100,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="kills of each stage's worker (default: 3)")
     parser.add_argument("--most-kills", type=int, help="end after so many (default: all of all rounds)")
     parser.add_argument("--mode", default="lazy", choices=("lazy", "eager", "full"), help="redundancy.mode")
+    parser.add_argument("--overlap", action="store_true", help="redundancy.overlap")
     parser.add_argument("--offload", default="cpu", choices=("cpu", "none", "recompute"), help="redundancy.offload")
     parser.add_argument(
         "--loss-tolerance",

@@ -144,11 +144,11 @@ class Channel:
         for _ in range(count):
             self._wanted.put(True)
 
-    def receive(self, *, unseen: str | None = None) -> Message:
+    def receive(self, *, unseen: str | None = None, started: str | None = None) -> Message:
         """The next message from the peer. Raises PeerLostError, or what interrupts the wait.
 
         Message ``unseen`` is returned once its header is there. If it still has its ``arrival`` then, its tensors are
-        to be confirmed by that.
+        to be confirmed by that. Of message ``started`` the tensors are to be taken from that, too.
         """
         if self._outstanding == 0:
             self._outstanding += 1
@@ -159,6 +159,8 @@ class Channel:
             message = self._arrived.pop(0)
             if message.arrival is not None and message.key == unseen:
                 message.tensors = message.arrival.begin()
+            elif message.arrival is not None and message.key == started:
+                message.arrival.start()
             elif message.arrival is not None:
                 message.tensors = message.arrival.wait(self._interruption)
                 message.arrival = None

@@ -229,15 +229,20 @@ class IterationEnd:
             data = (len(gradients), gradient_flags(engine.optimizer))
             engine.links.send(holder, Message(f"{context.activity}/mirror/{replica.coordinate}", data, tensors))
         if sends_first:
-            calls = self._start_steps(host.owned)
-            self._start_steps(early.difference(self._may_be_late(calls)))
+            self._start_steps(host.owned)
+        messages = {
+            c: engine.links.receive(placement.owner(c), f"{context.activity}/mirror/{c}", started=sends_first)
+            for c in placement.shadowed_by(engine.session.worker)
+        }
+        if sends_first:
             # While others' gradients are on their way.
+            self._start_steps(early.difference(self._may_be_late(self._start_steps(()))))
             self._handed_in = self._to_hand_in()
-        for coordinate in placement.shadowed_by(engine.session.worker):
-            message = engine.links.receive(placement.owner(coordinate), f"{context.activity}/mirror/{coordinate}")
-            if coordinate not in host.shadows:
-                continue  # its state has not come in time
-            self._arrived.append((host.shadows[coordinate], message))
+        for coordinate, message in messages.items():
+            if message.arrival is not None:
+                message.tensors = message.arrival.wait(engine.session.interruption)
+            if coordinate in host.shadows:  # else its state has not come in time
+                self._arrived.append((host.shadows[coordinate], message))
         if not sends_first:
             self._accept_arrived()
 

@@ -33,14 +33,22 @@ class Arrival:
     def __init__(self, lanes: DeviceLanes, description: Description) -> None:
         self._lanes = lanes
         self._description = description
+        self._tensors: list[torch.Tensor] | None = None
         self._complete: Any = None
+
+    def start(self) -> list[torch.Tensor]:
+        """Begin to receive, and wait for nothing; for what will be taken by :meth:`wait`."""
+        if self._tensors is None:
+            self._tensors, self._complete = self._lanes.start_receiving(self._description)
+        return self._tensors
 
     def wait(self, interruption: Interruption) -> list[torch.Tensor]:
         """The tensors, seen complete by the host. Raises what interrupts the wait.
 
-        The receive begins only here: it takes thread blocks from computing as long as it waits for its sender.
+        The receive begins only here, unless it was started: it takes thread blocks from computing as long as it waits
+        for its sender.
         """
-        tensors, self._complete = self._lanes.start_receiving(self._description)
+        tensors = self.start()
         self.confirm(interruption)
         for tensor in tensors:
             # It belongs to the receiving stream's memory and is used on this one.

@@ -197,16 +197,16 @@ class Links:
         else:
             self._channel(worker).send(message)
 
-    def receive(self, worker: WorkerId, key: str, *, unseen: bool = False) -> Message:
+    def receive(self, worker: WorkerId, key: str, *, unseen: bool = False, started: bool = False) -> Message:
         """The message ``key`` from ``worker``; waits for it. Raises PeerLostError or what interrupts the wait.
 
-        ``unseen``: its tensors need not be there yet, see :meth:`Channel.receive`.
+        ``unseen``, ``started``: its tensors need not be there yet, see :meth:`Channel.receive`.
         """
         aside = self._aside[worker]
         while key not in aside:
             if worker == self._me:
                 raise RuntimeError(f"message {key!r} to oneself was never sent: the plan is wrong")
-            message = self._channel(worker).receive(unseen=key if unseen else None)
+            message = self._channel(worker).receive(unseen=key if unseen else None, started=key if started else None)
             aside[message.key] = message
         return aside.pop(key)
 

@@ -47,6 +47,7 @@ class BenchSetup:
     threads: int = 1
     data: Path | None = None
     offload: str = "cpu"
+    overlap: bool = False
     deterministic: bool = True
 
     @property
@@ -77,7 +78,7 @@ class BenchSetup:
             settings["zero_optimization"] = {"stage": 1}
             settings["zero_allow_untested_optimizer"] = True
         if plugin is not None:
-            redundancy = {"mode": self.mode, "offload": self.offload}
+            redundancy = {"mode": self.mode, "offload": self.offload, "overlap": self.overlap}
             settings[SECTION] = {"redundancy": redundancy, **plugin}
         return settings
 

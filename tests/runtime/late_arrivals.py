@@ -20,6 +20,8 @@ from deepspeed_bamboo.runtime.shadow_steps import LateStep, ShadowSteps
 class LateArrival:
     """Stands for :class:`deepspeed_bamboo.runtime.lanes.Arrival`: ``error`` is what its wait will end with."""
 
+    complete = None
+
     def __init__(self, error: Exception | None) -> None:
         self._error = error
 
@@ -42,7 +44,7 @@ def install() -> Counter[str]:
     forms: dict[tuple[str, ...], tuple[Any, list[torch.Tensor]]] = {}
     receive = Channel.receive
 
-    def receive_late(channel: Channel, *, unseen: str | None = None) -> Message:
+    def receive_late(channel: Channel, *, unseen: str | None = None, started: str | None = None) -> Message:
         if unseen is None:
             return receive(channel)
         kind = tuple(unseen.split("/")[1:3])

@@ -16,6 +16,7 @@ from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.errors import JobFailedError
+from deepspeed_bamboo.runtime.bubbles import Bubbles
 from deepspeed_bamboo.runtime.executor import Executor
 from deepspeed_bamboo.runtime.interruption import EpochChangedError, Interruption
 from deepspeed_bamboo.runtime.replica import StageReplica
@@ -120,7 +121,7 @@ class _Worker:
             seed=lambda: 0,
             before=lambda *_: None,
             after=lambda *_: None,
-            redundant=SimpleNamespace(),  # type: ignore[arg-type]
+            redundant=SimpleNamespace(bubbles=Bubbles(None)),  # type: ignore[arg-type]
         )
         self.engine = engine
         self.deferral = self.executor._deferral
