@@ -29,7 +29,8 @@ class _Place:
 
     def settle(self) -> None:
         """Take over what the marks say, if the device has passed them."""
-        if self.arrived is None or not (self.begun.query() and self.arrived.query()):
+        marks = (self.begun, self.done or self.begun, self.arrived)
+        if self.arrived is None or not all(mark.query() for mark in marks):
             return
         if self.done is not None:
             self.forward_milliseconds = self.begun.elapsed_time(self.done)

@@ -130,6 +130,8 @@ class StageHost:
         if coordinate in self._spare:
             spare = self._spare.pop(coordinate)
             spare.complete = False
+            for group in spare.groups:
+                group.name_ranks(process_rank)  # the default group may be another one since it was set aside
             return spare
         template = next(iter(self.owned.values())) if self.owned else self._active
         if template is None:

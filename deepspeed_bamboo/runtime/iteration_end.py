@@ -217,7 +217,7 @@ class IterationEnd:
         sends_first = self._shadow_steps.active and self._launched.issuperset(host.owned)
         if not sends_first:
             self._start_steps(early.union(host.owned))
-            self._launched.update(early, host.owned)
+            self._launched.update(host.owned)
         for replica in host.owners():
             holder = placement.shadow(replica.coordinate)
             if holder is None:

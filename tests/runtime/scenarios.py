@@ -301,6 +301,12 @@ def train_and_train_late(undisturbed: Training, killed: Training) -> dict[str, A
     return {undisturbed.name: expected, killed.name: {**train(killed), **counts}}
 
 
+def train_late_with_joiners(**arguments: Any) -> dict[str, Any]:
+    """As :func:`train_with_joiners`, as on a GPU; adds what is counted."""
+    counts = late_arrivals.install()
+    return {**train_with_joiners(**arguments), **counts}
+
+
 def train_and_train_leaving_out(undisturbed: Training, killed: Training) -> dict[str, Any]:
     """Two runs, the second as if copies to the host were slow; adds how many redundant forwards were put off or done.
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.runtime.jobs import JobResult, Jobs
-from tests.runtime.scenarios import Training, train_with_joiners
-from tests.runtime.test_losses import CHECKED, FP16, ZERO
+from tests.runtime.scenarios import Training, train_late_with_joiners, train_with_joiners
+from tests.runtime.test_losses import BF16, CHECKED, CLIPPED, FP16, ZERO
 
 
 def kill(step: int, pipeline: int, stage: int, at: str, micro_batch: int | None = None) -> dict[str, Any]:
@@ -38,6 +38,25 @@ def test_two_join_after_two_were_lost(jobs: Jobs) -> None:
     check_equal(result, expected)
     assert [len(result.values[rank]["hosted"]) for rank in result.survivors] == [1, 1, 1, 1]
     assert result.values[4]["first"] == 5
+
+
+def test_joiners_fit_in_where_messages_are_used_ahead_and_shadows_step_late(jobs: Jobs) -> None:
+    """Who joins has launched nothing yet, while others send before they compute the norm."""
+    training = Training(
+        "late-rejoin-1x2",
+        2,
+        steps=10,
+        micro_batches=4,
+        settings={**CLIPPED, **BF16},
+        bamboo=CHECKED,
+        faults=[kill(2, 0, 0, "backward", 1), kill(6, 0, 1, "forward", 2)],
+    )
+    expected = undisturbed(jobs, training, world=2)
+    result = jobs.run(train_late_with_joiners, world=2, joining=2, training=training, waits={"4": 2})
+    assert len(result.survivors) == 2, result.transcript()
+    check_equal(result, expected)
+    assert [len(result.values[rank]["hosted"]) for rank in result.survivors] == [1, 1]
+    assert sum(result.values[rank].get("late", 0) for rank in result.survivors) > 0
 
 
 def test_a_stand_by_takes_the_place_of_a_lost_worker(jobs: Jobs) -> None:
