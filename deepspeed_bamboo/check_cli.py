@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from deepspeed_bamboo.cloud.scripted import load_script
 from deepspeed_bamboo.config import SECTION
 from deepspeed_bamboo.elastic.settings_source import load_section
+from deepspeed_bamboo.faults import FaultScript
 
 
 def add_parser(subparsers: Any) -> None:
@@ -22,7 +24,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the file named in ``arguments``. Raises ConfigError."""
+    """Check the file named in ``arguments``, and the files that it names. Raises ConfigError."""
     # Not load_bamboo_section: that imports deepspeed, which takes seconds and prints warnings.
     config = load_section(arguments.configuration)
     if config is None:
@@ -31,6 +33,11 @@ def run(arguments: argparse.Namespace) -> int:
             f'"{SECTION}": {{}} turns the plugin on'
         )
         return 0
+    # What training would read besides, so that it is found wrong here and not at the start of the job.
+    if isinstance(config.faults, str):
+        FaultScript.load(config.faults)
+    if isinstance(config.notices.script, str):
+        load_script(config.notices.script, where="notices.script")
     print(config.model_dump_json(indent=2))
     if config.redundancy.mode == "auto":
         print('redundancy.mode "auto" begins lazy and says what it chooses and why: in the log, in an event, in status')

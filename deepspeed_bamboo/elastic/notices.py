@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from deepspeed_bamboo.cloud import Notice, NoticeSource, NoticeWatcher, Surroundings, detect
 from deepspeed_bamboo.cloud.detection import CLOUD_VARIABLE, CLOUDS, NOTICES_VARIABLE, ZONE_VARIABLE
 from deepspeed_bamboo.cloud.hints import likely_cloud
+from deepspeed_bamboo.cloud.scripted import load_script
 from deepspeed_bamboo.config import NoticesConfig
 from deepspeed_bamboo.coordination import JobCoordinator
 
@@ -36,6 +37,8 @@ def look_around(notices: NoticesConfig, *, zones: str, environment: Mapping[str,
             variables[f"BAMBOO_{notices.source.upper()}_METADATA"] = notices.base_url
     elif notices.script is not None:
         script = notices.script
+        if isinstance(script, str):
+            load_script(script, where="notices.script")  # an error names the setting, which is what the user wrote
         variables[NOTICES_VARIABLE] = script if isinstance(script, str) else json.dumps(script)
     if variables.get(CLOUD_VARIABLE, "auto") in ("", "auto"):
         known = zones != "auto" or bool(variables.get(ZONE_VARIABLE))

@@ -46,6 +46,31 @@ def test_check_says_what_it_finds(
     assert expected in (output.err if code else output.out)
 
 
+@pytest.mark.parametrize(
+    ("section", "script", "expected"),
+    [
+        ({"faults": "FILE"}, None, "fault script FILE: can't be read (No such file or directory)"),
+        ({"faults": "FILE"}, '[{"stage": 1}]', "2 problems in fault script FILE:\n  - fault 0: 'step' is missing"),
+        ({"notices": {"source": "scripted", "script": "FILE"}}, None, "notices.script: 'FILE' can't be read"),
+        (
+            {"notices": {"source": "scripted", "script": "FILE"}},
+            '[{"seconds": 3}]',
+            "notices.script: notice 0: say when",
+        ),
+    ],
+)
+def test_check_reads_the_files_that_the_section_names(
+    section: dict[str, object], script: str | None, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "script.json"
+    if script is not None:
+        file.write_text(script)
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"bamboo": section}).replace("FILE", str(file)))
+    assert main(["check", str(path)]) == 1
+    assert expected.replace("FILE", str(file)) in capsys.readouterr().err
+
+
 def test_check_does_not_import_deepspeed_which_prints_warnings(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text("{'bamboo': {'seed': 1},}  # as DeepSpeed reads it")
