@@ -28,7 +28,7 @@ from deepspeed_bamboo.core.reconfiguring import Target, next_target, transfers
 from deepspeed_bamboo.core.sites import WorkerSite
 from deepspeed_bamboo.errors import DrainedError, JobStoppedError
 from deepspeed_bamboo.runtime.agreement import tree_neighbours
-from deepspeed_bamboo.runtime.news import tell_once
+from deepspeed_bamboo.runtime.news import tell, tell_once
 from deepspeed_bamboo.runtime.protection import receive_replica, send_replica
 from deepspeed_bamboo.runtime.recovery import peers_of, tensor_peers
 from deepspeed_bamboo.runtime.replica import COUNTERS
@@ -301,6 +301,8 @@ class Reconfiguration:
         tell_once(
             engine, f"step {engine.global_steps}: {target.reason}; {len(target.members)} workers, {seconds:.2f} s"
         )
+        if engine.session.worker in target.joining and not hosted:
+            tell(engine, "stands by: every stage has a worker; it takes over for one that is lost or leaves")
         fields: dict[str, Any] = {
             "reason": target.reason,
             "joining": list(target.joining),

@@ -69,6 +69,7 @@ def test_a_stand_by_takes_the_place_of_a_lost_worker(jobs: Jobs) -> None:
     check_equal(result, expected)
     members = result.values[0]["members"]
     assert [len(now) for now in members] == [4, 4, 5, 5, 4, 4, 4, 4]
+    assert [rank for rank, output in result.outputs.items() if "stands by: every stage" in output] == [4]
     assert [len(result.values[rank]["hosted"]) for rank in result.survivors] == [1, 1, 1, 1]
 
 
