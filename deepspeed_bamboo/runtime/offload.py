@@ -21,6 +21,8 @@ from deepspeed_bamboo.runtime.pinned import PinnedMemory
 _SMALLEST_BYTES = 4096
 # Copies are launched for so much at once: each launch costs time, and what waits for it stays on the device.
 _LAUNCHED_BYTES = 128 * 2**20
+# Host memory is page-locked in blocks of so much, since that takes long.
+_BLOCK_BYTES = 256 * 2**20
 # A view of at least this part of its memory is kept by a copy of all of that. Queries, keys and values are three views
 # of one tensor, say, and all of them are saved.
 _LARGE_PART = 0.25
@@ -92,7 +94,7 @@ class HostOffload:
         cuda: Any = torch.cuda
         self._stream = cuda.Stream(device) if device.type == "cuda" else None
         self._copied: Any = None
-        self._memory = PinnedMemory()
+        self._memory = PinnedMemory(block_bytes=min(_BLOCK_BYTES, limit_bytes or _BLOCK_BYTES))
         self._waiting: list[HostCopy] = []
         self._waiting_bytes = 0
         self.kept_bytes = 0

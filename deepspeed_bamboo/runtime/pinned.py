@@ -18,7 +18,7 @@ class PinnedMemory:
         pinned: whether to page-lock it, which needs CUDA.
     """
 
-    def __init__(self, *, block_bytes: int = 256 * 2**20, pinned: bool = True) -> None:
+    def __init__(self, *, block_bytes: int, pinned: bool = True) -> None:
         self._block_bytes = block_bytes
         self._pinned = pinned
         self._blocks: list[torch.Tensor] = []
