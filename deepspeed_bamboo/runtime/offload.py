@@ -101,6 +101,11 @@ class HostOffload:
         self.peak_bytes = 0
 
     @property
+    def copies(self) -> bool:
+        """True where anything is copied: on a CPU everything is in host memory already."""
+        return self._stream is not None
+
+    @property
     def busy(self) -> bool:
         """True while a copy to the host is on its way."""
         return self._copied is not None and not self._copied.query()

@@ -43,8 +43,8 @@ class RedundantForwards:
         copies would pile up. The next one then does the oldest that is left, so that those done are always the first.
         """
         settings = self._settings
-        optional = self.optional
-        if optional and settings.offload == "cpu" and (_is_last(replica) or self.host_offload.busy):
+        copies = settings.offload == "cpu" and self.host_offload.copies
+        if self.optional and copies and (_is_last(replica) or self.host_offload.busy):
             return None
         return min(replica.progress.forwards, micro_batch)
 

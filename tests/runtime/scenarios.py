@@ -322,6 +322,7 @@ def train_and_train_leaving_out(undisturbed: Training, killed: Training) -> dict
         counts["put_off" if put_off else "done"] += 1
         return put_off
 
+    HostOffload.copies = True  # type: ignore[assignment, method-assign]
     HostOffload.busy = property(busy)  # type: ignore[assignment, method-assign]
     return {undisturbed.name: expected, killed.name: {**train(killed), **counts}}
 

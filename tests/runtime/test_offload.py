@@ -136,8 +136,9 @@ def test_memory_is_given_out_without_overlap_and_again_after_it_was_taken_back()
 def test_optional_redundant_forwards_wait_for_earlier_copies_and_spare_the_last_stage(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], stage: int, busy: bool, expected: int | None
 ) -> None:
+    monkeypatch.setattr(HostOffload, "copies", True)
     monkeypatch.setattr(HostOffload, "busy", busy)
-    forwards = RedundantForwards(RedundancyConfig(**settings), device=torch.device("cpu"))
+    forwards = RedundantForwards(RedundancyConfig(**settings), device=torch.device("cpu"))  # nothing is really copied
     replica = SimpleNamespace(
         progress=CoordinateProgress(loaded=4, forwards=2),
         coordinate=Coordinate(0, stage),
