@@ -6,6 +6,7 @@ that whatever else runs on the machine is not mistaken for something left behind
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import tempfile
 import time
@@ -25,6 +26,7 @@ MARK = "BAMBOO_TEST_SESSION"
 @pytest.fixture(scope="session")
 def temporary_folder() -> Iterator[Path]:
     """What TMPDIR names for everything that the tests start, and a mark in the environment of it all."""
+    multiprocessing.util.get_temp_dir()  # type: ignore[attr-defined]  # elsewhere, as it is removed after that folder
     with tempfile.TemporaryDirectory(prefix="bamboo-tests-") as name, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", name)
         patch.setattr(tempfile, "tempdir", name)

@@ -73,6 +73,7 @@ def test_a_stand_by_takes_the_place_of_a_lost_worker(jobs: Jobs) -> None:
     assert [len(result.values[rank]["hosted"]) for rank in result.survivors] == [1, 1, 1, 1]
 
 
+@pytest.mark.sweep
 def test_a_new_shadow_on_a_stand_by_counts_what_its_owner_did(jobs: Jobs) -> None:
     """Some steps were skipped before the loss. After each step owners and shadows are compared, counts too."""
     training = Training(
