@@ -13,7 +13,7 @@ from deepspeed_bamboo.sweep.outside import OutsideKill
 from deepspeed_bamboo.sweep.setups import FIRST_SETUPS, MODE_SETUPS, STEPS, Setup, covering_setups
 
 EARLY_STEP, LATE_STEP = 0, 5
-SELECTED_POINTS = ("reported", "protected")
+SELECTED_POINTS = ("reported",)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,6 @@ DEFAULT = [
     # A stage and its shadow at once: from the other pipeline.
     (4, Training("pair-2x2", 2, settings=CLIPPED), [kill(1, 0, 0, "forward", 2), kill(1, 0, 1, "forward", 2)]),
     (4, Training("clipped-2x2", 2, steps=5, settings=CLIPPED), TWO_BY_TWO),
-    (4, Training("tied-bf16-2x2", 2, steps=5, layers="tied", settings={**CLIPPED, **BF16}), TWO_BY_TWO_AT_THE_END),
     (
         4,
         Training("one-stage-4x1", 1, steps=5, settings=CLIPPED),
@@ -142,6 +141,7 @@ SWEEP = [
     ),
     (6, Training("three-pipelines-3x2", 2, settings=CLIPPED), TWO_BY_TWO[:1]),
     (4, Training("fp16-zero-2x2", 2, steps=5, settings={**CLIPPED, **FP16, **ZERO}), TWO_BY_TWO),
+    (4, Training("tied-bf16-2x2", 2, steps=5, layers="tied", settings={**CLIPPED, **BF16}), TWO_BY_TWO_AT_THE_END),
     (
         4,
         Training("bf16-zero-2x2", 2, steps=5, layers="tied", settings={**CLIPPED, **BF16, **ZERO}),
