@@ -8,6 +8,7 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,7 @@ _UNPROTECTED = (
     'script finds its configuration by itself and that has a "bamboo" section, name it: --bamboo_config FILE SCRIPT ...'
 )
 _BOOT_SECONDS = 120.0
+_CLEANING_UP_SECONDS = 3.0
 _CLAIM_SECONDS = 60.0
 # The launcher ends all slots when one fails, so those with nothing to say leave that to the one that speaks.
 _SILENT_SLOTS_WAIT_SECONDS = 3.0
@@ -340,7 +342,9 @@ def _job_name(script: str) -> str:
 def _cleaning_up_when_told_to_end() -> Iterator[None]:
     """Until the agent hears signals: leave by SystemExit, so that what was started so far is removed.
 
-    More signals don't interrupt that; afterwards they end the process without a word, as it does anyway.
+    More signals don't interrupt that; afterwards they end the process without a word, as it does anyway. A library
+    that is being imported may swallow the SystemExit; then the process ends in a few seconds all the same, before
+    DeepSpeed's launcher has waited half a minute for it.
     """
     numbers = [
         number
@@ -354,6 +358,9 @@ def _cleaning_up_when_told_to_end() -> Iterator[None]:
 
     def leave(number: int, frame: object) -> None:
         handle_by(signal.SIG_IGN)
+        at_last = threading.Timer(_CLEANING_UP_SECONDS, os._exit, args=(128 + number,))
+        at_last.daemon = True
+        at_last.start()
         raise SystemExit(128 + number)
 
     handle_by(leave)

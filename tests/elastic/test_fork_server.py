@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_bamboo.elastic import launching
 from deepspeed_bamboo.elastic.errors import LaunchError
 from deepspeed_bamboo.elastic.fork_server import ForkRequest, ForkServer, fork, reference
 from deepspeed_bamboo.elastic.harness import Machine
@@ -42,6 +44,13 @@ def sleep_stubbornly() -> None:
     time.sleep(60)
 
 
+def told_to_end_during_an_import() -> None:
+    with launching._cleaning_up_when_told_to_end():
+        with contextlib.suppress(SystemExit):  # as a library may
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+
 @pytest.fixture
 def output(tmp_path: Path) -> str:
     return str(tmp_path / "output")
@@ -52,6 +61,11 @@ def test_a_child_gets_arguments_environment_and_output(fork_server: ForkServer, 
     assert fork_server.fork(request).exit_code(within_seconds=30) == 5
     assert Path(output).read_text().strip() == "hello you hi"
     assert "GREETING" not in os.environ
+
+
+def test_who_is_told_to_end_does_so_even_if_a_library_swallows_it(fork_server: ForkServer, output: str) -> None:
+    child = fork_server.fork(ForkRequest(reference(told_to_end_during_an_import), output=output))
+    assert child.exit_code(within_seconds=30) == 143, Path(output).read_text()
 
 
 def test_how_a_child_ends_is_told(fork_server: ForkServer, output: str) -> None:
