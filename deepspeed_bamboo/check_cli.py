@@ -34,8 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return 0
     # What training would read besides, so that it is found wrong here and not at the start of the job.
-    if isinstance(config.faults, str):
-        FaultScript.load(config.faults)
+    FaultScript.of_job(config.faults, environment={})
     if isinstance(config.notices.script, str):
         load_script(config.notices.script, where="notices.script")
     print(config.model_dump_json(indent=2))

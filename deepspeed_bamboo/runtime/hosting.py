@@ -130,8 +130,7 @@ class StageHost:
         if coordinate in self._spare:
             spare = self._spare.pop(coordinate)
             spare.complete = False
-            for group in spare.groups:
-                group.name_ranks(process_rank)  # the default group may be another one since it was set aside
+            spare.name_ranks(process_rank)  # the default group may be another one since it was set aside
             return spare
         template = next(iter(self.owned.values())) if self.owned else self._active
         if template is None:
@@ -224,8 +223,7 @@ class StageHost:
     def name_ranks(self, process_rank: int) -> None:
         """Tell torch the group ranks again, after the default process group was replaced."""
         for replica in self.replicas():
-            for group in replica.groups:
-                group.name_ranks(process_rank)
+            replica.name_ranks(process_rank)
 
     def _configure(self, module: Any, logical: LogicalGrid) -> None:
         engine = self._engine

@@ -7,7 +7,7 @@ reduction. After it every worker steps, whatever happens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -236,7 +236,7 @@ class IterationEnd:
         }
         if sends_first:
             # While others' gradients are on their way.
-            self._start_steps(early.difference(self._may_be_late(self._start_steps(()))))
+            self._start_in_time(early)
             self._handed_in = self._to_hand_in()
         for coordinate, message in messages.items():
             if message.arrival is not None:
@@ -289,8 +289,11 @@ class IterationEnd:
     def _prepare_step(self) -> None:
         """What is left to do here before the step, while this worker waits for the others' agreement."""
         self._accept_arrived()
-        calls = self._start_steps(())
-        self._start_steps(self._engine.host.shadows.keys() - self._may_be_late(calls))
+        self._start_in_time(self._engine.host.shadows.keys())
+
+    def _start_in_time(self, shadows: Set[Coordinate]) -> None:
+        """Begin the steps of ``shadows``, except those that begin after the agreement."""
+        self._start_steps(shadows - self._may_be_late(self._start_steps(())))
 
     def _start_steps(self, coordinates: Container[Coordinate]) -> CallSet:
         """Begin the steps of ``coordinates``: each stops at its first collective, or before it changes a weight."""

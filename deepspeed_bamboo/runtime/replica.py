@@ -102,6 +102,11 @@ class StageReplica:
         if stepping is not None:
             stepping.wait(torch.cuda.current_stream() if torch.cuda.is_available() else None)
 
+    def name_ranks(self, process_rank: int) -> None:
+        """Tell torch the ranks in the replica's groups; needed again whenever the default group was replaced."""
+        for group in self.groups:
+            group.name_ranks(process_rank)
+
     def start_iteration(self) -> None:
         """Forget the previous iteration's boundary tensors and progress."""
         self.progress = CoordinateProgress()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch.distributed.elastic.multiprocessing import PContext, SignalException
 
@@ -13,7 +14,7 @@ from deepspeed_bamboo.coordination.memory import MemoryStore
 from deepspeed_bamboo.elastic.agent import BambooElasticAgent
 from deepspeed_bamboo.elastic.agent_settings import AgentSettings
 from deepspeed_bamboo.elastic.boot import Boot
-from deepspeed_bamboo.elastic.slot import Slot
+from tests.elastic.test_supervisor import SLOT
 
 
 class Interrupted:
@@ -25,16 +26,7 @@ class Interrupted:
 
 def main() -> int:
     """The agent's exit code."""
-    slot = Slot(
-        rank=0,
-        local_rank=0,
-        world_size=1,
-        local_world_size=1,
-        node="n",
-        zone="z",
-        master_addr="127.0.0.1",
-        master_port=1,
-    )
+    slot = replace(SLOT, rank=0, local_rank=0, world_size=1, local_world_size=1)
     store = MemoryStore()
     agent = BambooElasticAgent(
         slot,
