@@ -152,7 +152,9 @@ def answers_from(
                     f"{contribution}; all stages must take part in the same collectives"
                 )
             values.append(contribution.tensor)
-        answers[coordinate] = combine(request.operation, values).to(device, non_blocking=True)
+        answer = combine(request.operation, values)
+        # A single number may stay where it is needed next, see LogicalGroup.
+        answers[coordinate] = answer if answer.numel() == 1 else answer.to(device, non_blocking=True)
     return answers
 
 

@@ -289,7 +289,8 @@ class BambooPipelineEngine(CheckpointedEngine):
         self.reconfiguration.run_if_wished()
         for replica in self.host.replicas():
             with self.host.hosting(replica):
-                self.module.train()
+                if not self.module.training:  # stock visits every layer, but only the first replica's
+                    self.module.train()
                 self.total_loss = None
                 self.total_additional_losses = None
         self.activate_first()

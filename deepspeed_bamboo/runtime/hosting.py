@@ -19,6 +19,7 @@ from deepspeed_bamboo.runtime.compiled_adam import make_independent_of_history
 from deepspeed_bamboo.runtime.gradients import clear_gradients, parameters, require_supported
 from deepspeed_bamboo.runtime.grouped_updates import GradientUpdates
 from deepspeed_bamboo.runtime.logical import Exchange, LogicalGrid, LogicalGroup
+from deepspeed_bamboo.runtime.norm_on_host import judge_norm_on_host
 from deepspeed_bamboo.runtime.randomness import generators_untouched
 from deepspeed_bamboo.runtime.replica import (
     COUNTERS,
@@ -269,6 +270,7 @@ class StageHost:
     def _prepare(self, replica: StageReplica) -> None:
         require_supported(replica.attributes["optimizer"])
         self.gradient_updates.group(replica.attributes["optimizer"])
+        judge_norm_on_host(replica)
         basic = replica.attributes["basic_optimizer"]
         if isinstance(basic, torch.optim.Optimizer):
             make_independent_of_history(basic)

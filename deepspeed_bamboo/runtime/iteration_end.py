@@ -331,13 +331,18 @@ class IterationEnd:
             # Nothing of such a step needs others before the agreement, so it would be through (fp16: the scale has
             # moved, an overflow is skipped and counted) before it is agreed upon.
             engine.pass_gate()
-        if engine.is_shown(engine.host.active):
-            engine._exec_optimizer_step()
-        elif (active := engine.host.active) is not None and active.coordinate in engine.host.shadows:
+        active = engine.host.active
+        if active is not None and active.coordinate in engine.host.shadows:
             with self._shadow_steps.beside(active):
                 engine._take_model_step(None)
+            return
+        if engine.is_shown(active):
+            engine._exec_optimizer_step()
         else:
             engine._take_model_step(None)
+        if isinstance(engine._global_grad_norm, torch.Tensor):
+            # For users it is where stock has it.
+            engine._global_grad_norm = engine._global_grad_norm.to(engine.device, non_blocking=True)
 
 
 def _contributed(agreed: Mapping[WorkerId, Any]) -> dict[Coordinate, Contribution]:

@@ -57,7 +57,11 @@ class LogicalGroup(ProcessGroup):
         key: the members, of which ``coordinate`` is one.
         coordinate: the coordinate on whose behalf this object is used.
         exchange: serves the collectives; looked up at every call, so it can change with the epoch.
+
+    With ``answers_on_host`` a reduced number replaces the caller's where it arrived, on the host.
     """
+
+    answers_on_host = False
 
     def __init__(self, key: GroupKey, *, coordinate: Coordinate, exchange: Callable[[], Exchange]) -> None:
         super().__init__(key.members.index(coordinate), len(key.members))
@@ -130,7 +134,11 @@ class LogicalGroup(ProcessGroup):
         if self.size() == 1:
             return
         answer = self._exchange()(self.key, operation, tensor)
-        if answer is not tensor:
+        if answer is tensor:
+            return
+        if self.answers_on_host and answer.numel() == 1:
+            tensor.data = answer.to("cpu").reshape(tensor.shape)
+        else:
             tensor.copy_(answer.reshape(tensor.shape))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
+from deepspeed_bamboo.runtime.norm_on_host import asks_for_the_norm, without_norm
 from deepspeed_bamboo.runtime.replica import StageReplica
 
 
@@ -73,7 +74,7 @@ class ShadowSteps:
             if self.covers(replica):
                 stack.enter_context(torch.cuda.stream(self._stream))
             if asks_for_the_norm(replica):
-                stack.enter_context(_without_norm(replica.attributes["optimizer"]))
+                stack.enter_context(without_norm(replica.attributes["optimizer"]))
             yield
 
     def follow(self, answer: torch.Tensor | None) -> None:
@@ -97,25 +98,3 @@ class ShadowSteps:
         """The step of ``replica`` is launched: whoever uses the replica next waits for it, see ``settle``."""
         if self._stream is not None and self.covers(replica):
             replica.stepping = self._stream.record_event()
-
-
-def asks_for_the_norm(replica: StageReplica) -> bool:
-    """True where the norm that counts comes from the owners: a pipeline of one stage has nobody to ask."""
-    optimizer = replica.attributes["optimizer"]
-    stages = replica.attributes["grid"].pipe_parallel_size
-    return type(optimizer) is BF16_Optimizer and not optimizer.has_moe_layers and stages > 1
-
-
-@contextmanager
-def _without_norm(optimizer: BF16_Optimizer) -> Iterator[None]:
-    def one_number(for_clipping: bool = False) -> Any:
-        if for_clipping:
-            return gradients(for_clipping=True)
-        return [optimizer.fp32_groups_gradients_flat[0][:1]], {}
-
-    gradients = optimizer.get_grads_for_norm
-    optimizer.get_grads_for_norm = one_number
-    try:
-        yield
-    finally:
-        del optimizer.get_grads_for_norm
