@@ -109,7 +109,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "(default: deterministic, and bitwise equal)",
     )
     parser.add_argument("--least-steps", type=int, default=0, help="train for so many at least")
-    parser.add_argument("--share-gpu", action="store_true", help="all workers on one GPU, without NCCL: no times")
+    parser.add_argument("--share-gpu", action="store_true", help="several workers on each GPU: times say little")
     parser.add_argument("--accelerator", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=1, help="CPU threads per worker")
     parser.add_argument("--data", type=Path, help="file or folder of text (default: Python's own sources)")

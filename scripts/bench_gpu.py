@@ -1,7 +1,7 @@
 """Fault-free throughput and memory of every redundancy mode against stock DeepSpeed, in one run on the same GPUs.
 
     python scripts/bench_gpu.py --model gpt2-medium --stages 4 --micro-batches 8 --output runs/bench_gpu.json
-    python scripts/bench_gpu.py --share-gpu --variants off,lazy,eager-recompute   # 4 workers on one GPU: memory only
+    python scripts/bench_gpu.py --share-gpu --variants off,lazy,eager-recompute   # on fewer GPUs: memory only
 
 All variants live in the same processes and take turns, so clocks, temperature and neighbours hit them alike.
 Ends within --limit-seconds whatever happens. Beside the JSON comes a picture, where matplotlib (the plot extra) is
@@ -91,7 +91,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("runs/bench_gpu.json"))
     parser.add_argument("--trace", type=Path, help="directory for a torch profiler trace of two steps per variant")
     parser.add_argument("--deterministic", action="store_true", help="torch's deterministic algorithms")
-    parser.add_argument("--share-gpu", action="store_true", help="all workers on one GPU, without NCCL and stock")
+    parser.add_argument("--share-gpu", action="store_true", help="several workers on each GPU, without stock")
     arguments = parser.parse_args(argv)
     names = arguments.variants.split(",")
     if unknown := [name for name in names if name not in VARIANTS]:

@@ -1,27 +1,28 @@
 """Several workers on one GPU, for benchmarks of memory and of equal results where no more GPUs are to be had.
 
-NCCL refuses two workers on one GPU. So here their tensors travel through the host, by gloo, and times say nothing.
+NCCL refuses two workers on one GPU. So the tensors of such a pair travel through the host, by gloo, and times say
+little. With several GPUs the workers take turns: neighbours are on different ones, and talk by NCCL as usual.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 TOLD = "BENCH_SHARE_GPU"
 
 
 def share_gpu_if_told() -> bool:
-    """Put this worker on the first GPU, without anything that needs NCCL, if the environment says so."""
+    """Put this worker on its GPU, with NCCL only to workers on others, if the environment says so."""
     if os.environ.get(TOLD) != "1":
         return False
-    os.environ["LOCAL_RANK"] = "0"
     import deepspeed
     import deepspeed.runtime.pipe.p2p as stock_messages
     import torch
 
-    from deepspeed_bamboo.runtime.links import Links
-
-    Links._without_lanes = lambda self, peers: []  # type: ignore[method-assign]
+    own = str(int(os.environ["LOCAL_RANK"]) % max(1, torch.cuda.device_count()))
+    os.environ["LOCAL_RANK"] = own
+    _open_lanes_between_gpus_only(own)
     # Stock tries them in its constructor; the plugin never uses them.
     stock_messages.send = stock_messages.recv = lambda tensor, stage, async_op=False: None
     stock = deepspeed.init_distributed
@@ -34,3 +35,18 @@ def share_gpu_if_told() -> bool:
 
     deepspeed.init_distributed = init_distributed
     return True
+
+
+def _open_lanes_between_gpus_only(own: str) -> None:
+    from deepspeed_bamboo.runtime.links import Links
+
+    opened = Links._open_lanes
+
+    def open_lanes(self: Links, peer: str, opening: Any) -> Any:
+        with self._store_for(peer) as (store, first):
+            # By place in the pair, since a name may be no key.
+            store.set(f"gpu/{first}", own)
+            other = store.get(f"gpu/{not first}").decode()
+        return None if other == own else opened(self, peer, opening)
+
+    Links._open_lanes = open_lanes  # type: ignore[method-assign]
