@@ -40,9 +40,10 @@ INSTRUCTIONS = PER_MICRO_BATCH + PER_STEP
 # step, counted as the next one: they are rebuilt, about to be logged. A worker that has yet to end the step before the
 # interrupted one is hit there.
 RECOVERY_POINTS = ("interrupted", "reported", "regroup", "resume", "protect", "protected")
-# Everything is reduced and mirrored, and about to be agreed upon; and between two steps: a stage is about to be written
-# to a checkpoint, or read from one.
-FURTHER_POINTS = ("commit", "save", "load")
+# Everything is reduced and mirrored, and about to be agreed upon; the parts of an optimizer that is split over the
+# pipelines are gathered in the step, about to be agreed upon; and between two steps: a stage is about to be written to
+# a checkpoint, or read from one.
+FURTHER_POINTS = ("commit", "gather", "save", "load")
 SIGNALS = ("KILL", "STOP", "TERM", "NOTICE")
 
 _DEFAULTS: Mapping[str, Any] = {"pipeline": 0, "signal": "KILL", "attempt": 0}

@@ -16,7 +16,7 @@ from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.runtime.channel import Message
 from deepspeed_bamboo.runtime.hosting import StageHost
 from deepspeed_bamboo.runtime.links import Links
-from deepspeed_bamboo.runtime.logical import GroupKey
+from deepspeed_bamboo.runtime.logical import GATHER, GroupKey
 from deepspeed_bamboo.runtime.replica import StageReplica
 from deepspeed_bamboo.runtime.shadow_steps import ShadowSteps
 from deepspeed_bamboo.runtime.suspended import Request, SuspendedCall
@@ -24,7 +24,10 @@ from deepspeed_bamboo.runtime.suspended import Request, SuspendedCall
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one coordinate hands in for one collective; ``group`` None is the gate before an update."""
+    """What one coordinate hands in for one collective; ``group`` None is the gate before an update.
+
+    Without ``tensor`` where that travels apart, see :mod:`gathering`.
+    """
 
     group: GroupKey | None
     operation: str
@@ -33,8 +36,9 @@ class Contribution:
     @classmethod
     def of(cls, request: Request) -> Contribution:
         """From a pending request; the tensor is copied to the host, so it is a value and not a reference."""
-        tensor = None if request.tensor is None else request.tensor.detach().to("cpu", copy=True)
-        return cls(request.group, request.operation, tensor)
+        if request.tensor is None or request.operation == GATHER:
+            return cls(request.group, request.operation, None)
+        return cls(request.group, request.operation, request.tensor.detach().to("cpu", copy=True))
 
 
 def combine(operation: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -42,7 +46,7 @@ def combine(operation: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
     name, _, argument = operation.partition(":")
     if name == "broadcast":
         return values[int(argument)].clone()
-    if name == "gather":
+    if name == GATHER:
         return torch.cat([value.reshape(-1) for value in values])
     result = values[0].clone()
     for value in values[1:]:
@@ -179,42 +183,58 @@ def exchange_requests(
     placement: Placement,
     me: WorkerId,
     label: str,
-    device: torch.device,
 ) -> dict[Coordinate, torch.Tensor | None]:
-    """Serve one collective for each hosted coordinate, tensor by tensor between the workers concerned.
+    """Serve one collective for hosted coordinates, tensor by tensor between the workers concerned.
 
-    Contributions stay untouched until everybody has them: the answers are new tensors.
+    Left out is who has to wait for another one of this worker's to come to the same collective. Contributions stay
+    untouched until everybody has them: the answers are new tensors, on the same device.
     """
     owners = dict(placement.owners)
-    for coordinate, request in pending.items():
-        if request.group is None or request.tensor is None:
-            continue
-        peers = [peer for peer in dict.fromkeys(owners[member] for member in request.group.members) if peer != me]
-        if peers:
-            # A copy: stock writes the answer into the tensor, perhaps before the message is out.
-            value = request.tensor.detach().to("cpu", copy=True)
-        for peer in peers:
-            links.send(peer, Message(_key(label, request, coordinate), tensors=[value]))
-    answers: dict[Coordinate, torch.Tensor | None] = {}
-    gathered: dict[str, torch.Tensor] = {}
-    for coordinate, request in pending.items():
-        if request.group is None or request.tensor is None:
-            answers[coordinate] = None
-            continue
-        values = []
-        for member in request.group.members:
-            if owners[member] == me:
-                own = pending[member].tensor
-                if own is None:
-                    raise RuntimeError(f"{member} does not take part in {request.operation} of {request.group.kind}")
-                values.append(own.to("cpu"))
-                continue
+    answers: dict[Coordinate, torch.Tensor | None] = {c: None for c, r in pending.items() if r.tensor is None}
+    asked = {
+        c: request
+        for c, request in pending.items()
+        if request.tensor is not None and all(_is_with(request, pending.get(m)) for m in _own(request, owners, me))
+    }
+    # Copies: stock writes the answer into the tensor, perhaps before the message is out.
+    own = {c: _tensor_of(request).clone() for c, request in asked.items()}
+    for coordinate, request in asked.items():
+        for peer in dict.fromkeys(owners[member] for member in _members_of(request)):
+            if peer != me:
+                links.send(peer, Message(_key(label, request, coordinate), tensors=[own[coordinate]]))
+    # All of it before anything is launched: a kernel's first launch may wait for what the device sends to be received.
+    received: dict[str, torch.Tensor] = {}
+    for request in asked.values():
+        for member in _members_of(request):
             key = _key(label, request, member)
-            if key not in gathered:
-                gathered[key] = links.receive(owners[member], key).tensors[0]
-            values.append(gathered[key])
-        answers[coordinate] = combine(request.operation, values).to(device)
+            if owners[member] != me and key not in received:
+                # By lane it stays on the device, by a plain channel it comes on the host.
+                tensor = links.receive(owners[member], key).tensors[0]
+                received[key] = tensor.to(_tensor_of(request).device)
+    for coordinate, request in asked.items():
+        values = [own[m] if owners[m] == me else received[_key(label, request, m)] for m in _members_of(request)]
+        answers[coordinate] = combine(request.operation, values)
     return answers
+
+
+def _own(request: Request, owners: Mapping[Coordinate, WorkerId], me: WorkerId) -> list[Coordinate]:
+    return [member for member in _members_of(request) if owners[member] == me]
+
+
+def _is_with(request: Request, other: Request | None) -> bool:
+    return other is not None and (other.group, other.sequence) == (request.group, request.sequence)
+
+
+def _tensor_of(request: Request) -> torch.Tensor:
+    if request.tensor is None:
+        raise RuntimeError(f"{request.operation} without a tensor")
+    return request.tensor.detach()
+
+
+def _members_of(request: Request) -> tuple[Coordinate, ...]:
+    if request.group is None:
+        raise RuntimeError("a gate has no members")
+    return request.group.members
 
 
 def _key(label: str, request: Request, coordinate: Coordinate) -> str:

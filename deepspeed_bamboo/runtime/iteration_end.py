@@ -18,6 +18,7 @@ from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.runtime.channel import Message
 from deepspeed_bamboo.runtime.collectives import CallSet, Contribution, answers_from, exchange_requests
 from deepspeed_bamboo.runtime.executor import IterationContext
+from deepspeed_bamboo.runtime.gathering import gather
 from deepspeed_bamboo.runtime.gradients import accept_gradients, gradient_flags, gradient_tensors, remember_gradients
 from deepspeed_bamboo.runtime.losses import stage_losses
 from deepspeed_bamboo.runtime.replica import StageReplica
@@ -36,6 +37,8 @@ class IterationEnd:
         self._running: CallSet | None = None
         self._step_calls: CallSet | None = None
         self._shadow_steps = ShadowSteps(engine.device)
+        # What the step's calls have gathered and not been told yet.
+        self._gathered: dict[Coordinate, torch.Tensor] = {}
         # Of which stages' steps the first part has run on this device before: what it launches is loaded.
         self._launched: set[Coordinate] = set()
         # What this worker hands in with the agreement, if that is known already, and mirrored gradients that have
@@ -87,11 +90,23 @@ class IterationEnd:
             self._start_steps({replica.coordinate for replica in engine.host.replicas()}.difference(late))
         while pending := {c: request for c, request in calls.pending().items() if c not in late}:
             if activity.delivered == len(activity.rounds):
+                self._lead_on(calls)
+                self._gathered = gather(
+                    pending,
+                    links=engine.links,
+                    placement=engine.placement,
+                    me=engine.session.worker,
+                    label=f"{activity.index}/{activity.delivered}",
+                )
+                for coordinate in [c for c in self._gathered if c in engine.host.owned]:
+                    engine.strike_if_scripted(coordinate, "gather", None)
                 value = {"contributions": self._contributions(calls)}
                 activity.rounds.append(engine.agree(value, among=engine.placement.holders))
             agreed = _contributed(activity.rounds[activity.delivered])
             activity.delivered += 1
-            answers = answers_from(pending, agreed, device=engine.device)
+            told = {c: request for c, request in pending.items() if c not in self._gathered}
+            answers = {**answers_from(told, agreed, device=engine.device), **self._gathered}
+            self._gathered = {}
             self._advance(calls, answers, later=late)
         for replica in engine.host.replicas():
             if replica.coordinate in late:
@@ -153,6 +168,7 @@ class IterationEnd:
     def _cancel_steps(self) -> None:
         self._handed_in = None
         self._arrived.clear()
+        self._gathered = {}
         if self._step_calls is None:
             return
         self._running = self._step_calls
@@ -200,9 +216,8 @@ class IterationEnd:
                     placement=context.placement,
                     me=engine.session.worker,
                     label=label,
-                    device=engine.device,
                 )
-                self._advance(calls, answers)
+                self._advance(calls, answers, later=pending.keys() - answers.keys())
         finally:
             calls.cancel()
 
@@ -312,10 +327,14 @@ class IterationEnd:
         return calls
 
     def _contributions(self, calls: CallSet) -> dict[Any, Contribution]:
+        self._lead_on(calls)
         owned = self._engine.host.owned
-        for coordinate in owned.keys() & calls.beside.keys():
-            calls.beside[coordinate].lead()  # a shadow until a moment ago
         return {c: Contribution.of(request) for c, request in calls.pending().items() if c in owned}
+
+    def _lead_on(self, calls: CallSet) -> None:
+        """What an owner hands in that was a shadow until a moment ago comes from another stream."""
+        for coordinate in self._engine.host.owned.keys() & calls.beside.keys():
+            calls.beside[coordinate].lead()
 
     def _advance(self, calls: CallSet, answers: Any, *, later: Container[Coordinate] = ()) -> None:
         self._running = calls

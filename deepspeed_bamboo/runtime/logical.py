@@ -42,6 +42,8 @@ class FinishedWork:
         return True
 
 
+# The operation of which the answer is everybody's tensor, in one dimension.
+GATHER = "gather"
 REDUCTIONS = {
     c10d.ReduceOp.SUM: "sum",
     c10d.ReduceOp.MAX: "max",
@@ -111,7 +113,7 @@ class LogicalGroup(ProcessGroup):
 
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> FinishedWork:
         own = tensor.reshape(-1)
-        gathered = own if self.size() == 1 else self._exchange()(self.key, "gather", own)
+        gathered = own if self.size() == 1 else self._exchange()(self.key, GATHER, own)
         output.reshape(-1).copy_(gathered)
         return FinishedWork()
 
@@ -125,7 +127,7 @@ class LogicalGroup(ProcessGroup):
             if self.size() == 1:
                 output[0].copy_(tensor)
                 continue
-            gathered = self._exchange()(self.key, "gather", tensor.reshape(-1)).view(self.size(), -1)
+            gathered = self._exchange()(self.key, GATHER, tensor.reshape(-1)).view(self.size(), -1)
             for part, value in zip(output, gathered, strict=True):
                 part.copy_(value.view_as(part))
         return FinishedWork()

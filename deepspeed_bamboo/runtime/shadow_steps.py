@@ -91,8 +91,12 @@ class ShadowSteps:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def can_wait(self, replica: StageReplica) -> bool:
-        """True for a replica whose step has just one collective, the norm, to which it contributes nothing."""
-        return self.covers(replica) and asks_for_the_norm(replica)
+        """True for a replica whose step has just one collective, the norm, to which it contributes nothing.
+
+        With several pipelines each has a part of the optimizer, and their parameters are gathered.
+        """
+        alone = replica.attributes["grid"].data_parallel_size == 1
+        return alone and self.covers(replica) and asks_for_the_norm(replica)
 
     def finish(self, replica: StageReplica) -> None:
         """The step of ``replica`` is launched: whoever uses the replica next waits for it, see ``settle``."""

@@ -9,6 +9,7 @@ known. Exactly one of the two threads runs at any moment, which keeps everything
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,8 @@ class Request:
     """What a suspended call waits for.
 
     ``group`` is None for the gate before an optimizer's update: nothing to exchange, but nothing may change
-    before all workers agreed (DESIGN 5, commit rule). ``sequence`` counts this call's requests from 0.
+    before all workers agreed (DESIGN 5, commit rule). ``sequence`` counts this call's requests in the group from 0:
+    a stage may have others in between, in groups that are not everybody's.
     """
 
     group: GroupKey | None
@@ -49,6 +51,7 @@ class SuspendedCall:
         self._cancelled = False
         self._error: BaseException | None = None
         self.requests = 0
+        self._sequences: Counter[GroupKey | None] = Counter()
         self.pending: Request | None = None
         self.done = False
 
@@ -86,8 +89,9 @@ class SuspendedCall:
 
     def exchange(self, group: GroupKey | None, operation: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
         """Called on the helper thread by a collective: hand the request over and wait for the answer."""
-        self.pending = Request(group, operation, tensor, self.requests)
+        self.pending = Request(group, operation, tensor, self._sequences[group])
         self.requests += 1
+        self._sequences[group] += 1
         self._handed_over.release()
         self._turn.acquire()
         if self._cancelled:

@@ -181,6 +181,20 @@ def tied(count: int, *, dropout: float = 0.0) -> list[Any]:
     ]
 
 
+def tied_twice(count: int) -> list[Any]:
+    """As :func:`tied`, with another pair of tied layers that ends one stage earlier: the ends tie two, others one."""
+    between = plain(count - 2)
+    shared = TiedLayerSpec("within", Layer, "within", tied_weight_attr=["linear.weight", "linear.bias"])
+    return [
+        TiedLayerSpec("table", Table),
+        shared,
+        *between[:2],
+        shared,
+        *between[2:],
+        TiedLayerSpec("table", Table, forward_fn=as_head),
+    ]
+
+
 def scored(count: int) -> list[Any]:
     """The last layer returns the loss."""
     return [*plain(count - 1), LayerSpec(Score, "score")]

@@ -89,7 +89,7 @@ def build(training: Training, *, module_class: type[PipelineModule] = PipelineMo
     torch.manual_seed(11)
     make = getattr(models, training.layers)
     layers = make(training.count, **({"dropout": training.dropout} if training.dropout else {}))
-    loss = models.token_error if training.layers == "tied" else models.squared_error
+    loss = models.token_error if training.layers.startswith("tied") else models.squared_error
     options = {"loss_fn": loss, "num_stages": training.stages, "partition_method": "uniform", **training.module}
     module = module_class(layers=layers, **options)
     os.environ["BAMBOO_JOB"] = f"{os.environ['BAMBOO_JOB'].split('--')[0]}--{training.name}"
@@ -139,7 +139,7 @@ def _fresh_process_group(name: str) -> None:
 def train(training: Training) -> dict[str, Any]:
     """Run it: losses by step, evaluations, hashes of this worker's parameters and buffers, digest."""
     engine = build(training)
-    make = models.tokens if training.layers == "tied" else functools.partial(models.spiked, training.spikes)
+    make = models.tokens if training.layers.startswith("tied") else functools.partial(models.spiked, training.spikes)
     pipeline = engine.grid.get_data_parallel_id()
 
     def source(pipeline: int, step: int) -> Any:
@@ -222,7 +222,7 @@ def train_with_joiners(
 def train_by_count(training: Training, waits: dict[str, int]) -> dict[str, Any]:
     """As a script that knows nothing of the plugin: counts its steps, one iterator to train and one to evaluate."""
     engine = build(training)
-    make = models.tokens if training.layers == "tied" else models.vectors
+    make = models.tokens if training.layers.startswith("tied") else models.vectors
     iterator = models.micro_batches(make, pipeline=0, first_step=0, count=training.micro_batches)
     evaluated = models.micro_batches(make, pipeline=100, first_step=0, count=training.micro_batches)
     losses, evaluations = [], []
@@ -357,7 +357,7 @@ def load_and_train(training: Training, folder: str, twice: bool = False) -> dict
 
 
 def _from_step(engine: Any, training: Training, step: int) -> Iterator[Any]:
-    make = models.tokens if training.layers == "tied" else models.vectors
+    make = models.tokens if training.layers.startswith("tied") else models.vectors
 
     def source(pipeline: int, first_step: int) -> Any:
         return models.micro_batches(make, pipeline=pipeline, first_step=first_step, count=training.micro_batches)

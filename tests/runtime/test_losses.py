@@ -83,12 +83,17 @@ DEFAULT = [
     ),
     # From five stages on workers of mode full have two partners that are no neighbours, whom all must meet at once.
     (5, Training("full-1x5", 5, steps=4, bamboo=FULL), [kill(1, 0, 2, "backward", 1)]),
+    # Stages that tie different layers, then on one worker.
+    (4, Training("tied-twice-1x4", 4, steps=5, layers="tied_twice", settings=CLIPPED), ONE_BY_FOUR),
     (4, Training("fp16-1x4", 4, steps=6, settings={**CLIPPED, **FP16}, spikes=SPIKES, bamboo=CHECKED), ONE_BY_FOUR),
 ]
 # Somebody is lost when everything is computed, and nothing agreed upon.
 AGREEING_3X1 = [kill(1, 0, 0, "commit"), kill(4, 1, 0, "commit")]
 AGREEING_2X2 = [kill(1, 1, 1, "commit"), kill(3, 0, 0, "commit")]
+# Somebody is lost when everybody has the parameters of all parts of the optimizer, and nobody knows that of the others.
+GATHERING = [kill(1, 1, 1, "gather"), kill(3, 0, 0, "gather")]
 OFF = {"redundancy": {"mode": "off"}}
+DEFAULT.append((4, Training("gathering-bf16-2x2", 2, steps=5, settings={**CLIPPED, **BF16}), GATHERING))
 DEFAULT.append(
     (3, Training("agreeing-fp16-3x1", 1, steps=6, settings={**CLIPPED, **FP16}, spikes=SPIKES), AGREEING_3X1)
 )
@@ -100,6 +105,13 @@ SWEEP = [
     ),
     (3, Training("agreeing-bf16-3x1", 1, steps=6, settings={**CLIPPED, **BF16}), AGREEING_3X1),
     (3, Training("agreeing-zero-3x1", 1, steps=6, settings={**CLIPPED, **FP16, **ZERO}), AGREEING_3X1),
+    (4, Training("gathering-zero-2x2", 2, steps=5, settings={**CLIPPED, **ZERO}, bamboo=CHECKED), GATHERING),
+    (4, Training("gathering-full-2x2", 2, steps=5, settings=BF16, layers="tied", bamboo=FULL), GATHERING),
+    (
+        3,
+        Training("gathering-3x1", 1, steps=5, settings=BF16),
+        [kill(1, 1, 0, "step"), kill(2, 2, 0, "gather")],
+    ),
     (4, Training("agreeing-fp16-2x2", 2, steps=6, settings={**CLIPPED, **FP16}, spikes=SPIKES), AGREEING_2X2),
     (4, Training("agreeing-bf16-2x2", 2, steps=6, settings={**CLIPPED, **BF16}), AGREEING_2X2),
     (4, Training("agreeing-zero-2x2", 2, steps=6, settings={**CLIPPED, **ZERO}, bamboo=FULL), AGREEING_2X2),

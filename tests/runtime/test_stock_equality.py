@@ -20,6 +20,7 @@ CASES = [
     Training("plain-1x4", 4, settings={"scheduler": WARM_UP}),
     Training("clipped-2x2", 2, settings=CLIPPED, evaluate_before=(0, 1)),
     Training("bf16-1x4", 4, layers="tied", settings={**CLIPPED, **BF16}),
+    Training("tied-twice-1x4", 4, layers="tied_twice"),
     Training("bf16-2x2", 2, layers="tied", settings={**CLIPPED, **BF16}),
     Training("seeded-dropout-1x4", 4, dropout=0.3, module={"seed_layers": True}, evaluate_before=(1,)),
     Training("seeded-dropout-2x2", 2, dropout=0.3, module={"seed_layers": True, "activation_checkpoint_interval": 1}),

@@ -1,0 +1,69 @@
+"""What an optimizer that is split over the pipelines gathers in its step: the parameters of all partitions.
+
+They are too much for an agreement, and too much for a report after a loss. So they travel from owner to owner, and
+from there to the shadow, as device tensors do; the agreement that follows only says that everybody has them. Whoever
+took part in it can finish the step by itself (DESIGN 5, commit rule), and if nobody has seen it all is sent again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.runtime.channel import Message
+from deepspeed_bamboo.runtime.collectives import combine
+from deepspeed_bamboo.runtime.links import Links
+from deepspeed_bamboo.runtime.logical import GATHER
+from deepspeed_bamboo.runtime.suspended import Request
+
+
+def gather(
+    pending: Mapping[Coordinate, Request], *, links: Links, placement: Placement, me: WorkerId, label: str
+) -> dict[Coordinate, torch.Tensor]:
+    """The answers to those of ``pending`` that gather, one after the other in one tensor; collective.
+
+    All owners of a stage ask for the same at the same time; holders get their shadows' answers from the owners.
+    Raises what interrupts a wait.
+    """
+    asked = {c: request for c, request in pending.items() if request.operation == GATHER}
+    own = {c: request for c, request in asked.items() if placement.owner(c) == me}
+    for coordinate, request in own.items():
+        for peer in _other_owners(request, placement, me=me):
+            links.send(peer, Message(f"{label}/part/{coordinate}", tensors=[_part(request)]))
+    parts = {c: _part(request) for c, request in own.items()}
+    # All of it before anything is launched: a kernel's first launch may wait for what the device sends to be received.
+    for request in own.values():
+        for member in _members(request):
+            if member not in parts:
+                part = links.receive(placement.owner(member), f"{label}/part/{member}").tensors[0]
+                parts[member] = part.to(_part(request).device)
+    answers = {c: combine(GATHER, [parts[m] for m in _members(request)]) for c, request in own.items()}
+    for coordinate in own:
+        holder = placement.shadow(coordinate)
+        if holder is not None:
+            links.send(holder, Message(f"{label}/whole/{coordinate}", tensors=[answers[coordinate]]))
+    for coordinate in placement.shadowed_by(me) if asked else ():
+        whole = links.receive(placement.owner(coordinate), f"{label}/whole/{coordinate}").tensors[0]
+        if coordinate in asked:
+            answers[coordinate] = whole.to(_part(asked[coordinate]).device)
+    return answers
+
+
+def _other_owners(request: Request, placement: Placement, *, me: WorkerId) -> list[WorkerId]:
+    owners = (placement.owner(member) for member in _members(request))
+    return [owner for owner in dict.fromkeys(owners) if owner != me]
+
+
+def _members(request: Request) -> tuple[Coordinate, ...]:
+    if request.group is None:
+        raise RuntimeError("a gate gathers nothing")
+    return request.group.members
+
+
+def _part(request: Request) -> torch.Tensor:
+    if request.tensor is None:
+        raise RuntimeError("a gather without a tensor")
+    return request.tensor.detach()
