@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from deepspeed_bamboo.coordination import Drain, EpochRecord, JobCoordinator, Member
+from deepspeed_bamboo.coordination.records import AgentRecord
 from deepspeed_bamboo.core.placement import WorkerId
 
 _SHOWN = 8
@@ -16,7 +17,10 @@ _SHOWN = 8
 @dataclass(frozen=True)
 class WorkerView:
     """One worker. ``state``: active, standby, joining, leaving (its node drains), silent (its key is gone), or
-    done (it is gone since the job is finished)."""
+    done (it is gone since the job is finished).
+
+    Or a slot without a worker that the job knows, ``preparing``: its script imports, reads data, builds its model.
+    """
 
     worker: WorkerId
     node: str
@@ -70,7 +74,10 @@ def look(coordinator: JobCoordinator) -> JobView:
         age_seconds=None if started is None else max(0.0, time.time() - started),
         epoch_seconds=None if epoch is None else max(0.0, time.time() - epoch.time_seconds),
         agents=len(agents),
-        workers=tuple(_workers(epoch, members, set(drains), finished=state == "finished")),
+        workers=(
+            *_workers(epoch, members, set(drains), finished=state == "finished"),
+            *(_preparing(agents, members) if state in ("starting", "running") else ()),
+        ),
         draining=tuple(drains.values()),
         progress=coordinator.status(),
     )
@@ -154,6 +161,14 @@ def _workers(
             state = "active" if owned or shadows else "standby"
         node, zone = ("?", "?") if member is None else (member.node, member.zone)
         yield WorkerView(worker, node, zone, state, owned, shadows)
+
+
+def _preparing(agents: Mapping[int, AgentRecord], members: Mapping[WorkerId, Member]) -> Iterator[WorkerView]:
+    """The slots whose worker has not come to the job yet, or not again."""
+    there = {member.rank for member in members.values()}
+    for rank, agent in sorted(agents.items()):
+        if rank not in there:
+            yield WorkerView(f"(slot {rank})", agent.node, "?", "preparing", (), ())
 
 
 def _short(coordinates: Sequence[str]) -> str:

@@ -73,6 +73,15 @@ def test_status_shows_who_hosts_what(
     ]
 
 
+def test_status_shows_slots_whose_worker_is_still_getting_ready(
+    job: JobCoordinator, server: PrivateEtcd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    registration = job.register_agent(AgentRecord(7, "e", 1), lease_seconds=60)
+    assert main(["status", "--job", "busy", "--endpoints", str(server.endpoint)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["(slot", "7)", "e", "?", "preparing", "-", "-"]
+    registration.withdraw()
+
+
 def test_status_shows_the_step_and_recent_events(
     job: JobCoordinator, server: PrivateEtcd, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,7 +125,9 @@ def test_status_as_json(job: JobCoordinator, server: PrivateEtcd, capsys: pytest
     assert main(["status", "--job", "busy", "--endpoints", str(server.endpoint), "--json"]) == 0
     seen = json.loads(capsys.readouterr().out)
     assert (seen["state"], seen["epoch"], seen["agents"]) == ("running", 0, 5)
-    assert [worker["state"] for worker in seen["workers"]] == ["active", "silent", "active", "standby", "joining"]
+    states = [worker["state"] for worker in seen["workers"]]
+    assert states == ["active", "silent", "active", "standby", "joining", "preparing"]
+    assert seen["workers"][-1]["worker"] == "(slot 1)", "its agent starts another one"
     assert seen["workers"][0]["hosts"] == ["0.0"]
 
 

@@ -31,7 +31,14 @@ from deepspeed_bamboo.elastic.greeting import greeting
 from deepspeed_bamboo.elastic.notices import NoticePlan, look_around, notice_plan
 from deepspeed_bamboo.elastic.processes import launcher_chain, outlived_its_launcher
 from deepspeed_bamboo.elastic.rules import Entry, Rules
-from deepspeed_bamboo.elastic.running_job import RunningJob, can_be_joined, open_store, private_job, private_name
+from deepspeed_bamboo.elastic.running_job import (
+    Patience,
+    RunningJob,
+    can_be_joined,
+    open_store,
+    private_job,
+    private_name,
+)
 from deepspeed_bamboo.elastic.settings_source import find_source, load_section
 from deepspeed_bamboo.elastic.slot import Slot, key_part, slot_from_environment
 from deepspeed_bamboo.elastic.supervisor import MAX_RESTARTS
@@ -49,6 +56,8 @@ _CLEANING_UP_SECONDS = 3.0
 _CLAIM_SECONDS = 60.0
 # The launcher ends all slots when one fails, so those with nothing to say leave that to the one that speaks.
 _SILENT_SLOTS_WAIT_SECONDS = 3.0
+# With --join: for a job that is starting. Importing everything and building a large model takes minutes.
+_JOIN_SECONDS = 1800.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -181,10 +190,12 @@ def _find_running(
     if line.job is None:
         return None
     within, endpoints = config.coordinator.connect_timeout_seconds, tuple(config.coordinator.endpoints)
+    # Who says that a job must run may have started it a moment ago, on another machine.
+    patience = Patience(_JOIN_SECONDS, _say) if line.join else Patience()
     if not endpoints:
         with contextlib.ExitStack() as claimed:
-            claimed.enter_context(private_name(line.job, within_seconds=within))
-            running = opened.enter_context(private_job(line.job, within_seconds=within))
+            claimed.enter_context(private_name(line.job, within_seconds=max(within, patience.seconds)))
+            running = opened.enter_context(private_job(line.job, within_seconds=within, patience=patience))
             if running is None and line.join:
                 raise LaunchError(
                     f"no job {line.job!r} with an etcd of its own runs on this machine; such a job can be joined by "
@@ -196,7 +207,7 @@ def _find_running(
         return running
     store = opened.enter_context(contextlib.closing(_open(endpoints, config)))
     coordinator = JobCoordinator(store, job=line.job, prefix=config.coordinator.prefix)
-    if can_be_joined(coordinator):
+    if can_be_joined(coordinator, patience):
         return RunningJob(coordinator, config.coordinator.prefix, endpoints)
     if line.join:
         raise LaunchError(
@@ -204,6 +215,10 @@ def _find_running(
             "or leave --join out to start it"
         )
     return None
+
+
+def _say(text: str) -> None:
+    print(f"[bamboo] {text}", file=sys.stderr, flush=True)
 
 
 def _join(running: RunningJob, slot: Slot) -> Boot:
@@ -253,7 +268,8 @@ def _follow(command: _Command, exchange: Exchange) -> int:
     # Imports torch, which takes a second, while rank 0 starts the coordinator.
     import deepspeed_bamboo.elastic.agent  # noqa: F401
 
-    boot = exchange.take(within_seconds=_BOOT_SECONDS)
+    within = _BOOT_SECONDS + (_JOIN_SECONDS if command.line.join else 0.0)
+    boot = exchange.take(within_seconds=within)
     with contextlib.closing(_open(boot.endpoints, command.config)) as store:
         coordinator = JobCoordinator(store, job=boot.job, prefix=boot.prefix)
         slot, settings = _placed(command.slot, boot), command.settings(boot)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from deepspeed_bamboo.coordination import (
     CoordinatorUnavailable,
@@ -20,6 +21,7 @@ from deepspeed_bamboo.coordination.machine_token import MachineToken
 from deepspeed_bamboo.coordination.published import PublishedJob, published_jobs
 
 _CALL_SECONDS = 1.0
+_LOOK_SECONDS = 0.2
 _OWNER_ELSEWHERE = -1  # in another pid namespace: its etcd may end, but its process can't be watched
 
 
@@ -46,19 +48,35 @@ def open_store(endpoints: Sequence[str], *, within_seconds: float, guard: EtcdGu
     return store
 
 
-def can_be_joined(coordinator: JobCoordinator) -> bool:
-    """Whether the job runs and has begun to train.
+@dataclass(frozen=True)
+class Patience:
+    """How long to wait for a job that is just starting, and whom to tell so, once."""
 
-    Raises JobNameTaken when it is alive but can't be joined now, because it is about to begin or to end.
+    seconds: float = 0.0
+    tell: Callable[[str], None] = field(default=lambda text: None)
+
+
+def can_be_joined(coordinator: JobCoordinator, patience: Patience = Patience()) -> bool:
+    """Whether the job runs and has begun to train; waits for the latter as long as ``patience`` lasts.
+
+    Raises JobNameTaken when it is alive but can't be joined then, because it is about to begin or to end.
     """
-    if not coordinator.agents():
-        return False
-    ending = coordinator.stop_requested() is not None or coordinator.finished() is not None
-    if ending or coordinator.failure() is not None:
-        raise JobNameTaken(f"the job {coordinator.job!r} is about to end; start this again in a moment, or give --job")
-    if coordinator.epoch() is None:
-        raise _just_starting(coordinator.job)
-    return True
+    deadline, told = time.monotonic() + patience.seconds, False
+    while coordinator.agents():
+        ending = coordinator.stop_requested() is not None or coordinator.finished() is not None
+        if ending or coordinator.failure() is not None:
+            raise JobNameTaken(
+                f"the job {coordinator.job!r} is about to end; start this again in a moment, or give --job"
+            )
+        if coordinator.epoch() is not None:
+            return True
+        if time.monotonic() >= deadline:
+            raise _just_starting(coordinator.job)
+        if not told:
+            told = True
+            patience.tell(f"job {coordinator.job!r} is just starting; this command joins it when it trains")
+        time.sleep(_LOOK_SECONDS)
+    return False
 
 
 def _just_starting(job: str) -> JobNameTaken:
@@ -85,21 +103,23 @@ def private_name(name: str, *, within_seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def private_job(name: str, *, within_seconds: float) -> Iterator[RunningJob | None]:
+def private_job(name: str, *, within_seconds: float, patience: Patience) -> Iterator[RunningJob | None]:
     """The job ``name`` of this user and machine that has an etcd of its own; None when there is none.
 
     Raises JobNameTaken as :func:`can_be_joined` does.
     """
     with contextlib.ExitStack() as opened:
         for found in published_jobs(name):
-            running = _look_at(found, opened, within_seconds=within_seconds)
+            running = _look_at(found, opened, within_seconds=within_seconds, patience=patience)
             if running is not None:
                 yield running
                 return
         yield None
 
 
-def _look_at(found: PublishedJob, opened: contextlib.ExitStack, *, within_seconds: float) -> RunningJob | None:
+def _look_at(
+    found: PublishedJob, opened: contextlib.ExitStack, *, within_seconds: float, patience: Patience
+) -> RunningJob | None:
     try:
         store = open_store([found.endpoint], within_seconds=within_seconds)
     except CoordinatorUnavailable:
@@ -112,7 +132,7 @@ def _look_at(found: PublishedJob, opened: contextlib.ExitStack, *, within_second
         ) from None
     opened.callback(store.close)
     coordinator = JobCoordinator(store, job=found.job, prefix=found.prefix)
-    if not can_be_joined(coordinator):
+    if not can_be_joined(coordinator, patience):
         return None
     owner = found.owner_pid if found.same_namespace else _OWNER_ELSEWHERE
     return RunningJob(coordinator, found.prefix, (found.endpoint,), owner)

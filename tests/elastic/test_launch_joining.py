@@ -99,6 +99,33 @@ def test_a_job_that_is_just_starting_cannot_be_joined(tmp_path: Path) -> None:
         first.wait(within_seconds=60)
 
 
+def test_who_must_join_waits_for_a_job_that_is_just_starting(tmp_path: Path) -> None:
+    script = """
+        training = FakeTraining()
+        print("joining" if training.joining else "starting", flush=True)
+        while not training.joining and not os.path.exists(sys.argv[-1]):
+            time.sleep(0.01)
+        training.begin()
+        print("in an epoch", flush=True)
+        if training.rank == 0:
+            while len(training.job.epoch().members) < 3:
+                training.take_in(within_seconds=0.5)
+            training.job.finish({})
+        sys.exit(training.come_and_go())
+    """
+    may_begin = tmp_path / "may_begin"
+    more: dict[str, Any] = {"arguments": (str(may_begin),)}
+    with LaunchedJob(tmp_path / "a", script, options=ONE_MORE, **more) as first:
+        first.wait_for("starting", times=2)
+        with LaunchedJob(tmp_path / "b", script, slots=1, options=(*ONE_MORE, "--join"), **more) as second:
+            second.wait_for("this command joins it when it trains")
+            assert "joining" not in second.output, second.output
+            may_begin.touch()
+            assert second.wait(within_seconds=120) == 0, second.output
+        assert first.wait(within_seconds=120) == 0, first.output
+    assert "joining" in second.output and second.output.count("when it trains") == 1, second.output
+
+
 def test_of_two_commands_at_the_same_time_one_starts_the_job(tmp_path: Path) -> None:
     script = """
         training = FakeTraining()
