@@ -83,23 +83,7 @@ def test_slots_beyond_the_wanted_workers_stand_by(tmp_path: Path) -> None:
     assert "all [0, 1, 2]" in job.output, job.output
 
 
-def test_a_job_that_is_just_starting_cannot_be_joined(tmp_path: Path) -> None:
-    script = """
-        training = FakeTraining()
-        print("registered", flush=True)
-        training.wait()
-    """
-    with LaunchedJob(tmp_path / "a", script, options=ONE_MORE) as first:
-        first.wait_for("registered", times=2)
-        with LaunchedJob(tmp_path / "b", script, options=ONE_MORE) as second:
-            assert second.wait(within_seconds=120) != 0
-        assert "'grows' is just starting" in second.output and "--job NAME" in second.output, second.output
-        assert second.output.count("cannot start") == 1, second.output
-        first.process.terminate()
-        first.wait(within_seconds=60)
-
-
-def test_who_must_join_waits_for_a_job_that_is_just_starting(tmp_path: Path) -> None:
+def test_a_job_that_is_just_starting_is_joined_by_those_who_only_want_to_join(tmp_path: Path) -> None:
     script = """
         training = FakeTraining()
         print("joining" if training.joining else "starting", flush=True)
@@ -117,7 +101,13 @@ def test_who_must_join_waits_for_a_job_that_is_just_starting(tmp_path: Path) -> 
     more: dict[str, Any] = {"arguments": (str(may_begin),)}
     with LaunchedJob(tmp_path / "a", script, options=ONE_MORE, **more) as first:
         first.wait_for("starting", times=2)
-        with LaunchedJob(tmp_path / "b", script, slots=1, options=(*ONE_MORE, "--join"), **more) as second:
+        with (
+            LaunchedJob(tmp_path / "c", script, slots=1, options=ONE_MORE, **more) as refused,
+            LaunchedJob(tmp_path / "b", script, slots=1, options=(*ONE_MORE, "--join"), **more) as second,
+        ):
+            assert refused.wait(within_seconds=120) != 0
+            assert "'grows' is just starting" in refused.output and "--job NAME" in refused.output, refused.output
+            assert refused.output.count("cannot start") == 1, refused.output
             second.wait_for("this command joins it when it trains")
             assert "joining" not in second.output, second.output
             may_begin.touch()
