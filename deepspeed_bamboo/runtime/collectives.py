@@ -12,10 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed_bamboo.core.grid import Coordinate
-from deepspeed_bamboo.core.placement import Placement, WorkerId
-from deepspeed_bamboo.runtime.channel import Message
 from deepspeed_bamboo.runtime.hosting import StageHost
-from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.logical import GATHER, GroupKey
 from deepspeed_bamboo.runtime.replica import StageReplica
 from deepspeed_bamboo.runtime.shadow_steps import ShadowSteps
@@ -174,69 +171,3 @@ def _of_same_stage(
         if coordinate.stage == member.stage and other is not None and other.kind == group.kind:
             return Contribution(group, contribution.operation, contribution.tensor)
     return None
-
-
-def exchange_requests(
-    pending: Mapping[Coordinate, Request],
-    *,
-    links: Links,
-    placement: Placement,
-    me: WorkerId,
-    label: str,
-) -> dict[Coordinate, torch.Tensor | None]:
-    """Serve one collective for hosted coordinates, tensor by tensor between the workers concerned.
-
-    Left out is who has to wait for another one of this worker's to come to the same collective. Contributions stay
-    untouched until everybody has them: the answers are new tensors, on the same device.
-    """
-    owners = dict(placement.owners)
-    answers: dict[Coordinate, torch.Tensor | None] = {c: None for c, r in pending.items() if r.tensor is None}
-    asked = {
-        c: request
-        for c, request in pending.items()
-        if request.tensor is not None and all(_is_with(request, pending.get(m)) for m in _own(request, owners, me))
-    }
-    # Copies: stock writes the answer into the tensor, perhaps before the message is out.
-    own = {c: _tensor_of(request).clone() for c, request in asked.items()}
-    for coordinate, request in asked.items():
-        for peer in dict.fromkeys(owners[member] for member in _members_of(request)):
-            if peer != me:
-                links.send(peer, Message(_key(label, request, coordinate), tensors=[own[coordinate]]))
-    # All of it before anything is launched: a kernel's first launch may wait for what the device sends to be received.
-    received: dict[str, torch.Tensor] = {}
-    for request in asked.values():
-        for member in _members_of(request):
-            key = _key(label, request, member)
-            if owners[member] != me and key not in received:
-                # By lane it stays on the device, by a plain channel it comes on the host.
-                tensor = links.receive(owners[member], key).tensors[0]
-                received[key] = tensor.to(_tensor_of(request).device)
-    for coordinate, request in asked.items():
-        values = [own[m] if owners[m] == me else received[_key(label, request, m)] for m in _members_of(request)]
-        answers[coordinate] = combine(request.operation, values)
-    return answers
-
-
-def _own(request: Request, owners: Mapping[Coordinate, WorkerId], me: WorkerId) -> list[Coordinate]:
-    return [member for member in _members_of(request) if owners[member] == me]
-
-
-def _is_with(request: Request, other: Request | None) -> bool:
-    return other is not None and (other.group, other.sequence) == (request.group, request.sequence)
-
-
-def _tensor_of(request: Request) -> torch.Tensor:
-    if request.tensor is None:
-        raise RuntimeError(f"{request.operation} without a tensor")
-    return request.tensor.detach()
-
-
-def _members_of(request: Request) -> tuple[Coordinate, ...]:
-    if request.group is None:
-        raise RuntimeError("a gate has no members")
-    return request.group.members
-
-
-def _key(label: str, request: Request, coordinate: Coordinate) -> str:
-    kind = request.group.kind if request.group is not None else "gate"
-    return f"{label}/{kind}/{request.sequence}/{coordinate}"

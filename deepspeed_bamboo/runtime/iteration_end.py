@@ -16,7 +16,8 @@ from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.runtime.channel import Message
-from deepspeed_bamboo.runtime.collectives import CallSet, Contribution, answers_from, exchange_requests
+from deepspeed_bamboo.runtime.collectives import CallSet, Contribution, answers_from
+from deepspeed_bamboo.runtime.exchanging import exchange_requests
 from deepspeed_bamboo.runtime.executor import IterationContext
 from deepspeed_bamboo.runtime.gathering import gather
 from deepspeed_bamboo.runtime.gradients import accept_gradients, gradient_flags, gradient_tensors, remember_gradients
