@@ -15,7 +15,6 @@ from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.runtime.channel import Message
 from deepspeed_bamboo.runtime.collectives import combine
 from deepspeed_bamboo.runtime.links import Links
-from deepspeed_bamboo.runtime.logical import GroupKey
 from deepspeed_bamboo.runtime.suspended import Request
 
 # With fewer numbers a second message costs more than it saves.
@@ -55,7 +54,7 @@ def exchange_requests(
         answers[coordinate] = combine(request.operation, [values[key] for _, key in exchange.members(request)])
     for coordinate, request in chunked.items():
         parts = [results[m] if m in results else theirs[key] for m, key in exchange.members(request)]
-        answers[coordinate] = torch.cat(parts).view(_tensor(request).shape)
+        answers[coordinate] = torch.cat(parts).view(request.value.shape)
     return answers
 
 
@@ -70,21 +69,21 @@ class _Exchange:
 
     def all_here_ask(self, request: Request, pending: Mapping[Coordinate, Request]) -> bool:
         """True if every member of the group that this worker hosts has come to this collective."""
-        here = [pending.get(member) for member in _group(request).members if self._owners[member] == self._me]
+        here = [pending.get(member) for member in request.members if self._owners[member] == self._me]
         return all(other is not None and _same(other, request) for other in here)
 
     def members(self, request: Request) -> Iterator[tuple[Coordinate, str]]:
         """The members of the group, each with the key of what it hands in."""
-        group = _group(request)
-        for member in group.members:
-            yield member, f"{self._label}/{group.kind}/{request.sequence}/{member}"
+        kind = request.group.kind if request.group is not None else "gate"
+        for member in request.members:
+            yield member, f"{self._label}/{kind}/{request.sequence}/{member}"
 
     def send_whole(self, asked: Mapping[Coordinate, Request]) -> dict[str, torch.Tensor]:
         """Send what is asked to all members. Copies, also returned: stock writes the answer into the tensor."""
         own = {}
         for coordinate, request in asked.items():
             key = dict(self.members(request))[coordinate]
-            own[key] = _tensor(request).clone()
+            own[key] = request.value.clone()
             for peer in self._peers(request):
                 self._links.send(peer, Message(key, tensors=[own[key]]))
         return own
@@ -109,7 +108,7 @@ class _Exchange:
     def receive_chunks(self, coordinate: Coordinate, asked: Mapping[Coordinate, Request]) -> list[torch.Tensor]:
         """All members' values of the chunk that ``coordinate`` reduces, in their order."""
         request = asked[coordinate]
-        place = _group(request).members.index(coordinate)
+        place = request.members.index(coordinate)
         return [
             _chunks(asked[member])[place]
             if self._owners[member] == self._me
@@ -141,19 +140,7 @@ class _Exchange:
 
     def _receive(self, member: Coordinate, key: str, *, like: Request) -> torch.Tensor:
         # By lane it stays on the device, by a plain channel it comes on the host.
-        return self._links.receive(self._owners[member], key).tensors[0].to(_tensor(like).device)
-
-
-def _group(request: Request) -> GroupKey:
-    if request.group is None:
-        raise RuntimeError("a gate has no members")
-    return request.group
-
-
-def _tensor(request: Request) -> torch.Tensor:
-    if request.tensor is None:
-        raise RuntimeError(f"{request.operation} without a tensor")
-    return request.tensor.detach()
+        return self._links.receive(self._owners[member], key).tensors[0].to(like.value.device)
 
 
 def _same(one: Request, other: Request) -> bool:
@@ -162,9 +149,9 @@ def _same(one: Request, other: Request) -> bool:
 
 
 def _is_chunked(request: Request) -> bool:
-    return request.operation in _BY_ELEMENT and _tensor(request).numel() >= CHUNKED_FROM
+    return request.operation in _BY_ELEMENT and request.value.numel() >= CHUNKED_FROM
 
 
 def _chunks(request: Request) -> Sequence[torch.Tensor]:
     """The tensor in one dimension, in as many pieces as the group has members."""
-    return _tensor(request).reshape(-1).tensor_split(len(_group(request).members))
+    return request.value.reshape(-1).tensor_split(len(request.members))

@@ -32,15 +32,15 @@ def gather(
     own = {c: request for c, request in asked.items() if placement.owner(c) == me}
     for coordinate, request in own.items():
         for peer in _other_owners(request, placement, me=me):
-            links.send(peer, Message(f"{label}/part/{coordinate}", tensors=[_part(request)]))
-    parts = {c: _part(request) for c, request in own.items()}
+            links.send(peer, Message(f"{label}/part/{coordinate}", tensors=[request.value]))
+    parts = {c: request.value for c, request in own.items()}
     # All of it before anything is launched: a kernel's first launch may wait for what the device sends to be received.
     for request in own.values():
-        for member in _members(request):
+        for member in request.members:
             if member not in parts:
                 part = links.receive(placement.owner(member), f"{label}/part/{member}").tensors[0]
-                parts[member] = part.to(_part(request).device)
-    answers = {c: combine(GATHER, [parts[m] for m in _members(request)]) for c, request in own.items()}
+                parts[member] = part.to(request.value.device)
+    answers = {c: combine(GATHER, [parts[m] for m in request.members]) for c, request in own.items()}
     for coordinate in own:
         holder = placement.shadow(coordinate)
         if holder is not None:
@@ -48,22 +48,10 @@ def gather(
     for coordinate in placement.shadowed_by(me) if asked else ():
         whole = links.receive(placement.owner(coordinate), f"{label}/whole/{coordinate}").tensors[0]
         if coordinate in asked:
-            answers[coordinate] = whole.to(_part(asked[coordinate]).device)
+            answers[coordinate] = whole.to(asked[coordinate].value.device)
     return answers
 
 
 def _other_owners(request: Request, placement: Placement, *, me: WorkerId) -> list[WorkerId]:
-    owners = (placement.owner(member) for member in _members(request))
+    owners = (placement.owner(member) for member in request.members)
     return [owner for owner in dict.fromkeys(owners) if owner != me]
-
-
-def _members(request: Request) -> tuple[Coordinate, ...]:
-    if request.group is None:
-        raise RuntimeError("a gate gathers nothing")
-    return request.group.members
-
-
-def _part(request: Request) -> torch.Tensor:
-    if request.tensor is None:
-        raise RuntimeError("a gather without a tensor")
-    return request.tensor.detach()

@@ -309,18 +309,21 @@ class IterationEnd:
 
     def _start_in_time(self, shadows: Set[Coordinate]) -> None:
         """Begin the steps of ``shadows``, except those that begin after the agreement."""
-        self._start_steps(shadows - self._may_be_late(self._start_steps(())))
+        self._start_steps(shadows - self._may_be_late(self._steps()))
 
-    def _start_steps(self, coordinates: Container[Coordinate]) -> CallSet:
-        """Begin the steps of ``coordinates``: each stops at its first collective, or before it changes a weight."""
+    def _steps(self) -> CallSet:
+        """The steps of this iteration, of which none may have begun."""
         engine = self._engine
-        calls = self._step_calls
-        if calls is None:
+        if self._step_calls is None:
             calls = CallSet(engine.host, engine.host.replicas(), self._take_step, device=engine.device)
             if self._shadow_steps.active:
                 calls.beside = dict.fromkeys(engine.host.shadows, self._shadow_steps)
             self._step_calls = calls
-        self._running = calls
+        return self._step_calls
+
+    def _start_steps(self, coordinates: Container[Coordinate]) -> CallSet:
+        """Begin the steps of ``coordinates``: each stops at its first collective, or before it changes a weight."""
+        calls = self._running = self._steps()
         try:
             calls.start(coordinates)
         finally:

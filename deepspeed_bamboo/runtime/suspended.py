@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.runtime.logical import GroupKey
 
 
@@ -32,6 +33,20 @@ class Request:
     operation: str
     tensor: torch.Tensor | None
     sequence: int
+
+    @property
+    def members(self) -> tuple[Coordinate, ...]:
+        """The coordinates that take part. Raises RuntimeError for a gate."""
+        if self.group is None:
+            raise RuntimeError("a gate has no members")
+        return self.group.members
+
+    @property
+    def value(self) -> torch.Tensor:
+        """What is handed in, without its history. Raises RuntimeError for a gate."""
+        if self.tensor is None:
+            raise RuntimeError(f"{self.operation} without a tensor")
+        return self.tensor.detach()
 
 
 class CallCancelledError(BaseException):
