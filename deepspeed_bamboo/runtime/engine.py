@@ -174,7 +174,7 @@ class BambooPipelineEngine(CheckpointedEngine):
         if self.session.closed:
             return
         self.agree_on("close", lambda: None)
-        self.session.coordinator.finish({"step": self.global_steps})
+        self.session.finish(step=self.global_steps)
         self.leave()
 
     def leave(self) -> None:

@@ -24,6 +24,7 @@ from deepspeed_bamboo.core.recovery import (
 from deepspeed_bamboo.core.schedule import Mode, Plan
 from deepspeed_bamboo.core.settlement import Report, Settlement
 from deepspeed_bamboo.runtime.activity import Round
+from deepspeed_bamboo.runtime.insisting import insist
 from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.mode_choice import ModeChoice
@@ -316,20 +317,20 @@ class Failover:
 
     def _propose_protected(self, current: EpochRecord) -> None:
         engine = self._engine
-        number = engine.session.coordinator.propose(
-            replace(
-                current,
-                number=current.number + 1,
-                placement=engine.placement,
-                reason="shadows rebuilt",
-                lost=(),
-                proposer=engine.session.worker,
-                time_seconds=time.time(),
-            ),
-            expected=current.number,
+        session = engine.session
+        record = replace(
+            current,
+            number=current.number + 1,
+            placement=engine.placement,
+            reason="shadows rebuilt",
+            lost=(),
+            proposer=session.worker,
+            time_seconds=time.time(),
         )
-        if not number:
-            engine.session.interruption.notify()  # somebody proposed a loss first; it will interrupt us
+        if not insist(
+            lambda: session.coordinator.propose(record, expected=current.number), interruption=session.interruption
+        ):
+            session.interruption.notify()  # somebody proposed a loss first; it will interrupt us
 
     def _drop_unlisted_shadows(self) -> None:
         engine = self._engine

@@ -8,20 +8,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from deepspeed_bamboo.coordination import EpochRecord
+from deepspeed_bamboo.coordination import EpochRecord, Member
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.settlement import Report, Settlement, settle
 from deepspeed_bamboo.errors import BambooError, ExpelledError
 from deepspeed_bamboo.runtime.agreement import tree_neighbours
+from deepspeed_bamboo.runtime.insisting import insist
 from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.reports import exchange_reports
 from deepspeed_bamboo.runtime.session import WorkerSession
 
+T = TypeVar("T")
+
 # A watch tells of new epochs at once; this bounds the damage of a lost one.
 _LOOK_AGAIN_SECONDS = 0.5
+_MISSING_SECONDS = 0.05
 
 
 @dataclass
@@ -115,22 +120,19 @@ class Recovery:
 
     def _await_verdict(self, cause: PeerLostError) -> None:
         """Wait for an epoch without the silent peer; propose it when nobody else does."""
-        interruption = self._session.interruption
+        interruption, coordinator, me = self._session.interruption, self._session.coordinator, self._session.worker
         epoch = interruption.epoch
         if cause.farewell:
             self._await_epoch()
             return
-        self._session.coordinator.report_suspicion(
-            epoch, reporter=self._session.worker, suspect=cause.peer, reason=cause.cause
-        )
         try:
+            self._ask(lambda: coordinator.report_suspicion(epoch, reporter=me, suspect=cause.peer, reason=cause.cause))
             interruption.wait_until(lambda: False, timeout_seconds=self._suspicion_seconds)
         except EpochChangedError:
             return
-        record = self._session.coordinator.propose_loss(
-            [cause.peer], reason=f"no answer to {self._session.worker}: {cause.cause}", proposer=self._session.worker
-        )
-        failure = self._session.coordinator.failure()
+        reason = f"no answer to {me}: {cause.cause}"
+        record = self._ask(lambda: coordinator.propose_loss([cause.peer], reason=reason, proposer=me))
+        failure = self._ask(coordinator.failure)
         if failure is not None:
             interruption.announce_failure(failure)
             interruption.check()
@@ -144,9 +146,12 @@ class Recovery:
                 interruption.wait_until(lambda: False, timeout_seconds=_LOOK_AGAIN_SECONDS)
             except EpochChangedError:
                 return
-            record = self._session.coordinator.epoch()
+            record = self._ask(self._session.coordinator.epoch)
             if record is not None:
                 interruption.announce_epoch(record)
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        return insist(call, interruption=self._session.interruption)
 
     def _reports_of(self, record: EpochRecord) -> dict[WorkerId, Report]:
         own = self._report()
@@ -154,13 +159,8 @@ class Recovery:
 
     def _regroup(self, record: EpochRecord) -> None:
         self._point("regroup")
-        members = self._session.coordinator.members()
-        missing = [worker for worker in record.members if worker not in members]
-        if missing:
-            self._session.interruption.wait_until(lambda: False, timeout_seconds=self._suspicion_seconds)
-            raise PeerLostError(missing[0], "its registration is gone")
         self._links.enter(
-            members={worker: members[worker] for worker in record.members},
+            members=self._registered(record),
             order=record.members,
             name=f"{self._session.identity.job}/{record.number}",
         )
@@ -169,6 +169,19 @@ class Recovery:
             peers_of(record.placement, worker, members=record.members),
             with_lanes=tensor_peers(record.placement, worker),
         )
+
+    def _registered(self, record: EpochRecord) -> dict[WorkerId, Member]:
+        """All members of ``record``. Those that come back after an outage of the coordinator get the time for it."""
+        me, deadline = self._session.worker, time.monotonic() + self._suspicion_seconds
+        while True:
+            members = self._ask(self._session.coordinator.members)
+            missing = [worker for worker in record.members if worker not in members]
+            if not missing:
+                return {worker: members[worker] for worker in record.members}
+            others = [worker for worker in missing if worker != me]
+            if others and time.monotonic() > deadline:
+                raise PeerLostError(others[0], "its registration is gone")
+            self._session.interruption.wait_until(lambda: False, timeout_seconds=_MISSING_SECONDS)
 
 
 def peers_of(placement: Placement, worker: WorkerId, *, members: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:

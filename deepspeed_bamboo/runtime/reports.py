@@ -11,12 +11,15 @@ import json
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from deepspeed_bamboo.coordination import EpochRecord
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.core.settlement import Report, keeper
+from deepspeed_bamboo.runtime.insisting import insist
 from deepspeed_bamboo.runtime.session import WorkerSession
+
+T = TypeVar("T")
 
 # A watch tells of what is published at once; this bounds the damage of a lost one, and of a coordinator that lost data.
 _LOOK_AGAIN_SECONDS = 2.0
@@ -37,19 +40,22 @@ def exchange_reports(
     outline = own.outline().to_json()
 
     def hand_in() -> None:
-        coordinator.hand_in_report(number, session.worker, outline)
+        ask(lambda: coordinator.hand_in_report(number, session.worker, outline))
+
+    def ask(call: Callable[[], T]) -> T:
+        return insist(call, interruption=session.interruption)
 
     hand_in()
     handed_in()
     if record.members[0] == session.worker:
         everybodys = _collected(session, number, record.members, again=hand_in)
-        coordinator.publish_progress(number, _EVERYBODYS, packed(everybodys))
+        ask(lambda: coordinator.publish_progress(number, _EVERYBODYS, packed(everybodys)))
     else:
         everybodys = unpacked(_published(session, number, _EVERYBODYS, again=hand_in))
     reports = {worker: Report.from_json(everybodys[worker]) for worker in record.members}
     most, needing = keeper(reports)
     if most == session.worker:
-        coordinator.publish_progress(number, _KEEPERS, own.to_json())
+        ask(lambda: coordinator.publish_progress(number, _KEEPERS, own.to_json()))
     elif most is not None and session.worker in needing:
         reports[most] = Report.from_json(_published(session, number, _KEEPERS))
     return reports
@@ -65,7 +71,7 @@ def _collected(
         if looked - began > _LOOK_AGAIN_SECONDS:
             again()
             began = looked
-        reports = session.coordinator.reports(epoch)
+        reports = insist(lambda: session.coordinator.reports(epoch), interruption=session.interruption)
         if all(worker in reports for worker in workers):
             return reports
         nap = max(_NAP_SECONDS, _NAP_SHARE * (time.monotonic() - looked))
@@ -84,7 +90,7 @@ def _published(
             published = session.published(epoch)
         else:
             again()
-            published = session.coordinator.progress(epoch)
+            published = insist(lambda: session.coordinator.progress(epoch), interruption=session.interruption)
     return published[name]
 
 

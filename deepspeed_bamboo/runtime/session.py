@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -199,6 +200,14 @@ class WorkerSession:
             return self.coordinator.claim_fault(fault.name)
         except CoordinatorUnavailable:
             return True  # a script is for tests; one that also takes the coordinator away means this fault, too
+
+    def finish(self, *, step: int) -> None:
+        """Tell the job that it is complete. Out of reach of the coordinator that is left to the agents.
+
+        They know it once the scripts of all members have ended, and are told so by those scripts' exit codes.
+        """
+        with contextlib.suppress(CoordinatorUnavailable):
+            self.coordinator.finish({"step": step})
 
     def close(self) -> None:
         """Withdraw and stop watching. The job goes on without this worker."""

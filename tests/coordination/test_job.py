@@ -69,6 +69,14 @@ def test_the_first_proposer_wins(open_job: OpenJob) -> None:
     assert epoch is not None and won == [epoch.proposer]
 
 
+def test_a_proposer_that_did_not_hear_of_its_success_may_propose_again(open_job: OpenJob) -> None:
+    job, other = open_job(), open_job()
+    record = first_epoch(WORKERS)
+    assert job.propose(record, expected=None)
+    assert job.propose(record, expected=None)
+    assert not other.propose(replace(record, proposer="another"), expected=None)
+
+
 def test_epochs_follow_one_another(open_job: OpenJob) -> None:
     job = open_job()
     assert job.epoch() is None
@@ -77,7 +85,7 @@ def test_epochs_follow_one_another(open_job: OpenJob) -> None:
         job.propose(start, expected=3)
     assert job.propose(replace(start, number=4), expected=3) is False
     assert job.propose(start, expected=None) is True
-    assert job.propose(start, expected=None) is False
+    assert job.propose(replace(start, proposer="another"), expected=None) is False
     assert job.propose(replace(start, number=1), expected=0) is True
     epoch = job.epoch()
     assert epoch is not None and epoch.number == 1
