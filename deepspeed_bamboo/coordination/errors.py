@@ -17,6 +17,8 @@ from collections.abc import Sequence
 
 from deepspeed_bamboo.errors import BambooError, ConfigError
 
+_FULL = "database space exceeded"  # what etcd says with its alarm NOSPACE
+
 
 class CoordinationError(BambooError):
     """Base of everything the coordinator can raise while a job runs."""
@@ -29,11 +31,18 @@ class CoordinatorUnavailable(CoordinationError):
         self.endpoints = tuple(endpoints)
         self.tried_seconds = tried_seconds
         self.reason = reason
-        super().__init__(
-            f"the coordinator at {', '.join(self.endpoints)} gave no answer within {tried_seconds:.1f} s "
-            f"({reason}); check that etcd (v3 API) runs there and that this machine can reach it, "
-            f"or set coordinator.endpoints to [] to let the job start its own"
-        )
+        where = f"the coordinator at {', '.join(self.endpoints)}"
+        if _FULL in reason:
+            text = (
+                f"{where} takes nothing more, its database has reached its quota ({reason}); compact and defragment "
+                f"etcd, or raise its --quota-backend-bytes, and end the alarm with `etcdctl alarm disarm`"
+            )
+        else:
+            text = (
+                f"{where} gave no answer within {tried_seconds:.1f} s ({reason}); check that etcd (v3 API) runs there "
+                f"and that this machine can reach it, or set coordinator.endpoints to [] to let the job start its own"
+            )
+        super().__init__(text)
 
 
 class LeaseExpired(CoordinationError):

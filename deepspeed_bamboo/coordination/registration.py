@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 
-from deepspeed_bamboo.coordination.errors import CoordinationError, CoordinatorUnavailable
+from deepspeed_bamboo.coordination.errors import CoordinationError, CoordinatorUnavailable, LeaseExpired
 from deepspeed_bamboo.coordination.store import KeyValueStore
 
 logger = logging.getLogger(__name__)
 _RETRY_SECONDS = 0.1
 _JOIN_SECONDS = 1.0
+_ATTEMPTS = 5
 
 
 class Registration:
@@ -34,7 +35,7 @@ class Registration:
         may_stay: Callable[[], bool],
         may_return: Callable[[], bool],
     ) -> None:
-        """Write the key and begin to keep it. Raises CoordinatorUnavailable when that fails."""
+        """Write the key and begin to keep it. Raises CoordinatorUnavailable, or LeaseExpired, when that fails."""
         self.lost = threading.Event()
         self._store = store
         self._key = key
@@ -77,8 +78,15 @@ class Registration:
             self._revoke()
 
     def _enter(self) -> None:
-        self._lease = self._store.grant_lease(self._lease_seconds)
-        self._store.put(self._key, self._value, lease=self._lease)
+        """Write the key under a new lease, and under another if that has run out by then."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            self._lease = self._store.grant_lease(self._lease_seconds)
+            try:
+                self._store.put(self._key, self._value, lease=self._lease)
+                return
+            except LeaseExpired:
+                if attempt == _ATTEMPTS:
+                    raise
 
     def _keep(self) -> None:
         pause = self._lease_seconds / 3

@@ -12,7 +12,7 @@ import pytest
 
 from deepspeed_bamboo.coordination import etcd_watch
 from deepspeed_bamboo.coordination.endpoints import Endpoint
-from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable
+from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable, LeaseExpired
 from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.job import JobCoordinator
 from deepspeed_bamboo.coordination.memory import MemoryStore
@@ -105,6 +105,42 @@ def test_calls_during_a_long_outage_end_in_time(etcd: ManualEtcd) -> None:
     etcd.start()
     store.put("/x/a", "3")
     store.close()
+
+
+def test_a_full_database_is_called_that(tmp_path: Path) -> None:
+    full = ManualEtcd(tmp_path, options=["--quota-backend-bytes=100000"])
+    full.start()
+    store = EtcdStore([full.endpoint])
+    with pytest.raises(CoordinatorUnavailable, match="has reached its quota .* `etcdctl alarm disarm`"):
+        for number in range(50):
+            store.put(f"/x/{number}", "x" * 10_000)
+    assert store.get("/x/0") is not None
+    store.close()
+    full.kill()
+
+
+def test_a_lease_that_runs_out_before_its_key_is_written_is_replaced() -> None:
+    store = SlowStore()
+    job = JobCoordinator(store, job="j")
+    registration = job.register(member("w0"), lease_seconds=5)
+    assert store.slow_puts == 0 and set(job.members()) == {"w0"}
+    registration.withdraw()
+    store.slow_puts = 100
+    with pytest.raises(LeaseExpired):
+        job.register(member("w1"), lease_seconds=5)
+    store.close()
+
+
+class SlowStore(MemoryStore):
+    """The lease of each of the first ``slow_puts`` keys with one has run out when the key comes."""
+
+    slow_puts = 2
+
+    def put(self, key: str, value: str, *, lease: int | None = None) -> None:
+        if lease is not None and self.slow_puts:
+            self.slow_puts -= 1
+            self.revoke(lease)
+        super().put(key, value, lease=lease)
 
 
 def test_a_watch_goes_on_after_a_restart_and_finds_what_it_missed(etcd: ManualEtcd, store: EtcdStore) -> None:
