@@ -343,7 +343,7 @@ class JobCoordinator:
         JobNameTaken when a job of this name is alive, which is when it has a live agent or worker, or
         is just being started.
         """
-        remedy = "give this one another name with --job NAME"
+        remedy = "start this again in a moment to join that, or give this one another name with --job NAME"
         lease = self._store.grant_lease(lease_seconds)
         try:
             if not self._store.compare_and_swap(self._keys.claim, self.job, revision=0, lease=lease):
@@ -356,6 +356,10 @@ class JobCoordinator:
             yield
         finally:
             self._store.revoke(lease)
+
+    def is_being_started(self) -> bool:
+        """Whether somebody is within :meth:`claim_name` now."""
+        return self._store.get(self._keys.claim) is not None
 
     def clean_up(self) -> None:
         """Remove the job's keys. For the last one to leave."""

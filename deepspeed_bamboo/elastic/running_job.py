@@ -62,13 +62,14 @@ def can_be_joined(coordinator: JobCoordinator, patience: Patience = Patience()) 
     Raises JobNameTaken when it is alive but can't be joined then, because it is about to begin or to end.
     """
     deadline, told = time.monotonic() + patience.seconds, False
-    while coordinator.agents():
+    while (present := bool(coordinator.agents())) or coordinator.is_being_started():
+        # Without agents, whatever else is there was left by a dead job of this name.
         ending = coordinator.stop_requested() is not None or coordinator.finished() is not None
-        if ending or coordinator.failure() is not None:
+        if present and (ending or coordinator.failure() is not None):
             raise JobNameTaken(
                 f"the job {coordinator.job!r} is about to end; start this again in a moment, or give --job"
             )
-        if coordinator.epoch() is not None:
+        if present and coordinator.peek_epoch() is not None:
             return True
         if time.monotonic() >= deadline:
             raise _just_starting(coordinator.job)
@@ -103,7 +104,7 @@ def private_name(name: str, *, within_seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def private_job(name: str, *, within_seconds: float, patience: Patience) -> Iterator[RunningJob | None]:
+def private_job(name: str, *, within_seconds: float, patience: Patience = Patience()) -> Iterator[RunningJob | None]:
     """The job ``name`` of this user and machine that has an etcd of its own; None when there is none.
 
     Raises JobNameTaken as :func:`can_be_joined` does.

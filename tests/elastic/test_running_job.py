@@ -1,20 +1,20 @@
-"""Looking for a job's own etcd on this machine, when that does not answer."""
+"""Looking for a running job: when its etcd does not answer, and when it is just being started."""
 
 from __future__ import annotations
 
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from deepspeed_bamboo.coordination import JobNameTaken
+from deepspeed_bamboo.coordination import AgentRecord, JobCoordinator, JobNameTaken, MemoryStore
 from deepspeed_bamboo.coordination.published import PublishedJob, own_pid_namespace, publish, published_jobs
 from deepspeed_bamboo.coordination.server import PrivateEtcd
-from deepspeed_bamboo.elastic.running_job import private_job
-from tests.coordination.helpers import freeze
+from deepspeed_bamboo.elastic.running_job import Patience, can_be_joined, private_job
+from tests.coordination.helpers import first_epoch, freeze
 
 
 @pytest.fixture
@@ -40,3 +40,33 @@ def test_a_job_whose_etcd_is_silent_is_not_started_twice(silent: PublishedJob) -
         pass
     with private_job("other", within_seconds=0.5) as found:
         assert found is None
+
+
+@pytest.mark.parametrize("left_behind", [lambda job: None, lambda job: job.propose(first_epoch(["w0"]), expected=None)])
+def test_a_job_whose_name_was_just_claimed_is_being_started(left_behind: Callable[[JobCoordinator], object]) -> None:
+    store = MemoryStore()
+    job, starting = JobCoordinator(store, job="j"), JobCoordinator(store, job="j")
+    left_behind(JobCoordinator(store, job="j"))
+    assert not can_be_joined(job)
+    with starting.claim_name(lease_seconds=30):
+        left_behind(JobCoordinator(store, job="j"))
+        with pytest.raises(JobNameTaken, match=r"'j' is just starting .* start this again in a moment"):
+            can_be_joined(job)
+    assert not can_be_joined(job)
+    store.close()
+
+
+def test_who_waits_for_a_job_joins_it_once_it_trains() -> None:
+    store = MemoryStore()
+    job, starting = JobCoordinator(store, job="j"), JobCoordinator(store, job="j")
+    told: list[str] = []
+
+    def goes_on(text: str) -> None:
+        told.append(text)
+        starting.register_agent(AgentRecord(rank=0, node="n", pid=1), lease_seconds=30)
+        starting.propose(first_epoch(["w0"]), expected=None)
+
+    with starting.claim_name(lease_seconds=30):
+        assert can_be_joined(job, Patience(seconds=20, tell=goes_on))
+    assert told == ["job 'j' is just starting; this command joins it when it trains"]
+    store.close()
