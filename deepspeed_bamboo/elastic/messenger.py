@@ -58,7 +58,8 @@ class Messenger:
         elif isinstance(action, decisions.CheckSuspect):
             self._losses.send(Errand(f"probe of {action.worker}", lambda: self._probe(action), _AS_LONG_AS_IT_TAKES))
         elif isinstance(action, decisions.MarkEnded):
-            self._endings.send(Errand(f"end of {action.worker}", lambda: self._mark_ended(action), _ENDED_SECONDS))
+            name, give_up = f"end of {action.worker}", None if action.drained else self._unrecorded
+            self._endings.send(Errand(name, lambda: self._mark_ended(action), _ENDED_SECONDS, give_up))
         elif isinstance(action, decisions.Withdraw):
             worker = action.worker
             self._endings.send(Errand(f"key of {worker}", lambda: self._coordinator.withdraw(worker), _ENDED_SECONDS))
@@ -69,7 +70,8 @@ class Messenger:
             self._endings.send(Errand(f"end of the drain of {node}", lambda: self._forget_drain(node), _ENDED_SECONDS))
         elif isinstance(action, decisions.Finish):
             summary = {"reason": action.reason}
-            self._endings.send(Errand("finish", lambda: self._coordinator.finish(summary), _ENDED_SECONDS))
+            finish = Errand("finish", lambda: self._coordinator.finish(summary), _ENDED_SECONDS, self._unrecorded)
+            self._endings.send(finish)
         elif isinstance(action, decisions.Fail):
             failure = action.failure
             self._endings.send(
@@ -158,6 +160,11 @@ class Messenger:
     def _is_starting_again(self, worker: WorkerId) -> bool:
         """Whether ``worker`` failed only because another was lost before there was an epoch."""
         return generation_of(worker) != self._coordinator.generation()
+
+    def _unrecorded(self) -> None:
+        """Nobody will hear that the job is complete, so nobody may wait for it."""
+        reason = f"the scripts have ended, but for {_ENDED_SECONDS:g} s that could not be recorded in etcd"
+        self._mailbox.put(decisions.CoordinatorGone(reason))
 
     def _recorded(self, failure: JobFailure) -> None:
         self._mailbox.put(decisions.FailureRecorded(failure, first=True))
