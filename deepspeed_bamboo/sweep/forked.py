@@ -23,13 +23,7 @@ from deepspeed_bamboo.errors import BambooError
 from deepspeed_bamboo.sweep.job import PAST_LIMIT, JobResult
 from deepspeed_bamboo.sweep.outside import OutsideKill, OutsideKiller
 
-PRELOAD = (
-    *AGENTS_PRELOAD,
-    "torch._dynamo",  # which the first optimizer of a process imports, in two seconds
-    "deepspeed_bamboo.runtime.main",
-    "deepspeed_bamboo.models.transformer",
-    "rich.progress",
-)
+PRELOAD = (*AGENTS_PRELOAD, "deepspeed_bamboo.runtime.main", "deepspeed_bamboo.models.transformer", "rich.progress")
 _SHOW_STACKS = signal.SIGUSR2
 _STACKS_SECONDS = 1.0
 _RESTART_SECONDS = 0.1

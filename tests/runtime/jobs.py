@@ -23,8 +23,7 @@ from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.server import PrivateEtcd
 
 Body = Callable[..., Any]
-# The first optimizer of a process imports torch._dynamo, which takes two seconds.
-_PRELOAD = ["torch", "torch._dynamo", "deepspeed", "deepspeed_bamboo.runtime.main", "tests.runtime.scenarios"]
+_PRELOAD = ["torch", "deepspeed", "deepspeed_bamboo.runtime.main", "tests.runtime.scenarios"]
 
 
 EXIT_DRAINED = 5
@@ -63,11 +62,6 @@ class Jobs:
         self._etcd = etcd
         self._count = 0
         self._context = multiprocessing.get_context("forkserver")
-
-    @property
-    def etcd_pid(self) -> int:
-        """The process of the etcd that the jobs use."""
-        return self._etcd.pid
 
     def run(
         self,
