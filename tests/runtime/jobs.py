@@ -63,6 +63,11 @@ class Jobs:
         self._count = 0
         self._context = multiprocessing.get_context("forkserver")
 
+    @property
+    def etcd_pid(self) -> int:
+        """The process of the etcd that the jobs use."""
+        return self._etcd.pid
+
     def run(
         self,
         body: Body,
