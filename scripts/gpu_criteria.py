@@ -4,7 +4,8 @@
     python scripts/gpu_criteria.py --limit-seconds 590              # what does not fit into it is left out
     python scripts/gpu_criteria.py --gpus 2 --parts throughput-8 kills
 
-With fewer than 4 GPUs the models have fewer blocks, so that a stage is what it would be with 4; there is one pipeline.
+With fewer than 4 GPUs the models have fewer blocks, so that a stage is what it would be with 4; there is one pipeline,
+except for kills, for which workers of two pipelines share GPUs then (and times say little).
 
 Each part is a command of its own (--show prints them) with a hard time limit; one that fails or is late is reported
 and does not keep the next from running. Their JSON, pictures and output are in --output, next to verdicts.txt.
@@ -53,6 +54,7 @@ def parts(arguments: argparse.Namespace) -> list[Part]:
     stages = ("--stages", str(arguments.gpus))
     half = ("--stages", str(arguments.gpus // 2), "--pipelines", "2")
     rounds = ("--rounds", str(math.ceil(_KILLS / arguments.gpus)))
+    sharing = () if arguments.gpus >= _GPUS else ("--share-gpu",)
     found = [
         Part(
             "throughput-8",
@@ -72,6 +74,12 @@ def parts(arguments: argparse.Namespace) -> list[Part]:
             100,
             (*speed, *half, "--variants", COMPARED, "--rounds", "5", "--steps", "5"),
             judge_speed,
+        ),
+        Part(
+            "kills-2-pipelines",
+            130,
+            (*loss, "--stages", "2", "--pipelines", "2", *sharing, "--rounds", "1", "--no-restart"),
+            judge_losses,
         ),
         Part(
             "tolerance",
