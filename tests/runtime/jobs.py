@@ -23,7 +23,7 @@ from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.server import PrivateEtcd
 
 Body = Callable[..., Any]
-_PRELOAD = ["torch", "deepspeed", "deepspeed_bamboo.runtime.main", "tests.runtime.scenarios"]
+_PRELOAD = ["torch", "torch._dynamo", "deepspeed", "deepspeed_bamboo.runtime.main", "tests.runtime.scenarios"]
 
 
 EXIT_DRAINED = 5
@@ -74,6 +74,7 @@ class Jobs:
         *,
         world: int,
         joining: int = 0,
+        joining_after_deaths: int = 0,
         sites: Sequence[str] = (),
         timeout_seconds: float = 120.0,
         **arguments: Any,
@@ -81,7 +82,8 @@ class Jobs:
         """Call ``body(**arguments)`` in ``world`` workers. Fails when one is still running after the time-out.
 
         ``sites`` has a "node/zone" for each; without it all are on one node in one zone.
-        ``joining`` more workers come as soon as the job has its first epoch, as those of further agents would.
+        ``joining`` more workers come as soon as the job has its first epoch and ``joining_after_deaths`` workers have
+        died, as those of further agents would. However fast they start they are not taken in before that.
         """
         self._count += 1
         directory = self._directory / f"job{self._count}"
@@ -111,7 +113,7 @@ class Jobs:
             )
             for rank in range(world, world + joining)
         ]
-        self._watch(processes, late, directory, timeout_seconds=timeout_seconds)
+        self._watch(processes, late, directory, after_deaths=joining_after_deaths, timeout_seconds=timeout_seconds)
         stuck = [rank for rank, process in enumerate(processes) if process.exitcode is None]
         for process in processes:
             if process.exitcode is None:
@@ -121,16 +123,24 @@ class Jobs:
         assert not stuck, f"ranks {stuck} still ran after {timeout_seconds:.0f} s\n{result.transcript()}"
         return result
 
-    def _watch(self, processes: list[Any], late: Sequence[Any], directory: Path, *, timeout_seconds: float) -> None:
+    def _watch(
+        self,
+        processes: list[Any],
+        late: Sequence[Any],
+        directory: Path,
+        *,
+        after_deaths: int,
+        timeout_seconds: float,
+    ) -> None:
         """What agents do: tell the job who died, and why it fails, until all processes have ended.
 
-        Those of ``late`` are started, and added to ``processes``, when there is something to join.
+        Those of ``late`` are started, and added to ``processes``, when there is something to join and so many are dead.
         """
         store = EtcdStore([self._etcd.endpoint])
         deadline = time.monotonic() + timeout_seconds
-        running = dict(enumerate(processes))
+        running, deaths = dict(enumerate(processes)), 0
         while running and time.monotonic() < deadline:
-            if late and self._has_epoch(store, directory):
+            if late and deaths >= after_deaths and self._has_epoch(store, directory):
                 for process in late:
                     running[len(processes)] = process
                     processes.append(process)
@@ -139,6 +149,7 @@ class Jobs:
             for rank, process in list(running.items()):
                 if process.exitcode is not None:
                     del running[rank]
+                    deaths += 1
                     if process.exitcode and process.exitcode != EXIT_DRAINED:
                         self._tell(store, directory, rank=rank, code=process.exitcode)
             time.sleep(0.02)

@@ -33,7 +33,7 @@ def check_equal(result: JobResult, expected: JobResult) -> None:
 def test_two_join_after_two_were_lost(jobs: Jobs) -> None:
     training = Training("rejoin-1x4", 4, steps=8, faults=[kill(1, 0, 1, "backward", 1), kill(2, 0, 3, "forward", 2)])
     expected = undisturbed(jobs, training, world=4)
-    result = jobs.run(train_with_joiners, world=4, joining=2, training=training, waits={"4": 2})
+    result = jobs.run(train_with_joiners, world=4, joining=2, joining_after_deaths=2, training=training, waits={"4": 2})
     assert result.survivors == [0, 2, 4, 5], result.transcript()
     check_equal(result, expected)
     assert [len(result.values[rank]["hosted"]) for rank in result.survivors] == [1, 1, 1, 1]
@@ -52,7 +52,9 @@ def test_joiners_fit_in_where_messages_are_used_ahead_and_shadows_step_late(jobs
         faults=[kill(2, 0, 0, "backward", 1), kill(6, 0, 1, "forward", 2)],
     )
     expected = undisturbed(jobs, training, world=2)
-    result = jobs.run(train_late_with_joiners, world=2, joining=2, training=training, waits={"4": 2})
+    result = jobs.run(
+        train_late_with_joiners, world=2, joining=2, joining_after_deaths=1, training=training, waits={"4": 2}
+    )
     assert len(result.survivors) == 2, result.transcript()
     check_equal(result, expected)
     assert [len(result.values[rank]["hosted"]) for rank in result.survivors] == [1, 1]
@@ -131,7 +133,15 @@ def test_a_drained_worker_that_dies_when_all_has_moved_is_not_waited_for(
 def test_a_worker_that_joins_and_has_only_an_iterator_skips_what_was_used(jobs: Jobs) -> None:
     training = Training("iterator-1x2", 2, steps=6, faults=[kill(1, 0, 0, "step")])
     expected = undisturbed(jobs, training, world=2)
-    result = jobs.run(train_with_joiners, world=2, joining=1, training=training, waits={"3": 1}, own_iterator=True)
+    result = jobs.run(
+        train_with_joiners,
+        world=2,
+        joining=1,
+        joining_after_deaths=1,
+        training=training,
+        waits={"3": 1},
+        own_iterator=True,
+    )
     assert result.survivors == [1, 2], result.transcript()
     check_equal(result, expected)
     assert sorted(len(result.values[rank]["hosted"]) for rank in (1, 2)) == [1, 1]

@@ -29,7 +29,7 @@ def test_a_script_that_counts_its_steps_catches_up_when_it_joins_and_ends_with_t
     kill = {"step": 1, "pipeline": 0, "stage": 2, "at": "backward", "micro_batch": 1}
     training = Training("counted-1x3", 3, layers="tied", steps=7, evaluate_before=(1, 5), faults=[kill])
     expected = undisturbed(jobs, training, world=3)
-    result = jobs.run(train_by_count, world=3, joining=1, training=training, waits={"3": 1})
+    result = jobs.run(train_by_count, world=3, joining=1, joining_after_deaths=1, training=training, waits={"3": 1})
     assert result.survivors == [0, 1, 3], result.transcript()
     assert result.common("digest") == expected.common("digest")
     assert result.common("steps") == 7
