@@ -19,6 +19,7 @@ from deepspeed_bamboo.runtime.suspended import Request
 
 # With fewer numbers a second message costs more than it saves.
 CHUNKED_FROM = 1024
+_RESULT = "/result"
 _BY_ELEMENT = frozenset({"sum", "mean", "max", "min"})
 
 
@@ -43,11 +44,11 @@ def exchange_requests(
     # anything is computed: a kernel's first launch may wait for what the device sends to be received.
     own = exchange.send_whole(whole)
     exchange.send_chunks(chunked)
-    received = exchange.receive_whole(whole)
+    received = exchange.receive(whole)
     chunks = {c: exchange.receive_chunks(c, chunked) for c in chunked}
     results = {c: combine(chunked[c].operation, parts) for c, parts in chunks.items()}
     exchange.send_results(chunked, results)
-    theirs = exchange.receive_results(chunked)
+    theirs = exchange.receive(chunked, what=_RESULT)
     answers: dict[Coordinate, torch.Tensor | None] = {c: None for c, r in pending.items() if r.tensor is None}
     values = {**received, **own}
     for coordinate, request in whole.items():
@@ -88,13 +89,13 @@ class _Exchange:
                 self._links.send(peer, Message(key, tensors=[own[key]]))
         return own
 
-    def receive_whole(self, asked: Mapping[Coordinate, Request]) -> dict[str, torch.Tensor]:
-        """What the other members send."""
+    def receive(self, asked: Mapping[Coordinate, Request], *, what: str = "") -> dict[str, torch.Tensor]:
+        """What the other members send under the keys of what they hand in, each followed by ``what``."""
         received: dict[str, torch.Tensor] = {}
         for request in asked.values():
             for member, key in self._others(request):
                 if key not in received:
-                    received[key] = self._receive(member, key, like=request)
+                    received[key] = self._receive(member, f"{key}{what}", like=request)
         return received
 
     def send_chunks(self, asked: Mapping[Coordinate, Request]) -> None:
@@ -121,16 +122,7 @@ class _Exchange:
         for coordinate, request in asked.items():
             key = dict(self.members(request))[coordinate]
             for peer in self._peers(request):
-                self._links.send(peer, Message(f"{key}/result", tensors=[results[coordinate]]))
-
-    def receive_results(self, asked: Mapping[Coordinate, Request]) -> dict[str, torch.Tensor]:
-        """What the other members have reduced."""
-        received: dict[str, torch.Tensor] = {}
-        for request in asked.values():
-            for member, key in self._others(request):
-                if key not in received:
-                    received[key] = self._receive(member, f"{key}/result", like=request)
-        return received
+                self._links.send(peer, Message(f"{key}{_RESULT}", tensors=[results[coordinate]]))
 
     def _others(self, request: Request) -> Iterator[tuple[Coordinate, str]]:
         return ((member, key) for member, key in self.members(request) if self._owners[member] != self._me)
