@@ -108,7 +108,8 @@ def test_calls_during_a_long_outage_end_in_time(etcd: ManualEtcd) -> None:
 
 
 def test_a_full_database_is_called_that(tmp_path: Path) -> None:
-    full = ManualEtcd(tmp_path, options=["--quota-backend-bytes=100000"])
+    # The quota is held against what is committed: that is so after every put, not every 100 ms.
+    full = ManualEtcd(tmp_path, options=["--quota-backend-bytes=100000", "--backend-batch-limit=1"])
     full.start()
     store = EtcdStore([full.endpoint])
     with pytest.raises(CoordinatorUnavailable, match="has reached its quota .* `etcdctl alarm disarm`"):
