@@ -1,0 +1,102 @@
+"""Where the engine gets its micro-batches from: every worker may come to need those of a first or last stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.runtime.checkpoints import CheckpointedEngine
+from deepspeed_bamboo.runtime.micro_batches import DataFactory, PipelineData, check_complete, missing_data
+from deepspeed_bamboo.runtime.session import WorkerSession
+from deepspeed_bamboo.runtime.training_data import data_set_factory
+
+
+class FedEngine(CheckpointedEngine):
+    """The part of the engine that is given data; see the module."""
+
+    # The engine's; whose they are is said there.
+    session: WorkerSession
+    data: PipelineData
+    evaluation_data: PipelineData | None
+    home: int
+    next_micro_batch: int
+
+    @property
+    def protects(self) -> bool:
+        """True when this job keeps shadows."""
+        return self.session.config.redundancy.mode != "off"
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Every worker keeps its own copy of the data position, since it may inherit the first or last stage."""
+        self.training_dataloader = loader
+        self.data_iterator = iter(loader)
+        self.data.set_iterator(self.data_iterator)
+
+    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
+        """See :meth:`set_dataloader`."""
+        self.training_dataloader = None
+        self.data.set_iterator(iterator)
+        self.data_iterator = iterator
+
+    def set_data_source(self, training: DataFactory, *, evaluation: DataFactory | None = None) -> None:
+        """Say where the data of any pipeline come from, for when this worker hosts stages of another pipeline.
+
+        ``training(pipeline, step)`` returns an iterator over that pipeline's micro-batches from ``step`` on,
+        ``evaluation`` the same for ``eval_batch``. Call it on every rank, before training; iterators passed to
+        ``train_batch`` are still used for this worker's first pipeline. ``training_data`` needs none of this.
+        """
+        self.data.set_factory(training)
+        self._evaluation_factory = evaluation
+
+    def _next_batch(self) -> Any:
+        active = self.host.active
+        if active is None:
+            raise RuntimeError("no stage is active")
+        pipeline = active.coordinate.pipeline
+        data = self.data if self.evaluation_data is None else self.evaluation_data
+        if not data.has(pipeline) and (self.is_first_stage() or pipeline != self.home):
+            raise missing_data(
+                worker=self.session.worker, pipeline=pipeline, home=self.home, why=f"hosts {active.coordinate}"
+            )
+        batch = data.get(pipeline, self.next_micro_batch, step=self.global_steps, transform=self.batch_fn)
+        if self.evaluation_data is None and self.needs_data():
+            check_complete(batch, worker=self.session.worker)
+        return batch
+
+    def needs_data(self) -> bool:
+        """True when this worker hosts or shadows a first or last stage and redundancy is on."""
+        return self.protects and bool(self._ends())
+
+    def _ends(self) -> list[Coordinate]:
+        """The first and last stages that this worker hosts or shadows."""
+        held = [] if self._stage_host is None else [replica.coordinate for replica in self.host.replicas()]
+        return [coordinate for coordinate in held if coordinate.stage in (0, self.num_stages - 1)]
+
+    def _require_data(self) -> None:
+        """Raise ConfigError now, rather than in a failover, for data that this worker may come to need."""
+        for coordinate in self._ends() if self.protects else ():
+            if not self.data.has(coordinate.pipeline):
+                raise missing_data(
+                    worker=self.session.worker,
+                    pipeline=coordinate.pipeline,
+                    home=self.home,
+                    why=f"hosts or shadows {coordinate}",
+                )
+
+    def complete_data(self) -> None:
+        """Pull what others need of this iteration's data. Before the step: an iterator may look at the global step."""
+        if self.protects:
+            self.data.complete(self.micro_batches, step=self.global_steps, transform=self.batch_fn)
+
+    def _build_data_iter(self, dataset: Any) -> None:
+        super()._build_data_iter(dataset)
+        self._training_set = dataset
+
+    def _place_data(self) -> None:
+        """Tell what the user gave to ``initialize`` from what belongs to one pipeline only."""
+        given, self.data = self.data, PipelineData(self.home)
+        if self._training_set is not None:
+            self.data.set_factory(data_set_factory(self, self._training_set))
+        else:
+            self.data.set_iterator(given.iterator)
