@@ -20,6 +20,7 @@ import deepspeed
 import deepspeed_bamboo
 from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobFailure, connect
 from deepspeed_bamboo.errors import DrainedError, ExpelledError, JobFailedError, JobStoppedError
+from deepspeed_bamboo.runtime import garbage
 from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 from deepspeed_bamboo.runtime.initialize import initialize_with
 from deepspeed_bamboo.runtime.joining import alone_in_the_group
@@ -61,6 +62,7 @@ def supervised(function: Callable[[], Any]) -> int:
     """
     leave_out_shared_memory_op()
     _prepare_nccl()
+    garbage.set_aside_imports()
     engines: list[BambooPipelineEngine] = []
     stock = deepspeed.initialize
 

@@ -21,9 +21,10 @@ from typing import Any
 from deepspeed_bamboo.coordination import JobCoordinator, JobFailure
 from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.server import PrivateEtcd
+from deepspeed_bamboo.sweep.forked import IMPORTED_LATE
 
 Body = Callable[..., Any]
-_PRELOAD = ["torch", "torch._dynamo", "deepspeed", "deepspeed_bamboo.runtime.main", "tests.runtime.scenarios"]
+_PRELOAD = [*IMPORTED_LATE, "deepspeed_bamboo.runtime.main", "tests.runtime.scenarios"]
 
 
 EXIT_DRAINED = 5
