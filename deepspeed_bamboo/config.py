@@ -18,6 +18,7 @@ from deepspeed_bamboo.cloud.scripted import parse_script
 from deepspeed_bamboo.config_messages import describe
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.faults import FaultScript
+from deepspeed_bamboo.folders import location_problem
 from deepspeed_bamboo.suggest import nearest
 
 SECTION = "bamboo"
@@ -196,10 +197,10 @@ class NoticesConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Asynchronous checkpoints, read only when redundancy can't cover a loss. Not built yet."""
+    """Checkpoints taken beside training, read only by a job that starts: when redundancy could not cover a loss."""
 
     dir: Location | None = None
-    """A directory or s3://bucket/prefix; null: none are written. Refused for now, rather than ignored."""
+    """A directory that all machines see, or s3://bucket/prefix, for this training alone; null: none are written."""
 
     interval_minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
     """Time between checkpoints."""
@@ -207,11 +208,9 @@ class CheckpointConfig(Section):
     @field_validator("dir")
     @classmethod
     def _check_dir(cls, location: str | None) -> str | None:
-        if location is not None:
-            raise ValueError(
-                f"{location!r} would stay empty: checkpoints by this plugin are not built yet. Leave it out (null); "
-                "a loss that no shadow covers then ends the job"
-            )
+        problem = None if location is None else location_problem(location)
+        if problem is not None:
+            raise ValueError(f"{location!r} {problem}")
         return location
 
 
@@ -234,7 +233,7 @@ class BambooConfig(Section):
     """Who warns that this machine is about to be taken."""
 
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    """Asynchronous checkpoints; not built yet."""
+    """Checkpoints, for what redundancy can't cover."""
 
     event_log: Location | None = None
     """Directory that gets one JSON-lines file per worker; null: no event log."""

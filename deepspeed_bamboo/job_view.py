@@ -124,6 +124,10 @@ def _told(event: dict[str, Any]) -> str:
         what = f"{event['reason']}, pause {event['seconds']:.2f} s"
     elif event["event"] == "mode":
         what = f"mode {event['reason']}"
+    elif event["event"] == "checkpoint":
+        what = f"checkpoint {event['action']} {event.get('path', event.get('reason', ''))}".rstrip()
+    elif event["event"] == "fatal_restore":
+        what = f"went on from {event['path']}"
     else:
         what = f"{event['event']} {event.get('reason', '')}".rstrip()
     return f"step {event['step']}: {what}"

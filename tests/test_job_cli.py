@@ -97,6 +97,8 @@ def test_status_shows_the_step_and_recent_events(
     teller.close()
     other = StatusTeller(job, worker="c-3-0")
     other.note("reconfigured", step=9, reporter=True, fields={"reason": "joined: d-4-0", "seconds": 0.5})
+    for step, action in ((7, "taken"), (8, "saved"), (10, "taken"), (11, "saved")):
+        other.note("checkpoint", step=step, reporter=True, fields={"action": action, "path": f"kept/bamboo_step{step}"})
     other.note("step", step=9, reporter=True, fields={"loss": 2.25, "seconds": 0.125})
     await_status(job, step=9)
     other.close()
@@ -104,9 +106,10 @@ def test_status_shows_the_step_and_recent_events(
     assert main(["status", "--job", "busy", "--endpoints", str(server.endpoint)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"step 9, loss 2.2500, 0.125 s a step, \d+ s ago", lines[2])
-    assert [line.split(" ago  ")[1] for line in lines[-2:]] == [
+    assert [line.split(" ago  ")[1] for line in lines[-3:]] == [
         "step 6: lost b-2-0 with 0.2, pause 0.25 s",
         "step 9: joined: d-4-0, pause 0.50 s",
+        "step 11: checkpoint saved kept/bamboo_step11",
     ]
     assert not [change for change in told if "status" in str(change)], "watchers of the job hear of no step"
     job.clean_up()

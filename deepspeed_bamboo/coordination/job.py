@@ -163,7 +163,8 @@ class JobCoordinator:
                 names = ", ".join(map(str, fatal))
                 message = (
                     f"no live worker holds the state of {names} (pipeline.stage) after the loss of "
-                    f"{', '.join(leaving)} in epoch {current.number} ({reason}); restart from the last checkpoint"
+                    f"{', '.join(leaving)} in epoch {current.number} ({reason}); start the same command again, it goes "
+                    "on from the last checkpoint in bamboo.checkpoint.dir if that is set"
                 )
                 self.fail(JobFailure(worker=leaving[0], kind="fatal_loss", message=message, traceback=""))
                 return current

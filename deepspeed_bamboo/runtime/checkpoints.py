@@ -7,6 +7,7 @@ saves (or loads) it.
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from collections.abc import Iterator
@@ -21,12 +22,15 @@ from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.errors import CheckpointError
+from deepspeed_bamboo.runtime.captured import CapturedFiles
 from deepspeed_bamboo.runtime.protection import refresh_shadows
-from deepspeed_bamboo.runtime.replica import COUNTERS
+from deepspeed_bamboo.runtime.replica import COUNTERS, StageReplica
 
 
 class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
     """The part of the engine that saves and loads; see the module."""
+
+    checkpoint_engine: Any  # stock's constructor sets it; it has no types
 
     def save_checkpoint(
         self,
@@ -67,24 +71,43 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
 
     def _save_checkpoint(self, save_dir: str, tag: str, **options: Any) -> None:
         """Called by stock in the middle of saving: all files of all stages, those of ZeRO included."""
-        save = super()._save_checkpoint
-        save_optimizer = super()._save_zero_checkpoint
         saved: set[Coordinate] = set()
 
         def save_owned() -> None:
             for replica in self.host.owners():
-                if replica.coordinate in saved:
-                    continue
-                self.strike_if_scripted(replica.coordinate, "save", None)
-                with self.host.hosting(replica), _said_what_failed(replica.coordinate, save_dir, tag):
-                    self._create_checkpoint_file(save_dir, tag, False)
-                    save(save_dir, tag, **options)
-                    if self.save_zero_checkpoint:
-                        save_optimizer(save_dir, tag)
-                saved.add(replica.coordinate)
+                if replica.coordinate not in saved:
+                    with _said_what_failed(replica.coordinate, save_dir, tag):
+                        self._save_replica(replica, save_dir, tag, **options)
+                    saved.add(replica.coordinate)
 
         self.agree_on("save", save_owned)
         self.activate_first()
+
+    def _save_replica(self, replica: StageReplica, save_dir: str, tag: str, **options: Any) -> None:
+        self.strike_if_scripted(replica.coordinate, "save", None)
+        with self.host.hosting(replica):
+            self._create_checkpoint_file(save_dir, tag, False)
+            super()._save_checkpoint(save_dir, tag, **options)
+            if self.save_zero_checkpoint:
+                super()._save_zero_checkpoint(save_dir, tag)
+
+    def capture(self, replica: StageReplica, tag: str, *, client_state: dict[str, Any]) -> dict[str, io.BytesIO]:
+        """The files of ``replica`` that :meth:`save_checkpoint` would write, by path below its directory.
+
+        Between iterations, on its owner; no other worker takes part. Raises RuntimeError for lack of memory.
+        """
+        captured, stock = CapturedFiles(), self.checkpoint_engine
+        self.checkpoint_engine = captured
+        try:
+            self._save_replica(replica, "", tag, client_state=client_state)
+        finally:
+            self.checkpoint_engine = stock
+        return captured.files
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        """Stock's; it writes into the directory itself, which what is captured does not have."""
+        if not isinstance(self.checkpoint_engine, CapturedFiles):
+            super()._copy_recovery_script(save_path)
 
     def _save_zero_checkpoint(self, save_path: str, tag: str) -> None:
         """Called by stock after the above, which has done it."""

@@ -20,6 +20,7 @@ from deepspeed_bamboo.events import EventLog
 from deepspeed_bamboo.runtime import garbage
 from deepspeed_bamboo.runtime.activity import ActivityState, Round
 from deepspeed_bamboo.runtime.agreement import agree
+from deepspeed_bamboo.runtime.automatic import automatic_checkpoints
 from deepspeed_bamboo.runtime.evaluation import EvaluationRequest, evaluate
 from deepspeed_bamboo.runtime.executor import FAULT_POINTS, Executor, IterationContext
 from deepspeed_bamboo.runtime.failover import Failover
@@ -103,6 +104,7 @@ class BambooPipelineEngine(FedEngine):
         self.rebuilding = Rebuilding(self)
         self.failover = Failover(self)
         self.reconfiguration = Reconfiguration(self)
+        self.checkpoints = automatic_checkpoints(self, session)
         self._place_data()
         self._whereabouts = Whereabouts(session.coordinator, worker=session.worker, where=self._where)
         self._begin(grid)
@@ -172,6 +174,8 @@ class BambooPipelineEngine(FedEngine):
         """End the job after a last agreement that everybody is done. Called when the script ends; once is enough."""
         if self.session.closed:
             return
+        if self.checkpoints is not None:
+            self.checkpoints.finish()
         self.agree_on("close", lambda: None)
         self.session.finish(step=self.global_steps)
         self.leave()
@@ -233,6 +237,8 @@ class BambooPipelineEngine(FedEngine):
         self.activate_first()
         loss = super().train_batch()
         log_step(self, seconds=time.perf_counter() - started)
+        if self.checkpoints is not None:
+            self.checkpoints.take_if_due()
         return loss
 
     def eval_batch(
@@ -310,6 +316,8 @@ class BambooPipelineEngine(FedEngine):
         self.perform("train", self._train_body)
         self.last_losses = agreed_losses(self)
         self.reconfiguration.note()
+        if self.checkpoints is not None:
+            self.checkpoints.note()
         self.iteration_end.forget()
         self.failover.log_if_any()
         self.data.forget()

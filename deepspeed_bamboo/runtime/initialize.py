@@ -20,6 +20,7 @@ from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.requirements import ModelKind, OptimizerSource, validate_deepspeed_settings
 from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 from deepspeed_bamboo.runtime.late_engine import LateEngine
+from deepspeed_bamboo.runtime.restored_engine import RestoredEngine
 from deepspeed_bamboo.runtime.session import WorkerIdentity, WorkerSession
 from deepspeed_bamboo.runtime.standalone import is_standalone, standalone_job
 from deepspeed_bamboo.runtime.world import has_engine
@@ -57,9 +58,14 @@ def initialize_with(stock: Initialize, *args: Any, **kwargs: Any) -> Any:
         environment, etcd = standalone_job(os.environ)
     identity = WorkerIdentity.from_environment(environment)
     session = WorkerSession(identity, coordinator=connect(environment), config=config, etcd=etcd)
-    engine_class = LateEngine if identity.joining else BambooPipelineEngine
-    with _engine_class(partial(engine_class, session=session)):
+    with _engine_class(partial(_kind_of_engine(session), session=session)):
         return stock(*args, **kwargs)
+
+
+def _kind_of_engine(session: WorkerSession) -> type[BambooPipelineEngine]:
+    if session.identity.joining:
+        return LateEngine
+    return BambooPipelineEngine if session.config.checkpoint.dir is None else RestoredEngine
 
 
 def _settings(arguments: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -285,6 +285,7 @@ class IterationEnd:
         calls = self._start_steps(engine.host.owned)
         value: dict[str, Any] = {"contributions": self._contributions(calls), "losses": stage_losses(engine)}
         value.update(engine.failover.modes.contribution())
+        value.update(engine.checkpoints.contribution() if engine.checkpoints is not None else {})
         wish = engine.reconfiguration.wish()
         if wish is not None:
             value["wish"] = wish

@@ -12,6 +12,8 @@ from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobCoordinator
 # At most so often, whatever the steps take; no worker waits for it or hears of it.
 _PERIOD_SECONDS = 1.0
 _TOLD = ("loss_of_node", "reconfigured", "notice", "mode", "checkpoint", "fatal_restore")
+_BEGINNINGS = ("taken",)  # whose end is told
+_PERIODIC = "checkpoint"
 _KEPT = 8
 
 
@@ -30,7 +32,9 @@ class StatusTeller:
     def note(self, event: str, *, step: int, reporter: bool, fields: dict[str, Any]) -> None:
         """This worker has logged ``event``. Events are kept by all, for any of them may become the reporter."""
         with self._changed:
-            if event in _TOLD:
+            if event in _TOLD and fields.get("action") not in _BEGINNINGS:
+                if event == _PERIODIC:  # else there would soon be nothing else
+                    self._events = deque((e for e in self._events if e["event"] != event), maxlen=_KEPT)
                 self._events.append({"t": time.time(), "event": event, "step": step, **fields})
             if event != "step" or not reporter or self._closed:
                 return

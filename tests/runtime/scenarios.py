@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -354,6 +355,31 @@ def load_and_train(training: Training, folder: str, twice: bool = False) -> dict
     losses = [float(engine.train_batch(iterator)) for _ in range(training.steps - engine.global_steps)]
     found = None if before[0] is None else before[1]["seen"]
     return {**_ended(engine, training, losses), "found": found}
+
+
+def train_with_checkpoints(
+    training: Training, folder: str, by_count: bool = False, environment: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """Run it with checkpoints in ``folder`` as often as can be: each is there, for all to know, three steps later.
+
+    ``by_count``: as a script that counts by itself. The iterator begins at step 0, as in the first run of a script.
+    """
+    os.environ.update(environment or {})
+    checkpoint = {"dir": folder.format(rank=os.environ["RANK"]), "interval_minutes": 1e-9}
+    engine = build(dataclasses.replace(training, bamboo={**training.bamboo, "checkpoint": checkpoint}))
+    make = models.tokens if training.layers.startswith("tied") else models.vectors
+    iterator = models.micro_batches(make, pipeline=0, first_step=0, count=training.micro_batches)
+    steps = range(training.steps) if by_count else iter(lambda: engine.global_steps, training.steps)
+    losses: dict[str, float] = {}
+    for step in steps:
+        engine.checkpoints.wait()
+        losses[str(step)] = float(engine.train_batch(iterator))
+    result = {"losses": losses, "digest": engine.state_digest(), "steps": engine.global_steps}
+    engine.close()
+    events = engine.event_log.recent()[1]
+    result["saved"] = [e["step"] for e in events if e["event"] == "checkpoint" and e["action"] == "saved"]
+    result["told"] = [e["reason"] for e in events if e["event"] == "checkpoint" and e["action"] == "failed"]
+    return result
 
 
 def _from_step(engine: Any, training: Training, step: int) -> Iterator[Any]:

@@ -1,0 +1,122 @@
+"""An engine whose script begins at step 0 while its job is beyond: what the job has done before is not done again.
+
+How the script counts shows by what it does first. One that asks for ``global_steps``, by which its loop then goes, is
+at the job's step at once. In one that counts by itself ``train_batch`` returns at once until it has been called as
+often as the job has trained, and so does everything else that belongs to that time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from itertools import islice
+from typing import Any
+
+import torch
+
+from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+
+class Phase(Enum):
+    """Where the script is."""
+
+    OUTSIDE = "outside"  # it has not shown yet how it counts
+    CATCHING_UP = "catching up"  # it counts by itself, and has not come to the job's step
+    INSIDE = "inside"
+
+
+class CatchingUpEngine(BambooPipelineEngine):
+    """See the module; a subclass says what happens on entering."""
+
+    _phase = Phase.INSIDE  # while stock builds the engine
+    _calls = 0  # of train_batch, by a script that counts by itself
+    _reached = 0  # the job's step, as last heard of
+    _loss = math.nan  # its loss there
+
+    def _enter(self, *, counts_by_itself: bool) -> None:
+        """The script has shown how it counts. Sets the phase."""
+        raise NotImplementedError
+
+    def _look(self) -> None:
+        """Before entering: bring ``_reached`` up to date."""
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether what the script does now belongs to what the job has done before."""
+        return self._phase is not Phase.INSIDE
+
+    @property
+    def global_steps(self) -> int:
+        """The job's iterations; a script that asks for it first counts by it."""
+        if self._phase is Phase.OUTSIDE and not self._calls:
+            self._enter(counts_by_itself=False)
+        return int(self._calls if self._phase is not Phase.INSIDE else self.__dict__["global_steps"])
+
+    @global_steps.setter
+    def global_steps(self, count: int) -> None:
+        self.__dict__["global_steps"] = count
+
+    @property
+    def catching_up(self) -> bool:  # type: ignore[override]
+        """True while the script has yet to come to the job's step."""
+        return self._phase is Phase.CATCHING_UP
+
+    @contextmanager
+    def _unnoticed(self) -> Iterator[None]:
+        """Inside, nothing that is looked at shows how the script counts."""
+        before, self._phase = self._phase, Phase.INSIDE
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def _is_before_its_time(self) -> bool:
+        """Whether this call of ``train_batch`` stands for an iteration that the job did before."""
+        if self._phase is Phase.OUTSIDE and self._calls >= self._reached:
+            self._look()
+            if self._calls >= self._reached:
+                self._enter(counts_by_itself=True)
+        if self._phase is Phase.CATCHING_UP and self._calls >= self._reached:
+            self._phase = Phase.INSIDE
+        return self._phase is not Phase.INSIDE
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Any:
+        """As stock's, and surviving losses; the job's last known loss for an iteration that it did before."""
+        if self._is_before_its_time():
+            self._calls += 1
+            return torch.tensor(self._loss, device=self.device)
+        return super().train_batch(data_iter)
+
+    def eval_batch(self, data_iter: Iterator[Any] | None, return_logits: bool = False, **arguments: Any) -> Any:  # type: ignore[override]
+        """As stock's; not a number where the job evaluated before."""
+        if not self._is_behind:
+            with self._unnoticed():
+                return super().eval_batch(data_iter, return_logits, **arguments)
+        if data_iter is not None:
+            # One iterator may serve all evaluations; the others' has gone on.
+            deque(islice(data_iter, arguments.get("num_micro_batches") or self.micro_batches), maxlen=0)
+        loss = torch.tensor(math.nan, device=self.device)
+        return (loss, None) if return_logits else loss
+
+    def barrier(self) -> None:
+        """Wait for the others, unless they have been here before."""
+        if not self._is_behind:
+            with self._unnoticed():
+                super().barrier()
+
+    def state_digest(self) -> str:
+        """Of the job's state; empty where it was computed before."""
+        if self._is_behind:
+            return ""
+        with self._unnoticed():
+            return super().state_digest()
+
+    def save_checkpoint(self, *arguments: Any, **options: Any) -> Any:
+        """As stock's; nothing where the job saved one before: the state of then is not there any more."""
+        if self._is_behind:
+            return True
+        with self._unnoticed():
+            return super().save_checkpoint(*arguments, **options)

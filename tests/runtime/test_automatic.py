@@ -1,0 +1,119 @@
+"""Checkpoints that the plugin takes by itself: a job that lost what nobody else held goes on from them, bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from deepspeed_bamboo.checkpoint_place import CheckpointPlace
+from tests.runtime.jobs import JobResult, Jobs
+from tests.runtime.scenarios import Training, train, train_with_checkpoints
+from tests.runtime.test_checkpoints import SCHEDULE
+from tests.runtime.test_losses import BF16, CHECKED, CLIPPED, kill
+
+TRAINING = Training(
+    "tied-bf16-1x3",
+    3,
+    layers="tied",
+    dropout=0.2,
+    steps=8,
+    settings={**CLIPPED, **SCHEDULE, **BF16},
+    bamboo=CHECKED,
+    faults=[],
+)
+BUCKET = "checkpoints"
+
+
+@pytest.fixture
+def s3() -> Iterator[dict[str, str]]:
+    """A service that speaks S3's language, with a bucket; as the environment of who uses it."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    environment = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    client = boto3.client(
+        "s3",
+        endpoint_url=environment["AWS_ENDPOINT_URL"],
+        aws_access_key_id="key",
+        aws_secret_access_key="secret",
+        region_name="us-east-1",
+    )
+    client.create_bucket(Bucket=BUCKET)
+    yield environment
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def expected(jobs: Jobs) -> JobResult:
+    """How the training goes undisturbed."""
+    return jobs.run(train, world=3, training=TRAINING)
+
+
+def test_a_job_that_lost_a_stage_and_its_shadow_goes_on(jobs: Jobs, tmp_path: Path, expected: JobResult) -> None:
+    folder, again = tmp_path / "kept", tmp_path / "again"
+    # Stage 1, and the worker that has its shadow; the checkpoints of steps 1 and 4 are complete by then.
+    fatal = dataclasses.replace(TRAINING, faults=[kill(6, 0, 0, "idle"), kill(6, 0, 1, "idle")])
+    lost = jobs.run(train_with_checkpoints, world=3, training=fatal, folder=str(folder))
+    assert lost.survivors == [] and "no live worker holds the state of 0.1" in lost.transcript()
+    assert (folder / "latest").read_text() == "bamboo_step4", sorted(folder.iterdir())
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["bamboo_step1", "bamboo_step4"]
+    shutil.copytree(folder, again)
+    # By the engine's step, and by its own count with an iterator that begins at step 0: nothing is done twice.
+    resumed = jobs.run(train_with_checkpoints, world=3, training=TRAINING, folder=str(folder))
+    counting = jobs.run(train_with_checkpoints, world=3, training=TRAINING, folder=str(again), by_count=True)
+    losses = {str(step): loss for step, loss in enumerate(expected.common("losses"))}
+    assert resumed.common("losses") == {step: losses[step] for step in ("4", "5", "6", "7")}, resumed.transcript()
+    assert counting.common("losses") == {**losses, **dict.fromkeys(("0", "1", "2", "3"), losses["3"])}
+    for result in (resumed, counting):
+        assert result.common("digest") == expected.common("digest") and result.common("steps") == 8
+        assert "this job goes on from step 4" in result.transcript()
+    assert (folder / "latest").read_text() == (again / "latest").read_text() == "bamboo_step8"
+
+
+def test_in_a_bucket_with_losses_while_it_is_written(jobs: Jobs, s3: dict[str, str], expected: JobResult) -> None:
+    where = {"folder": f"s3://{BUCKET}/a/job", "environment": s3}
+    # The part of stage 1 in the checkpoint of step 4 is lost, so the next one is taken at once, at step 6; and while
+    # the last state is written, another worker is lost.
+    short = dataclasses.replace(TRAINING, steps=7, faults=[kill(4, 0, 1, "save"), kill(7, 0, 2, "save")])
+    broken = jobs.run(train_with_checkpoints, world=3, training=short, **where)
+    assert len(broken.survivors) == 1 and broken.common("saved") == [3, 7], broken.transcript()
+    resumed = jobs.run(train_with_checkpoints, world=3, training=TRAINING, **where)
+    assert resumed.common("losses") == {"7": expected.common("losses")[7]}, resumed.transcript()
+    assert resumed.common("digest") == expected.common("digest")
+    assert f"goes on from step 7, from s3://{BUCKET}/a/job/bamboo_step7" in resumed.transcript()
+
+
+def test_what_cannot_be_written_ends_nothing(jobs: Jobs, tmp_path: Path) -> None:
+    folder = tmp_path / "full"
+    folder.mkdir()
+    (folder / "bamboo_step1").write_text("a file where the checkpoint of step 1 has to be")
+    short = dataclasses.replace(TRAINING, stages=2, steps=4)
+    result = jobs.run(train_with_checkpoints, world=2, training=short, folder=str(folder))
+    assert result.survivors == [0, 1] and result.common("saved")[-1] == 4, result.transcript()
+    assert f"'{folder}' can't be written" in result.common("told")[0]
+    assert (folder / "latest").read_text() == "bamboo_step4"
+
+
+def test_a_place_that_only_some_see_is_refused_at_once(jobs: Jobs, tmp_path: Path) -> None:
+    short = dataclasses.replace(TRAINING, stages=2)
+    result = jobs.run(impatient, world=2, training=short, folder=str(tmp_path / "of-{rank}"))
+    assert result.survivors == [] and "a directory that all machines see" in result.transcript()
+    assert not list(tmp_path.glob("*/bamboo_step*"))
+
+
+def impatient(**arguments: Any) -> dict[str, Any]:
+    """As a worker that doesn't wait for what other machines' files may take."""
+    CheckpointPlace.last.__kwdefaults__["within_seconds"] = 0.1
+    return train_with_checkpoints(**arguments)
