@@ -128,11 +128,17 @@ class _Exchange:
         return ((member, key) for member, key in self.members(request) if self._owners[member] != self._me)
 
     def _peers(self, request: Request) -> Sequence[WorkerId]:
-        return tuple(dict.fromkeys(self._owners[member] for member, _ in self._others(request)))
+        return other_owners(request, self._owners, me=self._me)
 
     def _receive(self, member: Coordinate, key: str, *, like: Request) -> torch.Tensor:
         # By lane it stays on the device, by a plain channel it comes on the host.
         return self._links.receive(self._owners[member], key).tensors[0].to(like.value.device)
+
+
+def other_owners(request: Request, owners: Mapping[Coordinate, WorkerId], *, me: WorkerId) -> tuple[WorkerId, ...]:
+    """The workers other than ``me`` that own members of the request's group, each once, in the group's order."""
+    found = dict.fromkeys(owners[member] for member in request.members)
+    return tuple(worker for worker in found if worker != me)
 
 
 def _same(one: Request, other: Request) -> bool:

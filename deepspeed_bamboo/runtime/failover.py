@@ -24,7 +24,6 @@ from deepspeed_bamboo.core.recovery import (
 from deepspeed_bamboo.core.schedule import Mode, Plan
 from deepspeed_bamboo.core.settlement import Report, Settlement
 from deepspeed_bamboo.runtime.activity import Round
-from deepspeed_bamboo.runtime.insisting import insist
 from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.mode_choice import ModeChoice
@@ -327,9 +326,7 @@ class Failover:
             proposer=session.worker,
             time_seconds=time.time(),
         )
-        if not insist(
-            lambda: session.coordinator.propose(record, expected=current.number), interruption=session.interruption
-        ):
+        if not session.insist(lambda: session.coordinator.propose(record, expected=current.number)):
             session.interruption.notify()  # somebody proposed a loss first; it will interrupt us
 
     def _drop_unlisted_shadows(self) -> None:

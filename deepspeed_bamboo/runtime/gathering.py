@@ -15,6 +15,7 @@ from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.runtime.channel import Message
 from deepspeed_bamboo.runtime.collectives import combine
+from deepspeed_bamboo.runtime.exchanging import other_owners
 from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.logical import GATHER
 from deepspeed_bamboo.runtime.suspended import Request
@@ -29,16 +30,17 @@ def gather(
     Raises what interrupts a wait.
     """
     asked = {c: request for c, request in pending.items() if request.operation == GATHER}
-    own = {c: request for c, request in asked.items() if placement.owner(c) == me}
+    owners = dict(placement.owners)
+    own = {c: request for c, request in asked.items() if owners[c] == me}
     for coordinate, request in own.items():
-        for peer in _other_owners(request, placement, me=me):
+        for peer in other_owners(request, owners, me=me):
             links.send(peer, Message(f"{label}/part/{coordinate}", tensors=[request.value]))
     parts = {c: request.value for c, request in own.items()}
     # All of it before anything is launched: a kernel's first launch may wait for what the device sends to be received.
     for request in own.values():
         for member in request.members:
             if member not in parts:
-                part = links.receive(placement.owner(member), f"{label}/part/{member}").tensors[0]
+                part = links.receive(owners[member], f"{label}/part/{member}").tensors[0]
                 parts[member] = part.to(request.value.device)
     answers = {c: combine(GATHER, [parts[m] for m in request.members]) for c, request in own.items()}
     for coordinate in own:
@@ -46,12 +48,7 @@ def gather(
         if holder is not None:
             links.send(holder, Message(f"{label}/whole/{coordinate}", tensors=[answers[coordinate]]))
     for coordinate in placement.shadowed_by(me) if asked else ():
-        whole = links.receive(placement.owner(coordinate), f"{label}/whole/{coordinate}").tensors[0]
+        whole = links.receive(owners[coordinate], f"{label}/whole/{coordinate}").tensors[0]
         if coordinate in asked:
             answers[coordinate] = whole.to(asked[coordinate].value.device)
     return answers
-
-
-def _other_owners(request: Request, placement: Placement, *, me: WorkerId) -> list[WorkerId]:
-    owners = (placement.owner(member) for member in request.members)
-    return [owner for owner in dict.fromkeys(owners) if owner != me]

@@ -15,9 +15,9 @@ iteration brings another. After 3 a loss is a loss in the new placement.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from deepspeed.utils import logger
 
@@ -28,7 +28,6 @@ from deepspeed_bamboo.core.reconfiguring import Target, next_target, transfers
 from deepspeed_bamboo.core.sites import WorkerSite
 from deepspeed_bamboo.errors import DrainedError, JobStoppedError
 from deepspeed_bamboo.runtime.agreement import tree_neighbours
-from deepspeed_bamboo.runtime.insisting import insist
 from deepspeed_bamboo.runtime.news import tell, tell_once
 from deepspeed_bamboo.runtime.protection import receive_replica, send_replica
 from deepspeed_bamboo.runtime.recovery import peers_of, tensor_peers
@@ -36,8 +35,6 @@ from deepspeed_bamboo.runtime.replica import COUNTERS
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
-
-T = TypeVar("T")
 
 _UNKNOWN_ZONE = "unknown"
 _FINAL = "final"
@@ -205,7 +202,7 @@ class Reconfiguration:
                 "counters": {name: engine.__dict__[name] for name in COUNTERS},
             }
             number = self._newest_number(current) + 1
-            self._ask(lambda: session.coordinator.publish_progress(number, WELCOME, welcome))
+            session.insist(lambda: session.coordinator.publish_progress(number, WELCOME, welcome))
             members = (*current.members, *target.joining)
             proposed = self._propose(current, members=members, reason=f"to join: {', '.join(target.joining)}")
         agreed = engine.agree({"joined": proposed})
@@ -214,7 +211,7 @@ class Reconfiguration:
         self._taken_in.update(target.joining)
         session.interruption.enter(record)
         engine.links.extend(
-            members=self._ask(session.coordinator.members),
+            members=session.insist(session.coordinator.members),
             order=record.members,
             name=f"{session.identity.job}/{record.number}",
         )
@@ -237,19 +234,16 @@ class Reconfiguration:
             proposer=session.worker,
             time_seconds=time.time(),
         )
-        if not self._ask(lambda: session.coordinator.propose(record, expected=number)):
-            newest = self._ask(session.coordinator.epoch)
+        if not session.insist(lambda: session.coordinator.propose(record, expected=number)):
+            newest = session.insist(session.coordinator.epoch)
             if newest is not None:
                 session.interruption.announce_epoch(newest)
             session.interruption.wait_until(lambda: False)
         return record
 
-    def _ask(self, call: Callable[[], T]) -> T:
-        return insist(call, interruption=self._engine.session.interruption)
-
     def _newest_number(self, base: EpochRecord) -> int:
         """Of the epoch that is ``base`` but for new shadows. Raises what interrupts when there is another one."""
-        newest = self._ask(self._engine.session.coordinator.epoch)
+        newest = self._engine.session.insist(self._engine.session.coordinator.epoch)
         if newest is None:
             raise RuntimeError("the job has no epoch any more")
         self._engine.session.interruption.announce_epoch(newest)
@@ -295,7 +289,7 @@ class Reconfiguration:
         if session.worker in target.leaving:
             return
         engine.links.extend(
-            members=self._ask(session.coordinator.members),
+            members=session.insist(session.coordinator.members),
             order=record.members,
             name=f"{session.identity.job}/{record.number}",
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from deepspeed_bamboo.coordination import EpochRecord, Member
 from deepspeed_bamboo.core.grid import Coordinate
@@ -16,13 +15,10 @@ from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.settlement import Report, Settlement, settle
 from deepspeed_bamboo.errors import BambooError, ExpelledError
 from deepspeed_bamboo.runtime.agreement import tree_neighbours
-from deepspeed_bamboo.runtime.insisting import insist
 from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.reports import exchange_reports
 from deepspeed_bamboo.runtime.session import WorkerSession
-
-T = TypeVar("T")
 
 # A watch tells of new epochs at once; this bounds the damage of a lost one.
 _LOOK_AGAIN_SECONDS = 0.5
@@ -126,13 +122,15 @@ class Recovery:
             self._await_epoch()
             return
         try:
-            self._ask(lambda: coordinator.report_suspicion(epoch, reporter=me, suspect=cause.peer, reason=cause.cause))
+            self._session.insist(
+                lambda: coordinator.report_suspicion(epoch, reporter=me, suspect=cause.peer, reason=cause.cause)
+            )
             interruption.wait_until(lambda: False, timeout_seconds=self._suspicion_seconds)
         except EpochChangedError:
             return
         reason = f"no answer to {me}: {cause.cause}"
-        record = self._ask(lambda: coordinator.propose_loss([cause.peer], reason=reason, proposer=me))
-        failure = self._ask(coordinator.failure)
+        record = self._session.insist(lambda: coordinator.propose_loss([cause.peer], reason=reason, proposer=me))
+        failure = self._session.insist(coordinator.failure)
         if failure is not None:
             interruption.announce_failure(failure)
             interruption.check()
@@ -146,12 +144,9 @@ class Recovery:
                 interruption.wait_until(lambda: False, timeout_seconds=_LOOK_AGAIN_SECONDS)
             except EpochChangedError:
                 return
-            record = self._ask(self._session.coordinator.epoch)
+            record = self._session.insist(self._session.coordinator.epoch)
             if record is not None:
                 interruption.announce_epoch(record)
-
-    def _ask(self, call: Callable[[], T]) -> T:
-        return insist(call, interruption=self._session.interruption)
 
     def _reports_of(self, record: EpochRecord) -> dict[WorkerId, Report]:
         own = self._report()
@@ -174,7 +169,7 @@ class Recovery:
         """All members of ``record``. Those that come back after an outage of the coordinator get the time for it."""
         me, deadline = self._session.worker, time.monotonic() + self._suspicion_seconds
         while True:
-            members = self._ask(self._session.coordinator.members)
+            members = self._session.insist(self._session.coordinator.members)
             missing = [worker for worker in record.members if worker not in members]
             if not missing:
                 return {worker: members[worker] for worker in record.members}

@@ -11,15 +11,12 @@ import json
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from deepspeed_bamboo.coordination import EpochRecord
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.core.settlement import Report, keeper
-from deepspeed_bamboo.runtime.insisting import insist
 from deepspeed_bamboo.runtime.session import WorkerSession
-
-T = TypeVar("T")
 
 # A watch tells of what is published at once; this bounds the damage of a lost one, and of a coordinator that lost data.
 _LOOK_AGAIN_SECONDS = 2.0
@@ -40,22 +37,19 @@ def exchange_reports(
     outline = own.outline().to_json()
 
     def hand_in() -> None:
-        ask(lambda: coordinator.hand_in_report(number, session.worker, outline))
-
-    def ask(call: Callable[[], T]) -> T:
-        return insist(call, interruption=session.interruption)
+        session.insist(lambda: coordinator.hand_in_report(number, session.worker, outline))
 
     hand_in()
     handed_in()
     if record.members[0] == session.worker:
         everybodys = _collected(session, number, record.members, again=hand_in)
-        ask(lambda: coordinator.publish_progress(number, _EVERYBODYS, packed(everybodys)))
+        session.insist(lambda: coordinator.publish_progress(number, _EVERYBODYS, packed(everybodys)))
     else:
         everybodys = unpacked(_published(session, number, _EVERYBODYS, again=hand_in))
     reports = {worker: Report.from_json(everybodys[worker]) for worker in record.members}
     most, needing = keeper(reports)
     if most == session.worker:
-        ask(lambda: coordinator.publish_progress(number, _KEEPERS, own.to_json()))
+        session.insist(lambda: coordinator.publish_progress(number, _KEEPERS, own.to_json()))
     elif most is not None and session.worker in needing:
         reports[most] = Report.from_json(_published(session, number, _KEEPERS))
     return reports
@@ -71,7 +65,7 @@ def _collected(
         if looked - began > _LOOK_AGAIN_SECONDS:
             again()
             began = looked
-        reports = insist(lambda: session.coordinator.reports(epoch), interruption=session.interruption)
+        reports = session.insist(lambda: session.coordinator.reports(epoch))
         if all(worker in reports for worker in workers):
             return reports
         nap = max(_NAP_SECONDS, _NAP_SHARE * (time.monotonic() - looked))
@@ -90,7 +84,7 @@ def _published(
             published = session.published(epoch)
         else:
             again()
-            published = insist(lambda: session.coordinator.progress(epoch), interruption=session.interruption)
+            published = session.insist(lambda: session.coordinator.progress(epoch))
     return published[name]
 
 

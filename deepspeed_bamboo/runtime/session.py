@@ -7,10 +7,10 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from deepspeed_bamboo.config import BambooConfig
 from deepspeed_bamboo.coordination import (
@@ -27,8 +27,11 @@ from deepspeed_bamboo.errors import BambooError, ConfigError
 from deepspeed_bamboo.events import EventLog
 from deepspeed_bamboo.faults import Fault, FaultScript
 from deepspeed_bamboo.runtime.c10d import c10d
+from deepspeed_bamboo.runtime.insisting import insist
 from deepspeed_bamboo.runtime.interruption import Interruption
 from deepspeed_bamboo.runtime.status import StatusTeller
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,10 @@ class WorkerSession:
                 )
             self.interruption.check()
             time.sleep(0.02)
+
+    def insist(self, call: Callable[[], T]) -> T:
+        """What ``call`` gets from the coordinator, through an outage as long as that takes; see :func:`insist`."""
+        return insist(call, interruption=self.interruption)
 
     @property
     def present(self) -> dict[str, Member]:

@@ -17,6 +17,7 @@ from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.core.settlement import Report
 from deepspeed_bamboo.runtime import reports as module
+from deepspeed_bamboo.runtime.insisting import insist
 from deepspeed_bamboo.runtime.interruption import EpochChangedError, Interruption
 from deepspeed_bamboo.runtime.reports import exchange_reports, packed, unpacked
 
@@ -49,6 +50,9 @@ class Survivor:
         assert not self._thread.is_alive(), f"{self.worker} still waits"
         self._watch.stop()
         return self.result
+
+    def insist(self, call: Callable[[], Any]) -> Any:
+        return insist(call, interruption=self.interruption)
 
     def published(self, number: int) -> dict[str, Any]:
         return {change.worker: change.value for change in self.heard if change.epoch == number}
