@@ -7,14 +7,13 @@ bamboo_step<N>/      a checkpoint in DeepSpeed's files, after N steps
 
 from __future__ import annotations
 
-import io
 import re
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from deepspeed_bamboo.errors import CheckpointError
-from deepspeed_bamboo.folders import Folder
+from deepspeed_bamboo.folders import Fill, Folder
 
 _OWNER = "bamboo.json"
 _LATEST = "latest"
@@ -32,7 +31,7 @@ class CheckpointPlace:
 
     def take(self) -> None:
         """From now on the place is this job's; another one that wrote here can't name checkpoints any more."""
-        self._folder.write(_OWNER, _data(self._owner))
+        self._folder.write(_OWNER, _text(self._owner))
 
     def last(self, *, worker: str, within_seconds: float = 5.0) -> str | None:
         """The tag of the last checkpoint, seen from ``worker``'s machine; None: there is none.
@@ -51,9 +50,9 @@ class CheckpointPlace:
             time.sleep(_LOOK_SECONDS)
         return (self._folder.read_text(_LATEST) or "").strip() or None
 
-    def write(self, name: str, data: io.BytesIO) -> None:
+    def write(self, name: str, fill: Fill) -> None:
         """Make a file of a checkpoint."""
-        self._folder.write(name, data)
+        self._folder.write(name, fill)
 
     def name_last(self, step: int) -> None:
         """Make the checkpoint of ``step``, whose files are all there, the last one.
@@ -68,7 +67,7 @@ class CheckpointPlace:
                 "count there any more; give each job a directory of its own"
             )
         before = (self._folder.read_text(_LATEST) or "").strip()
-        self._folder.write(_LATEST, _data(tag_of(step)))
+        self._folder.write(_LATEST, _text(tag_of(step)))
         for old in self._folder.folders():
             found = _TAG.fullmatch(old)
             if found and int(found[1]) < step and old != before:
@@ -84,5 +83,5 @@ def tag_of(step: int) -> str:
     return f"bamboo_step{step}"
 
 
-def _data(text: str) -> io.BytesIO:
-    return io.BytesIO(text.encode("utf-8"))
+def _text(text: str) -> Fill:
+    return lambda file: file.write(text.encode("utf-8"))

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from deepspeed_bamboo.errors import CheckpointError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PART = ".part"
+
+Fill = Callable[[BinaryIO], object]
+"""Writes what a file is to have into it."""
 
 
 class Folder(Protocol):
@@ -24,10 +26,10 @@ class Folder(Protocol):
     def read_text(self, name: str) -> str | None:
         """What the file says; None where there is none."""
 
-    def write(self, name: str, data: io.BytesIO) -> None:
+    def write(self, name: str, fill: Fill) -> None:
         """Make the file, or replace it at once: nobody ever sees a part of it. ``name`` may be ``folder/file``.
 
-        ``data`` is taken from its beginning and may be closed afterwards.
+        What ``fill`` raises of its own is passed on, and the file is as it was.
         """
 
     def folders(self) -> list[str]:
@@ -80,7 +82,7 @@ class LocalFolder:
             except FileNotFoundError:
                 return None
 
-    def write(self, name: str, data: io.BytesIO) -> None:
+    def write(self, name: str, fill: Fill) -> None:
         """See :class:`Folder`. On disk, not only on its way there, when this returns."""
         path = self._path / name
         part = path.with_name(f"{path.name}.{os.getpid()}{_PART}")
@@ -88,7 +90,7 @@ class LocalFolder:
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with part.open("wb") as file:
-                    file.write(data.getbuffer())
+                    fill(file)
                     file.flush()
                     os.fsync(file.fileno())
                 part.replace(path)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_bamboo.errors import CheckpointError
+from deepspeed_bamboo.folders import Fill
 
 
 class S3Folder:
@@ -45,10 +46,12 @@ class S3Folder:
                 return None
             return str(found["Body"].read().decode("utf-8"))
 
-    def write(self, name: str, data: io.BytesIO) -> None:
+    def write(self, name: str, fill: Fill) -> None:
         """See :class:`Folder`. Large ones go in parts, several at a time."""
+        data = io.BytesIO()
+        fill(data)
+        data.seek(0)
         with self._explained("written"):
-            data.seek(0)
             self._bucket.upload_fileobj(data, self._root + name)
 
     def folders(self) -> list[str]:

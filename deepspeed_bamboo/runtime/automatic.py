@@ -8,7 +8,6 @@ always names a whole checkpoint, and of workers that are cut off from the others
 
 from __future__ import annotations
 
-import io
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ from deepspeed_bamboo.core.checkpointing import CheckpointNote, CheckpointProgre
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.errors import CheckpointError
-from deepspeed_bamboo.folders import open_folder
+from deepspeed_bamboo.folders import Fill, open_folder
 from deepspeed_bamboo.runtime.background import BackgroundWriter
 from deepspeed_bamboo.runtime.news import tell_once
 
@@ -128,7 +127,7 @@ class AutomaticCheckpoints:
         self._taken_at, started = self._clock(), time.perf_counter()
         owned = tuple(engine.host.owned)
         try:
-            files = {name: data for c in owned for name, data in self._captured(c, step=step).items()}
+            files = {name: fill for c in owned for name, fill in self._captured(c, step=step).items()}
         except CheckpointError as error:
             self._failure = str(error)
             return
@@ -148,7 +147,7 @@ class AutomaticCheckpoints:
         """Until what this worker has begun to write is there, or can't be; others hear of it in the next iteration."""
         self._writer.wait()
 
-    def _captured(self, coordinate: Coordinate, *, step: int) -> dict[str, io.BytesIO]:
+    def _captured(self, coordinate: Coordinate, *, step: int) -> dict[str, Fill]:
         engine = self._engine
         own = {"seed": engine.forward_seed, "loss": engine.mean_loss}
         try:
@@ -209,8 +208,8 @@ class AutomaticCheckpoints:
 
         def write_owned() -> None:
             for coordinate in [c for c in engine.host.owned if c not in written]:
-                for name, data in self._captured(coordinate, step=step).items():
-                    self._place.write(name, data)
+                for name, fill in self._captured(coordinate, step=step).items():
+                    self._place.write(name, fill)
                 written.add(coordinate)
 
         failure = _first(engine.agree_on("last checkpoint", lambda: _problem(write_owned)))

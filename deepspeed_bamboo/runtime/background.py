@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import io
 import threading
 from collections.abc import Callable, Mapping
 
 from deepspeed_bamboo.errors import CheckpointError
+from deepspeed_bamboo.folders import Fill
 
 
 class BackgroundWriter:
     """Does one thing after another. Its thread never keeps a process from ending."""
 
-    def __init__(self, write: Callable[[str, io.BytesIO], None]) -> None:
+    def __init__(self, write: Callable[[str, Fill], None]) -> None:
         """``write`` makes a file of that name; it raises CheckpointError when it can't."""
         self._write = write
         self._thread: threading.Thread | None = None
 
-    def write(self, files: Mapping[str, io.BytesIO], *, done: Callable[[str], None]) -> None:
+    def write(self, files: Mapping[str, Fill], *, done: Callable[[str], None]) -> None:
         """Write ``files``; see :meth:`call` for the rest."""
 
         def run() -> None:
-            for name, data in files.items():
-                self._write(name, data)
+            for name, fill in files.items():
+                self._write(name, fill)
 
         self.call(run, done=done)
 

@@ -7,7 +7,6 @@ saves (or loads) it.
 
 from __future__ import annotations
 
-import io
 import os
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.errors import CheckpointError
+from deepspeed_bamboo.folders import Fill
 from deepspeed_bamboo.runtime.captured import CapturedFiles
 from deepspeed_bamboo.runtime.protection import refresh_shadows
 from deepspeed_bamboo.runtime.replica import COUNTERS, StageReplica
@@ -91,7 +91,7 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
             if self.save_zero_checkpoint:
                 super()._save_zero_checkpoint(save_dir, tag)
 
-    def capture(self, replica: StageReplica, tag: str, *, client_state: dict[str, Any]) -> dict[str, io.BytesIO]:
+    def capture(self, replica: StageReplica, tag: str, *, client_state: dict[str, Any]) -> dict[str, Fill]:
         """The files of ``replica`` that :meth:`save_checkpoint` would write, by path below its directory.
 
         Between iterations, on its owner; no other worker takes part. Raises RuntimeError for lack of memory.

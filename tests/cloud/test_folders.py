@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from moto import mock_aws
 
 from deepspeed_bamboo.checkpoint_place import CheckpointPlace
 from deepspeed_bamboo.errors import CheckpointError
-from deepspeed_bamboo.folders import Folder, location_problem, open_folder
+from deepspeed_bamboo.folders import Fill, Folder, location_problem, open_folder
 
 Make = Callable[[str], Folder]
 
@@ -29,8 +28,8 @@ def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         yield lambda name: open_folder(f"s3://bucket/{name}/")
 
 
-def data(text: str) -> io.BytesIO:
-    return io.BytesIO(text.encode())
+def data(text: str) -> Fill:
+    return lambda file: file.write(text.encode())
 
 
 def test_files_come_back_and_folders_go(make: Make) -> None:
