@@ -57,8 +57,8 @@ class CheckpointPlace:
     def name_last(self, step: int) -> None:
         """Make the checkpoint of ``step``, whose files are all there, the last one.
 
-        Removes this plugin's older ones, but for the one that was the last until now. Raises CheckpointError when
-        another job has taken the place.
+        Removes this plugin's older ones, but for the one that was the last until now. Never goes back. Raises
+        CheckpointError when another job has taken the place.
         """
         owner = self._folder.read_text(_OWNER)
         if owner != self._owner:
@@ -67,6 +67,9 @@ class CheckpointPlace:
                 "count there any more; give each job a directory of its own"
             )
         before = (self._folder.read_text(_LATEST) or "").strip()
+        named = _TAG.fullmatch(before)
+        if named and int(named[1]) > step:
+            return  # by a reporter that has taken over from this one
         self._folder.write(_LATEST, _text(tag_of(step)))
         for old in self._folder.folders():
             found = _TAG.fullmatch(old)

@@ -54,6 +54,7 @@ def test_of_two_jobs_the_later_one_has_the_place(make: Make) -> None:
     for step in (1, 2, 3):
         first.write(f"bamboo_step{step}/x.pt", data("x"))
         first.name_last(step)
+    first.name_last(2)  # a reporter that was slow
     first.write("by_a_script/x.pt", data("x"))
     first.write("bamboo_step9/x.pt", data("not complete"))
     assert first.last(worker="w") == "bamboo_step3"
