@@ -82,6 +82,20 @@ def test_a_job_that_lost_a_stage_and_its_shadow_goes_on(jobs: Jobs, tmp_path: Pa
     assert (folder / "latest").read_text() == (again / "latest").read_text() == "bamboo_step8"
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("at", ["idle", "forward", "commit", "step", "save"])
+def test_a_job_that_is_lost_whole_again_and_again_goes_on(
+    jobs: Jobs, tmp_path: Path, expected: JobResult, at: str
+) -> None:
+    folder, seen = str(tmp_path / "kept"), []
+    for step in range(1, TRAINING.steps):
+        faults = [kill(step, 0, stage, at, *([1] if at == "forward" else [])) for stage in range(3)]
+        lossy = dataclasses.replace(TRAINING, name=f"{at}-{step}", faults=faults)
+        seen.append(jobs.run(train_with_checkpoints, world=3, training=lossy, folder=folder).codes.count(-9))
+    last = jobs.run(train_with_checkpoints, world=3, training=TRAINING, folder=folder)
+    assert last.common("digest") == expected.common("digest") and max(seen) >= 2, (seen, last.transcript())
+
+
 def test_in_a_bucket_with_losses_while_it_is_written(jobs: Jobs, s3: dict[str, str], expected: JobResult) -> None:
     where = {"folder": f"s3://{BUCKET}/a/job", "environment": s3}
     # The part of stage 1 in the checkpoint of step 4 is lost, so the next one is taken at once, at step 6; and while
