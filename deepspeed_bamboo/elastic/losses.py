@@ -19,7 +19,7 @@ def settle_loss(
     """Have the job go on without ``worker``, whose process is certainly gone. Its key is left to the caller.
 
     Returns the epoch that does, or None when there is nothing to go on from: before the first epoch
-    nothing is trained, so all workers start again, a few times; a fatal loss ends the job.
+    nothing is trained, so all workers start again, a few times; then, and with a fatal loss, the job ends.
     Raises CoordinatorUnavailable; then it may be called again.
     """
     while True:
@@ -32,7 +32,7 @@ def settle_loss(
                     f"worker {worker} was lost before training began ({reason}), as in each of the {MAX_RESTARTS} "
                     f"attempts before; look at its output, and at this machine's memory and devices"
                 )
-                coordinator.fail(JobFailure(worker=worker, kind="fatal_loss", message=message, traceback=""))
+                coordinator.fail(JobFailure(worker=worker, kind="no_start", message=message, traceback=""))
                 return None
             if coordinator.advance_generation(expected=generation):
                 return None

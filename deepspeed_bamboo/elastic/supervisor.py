@@ -41,7 +41,7 @@ from deepspeed_bamboo.elastic.decisions import (
 )
 from deepspeed_bamboo.elastic.error_report import last_line
 from deepspeed_bamboo.elastic.interruptions import by_lost_launcher, by_signal
-from deepspeed_bamboo.elastic.rules import EXIT_DRAINED, EXIT_EXPELLED, EXIT_JOB_FAILED, Entry, Rules
+from deepspeed_bamboo.elastic.rules import EXIT_DRAINED, EXIT_EXPELLED, EXIT_JOB_FAILED, Entry, Rules, exit_code
 from deepspeed_bamboo.elastic.slot import Slot
 
 MAX_RESTARTS = 3
@@ -417,7 +417,7 @@ class Supervisor:
         self._offer_pending = False
         if self._failure is not None or (self._finished and self._own is not Own.RUNNING):
             return []
-        self._failure = JobFailure(worker=self.worker, kind="interrupted", message=event.reason, traceback="")
+        self._failure = JobFailure(worker=self.worker, kind="no_coordinator", message=event.reason, traceback="")
         return [Say(f"the job ends: {event.reason}", once=True), *self._end_worker()]
 
     def _offer(self, failure: JobFailure) -> list[Action]:
@@ -483,7 +483,7 @@ class Supervisor:
         if self._offer_pending or self._own in (Own.RUNNING, Own.ENDING, Own.REPLACED, Own.UNEXPLAINED):
             return []
         if self._failure is not None:
-            code = (self._code_if_interrupted or 1) if self._failure.kind == "interrupted" else 1
+            code = exit_code(self._failure.kind, if_interrupted=self._code_if_interrupted)
         elif self._finished or self._own is Own.DRAINED:
             code = 0
         elif self._leaves_alone is not None:

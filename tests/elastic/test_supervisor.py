@@ -127,6 +127,14 @@ def test_a_failure_elsewhere_ends_the_worker_then_the_agent() -> None:
     assert agent.handle(WorkerExited(OWN, -15, "")) == [Withdraw(OWN), Leave(1)]
 
 
+def test_after_a_fatal_loss_the_same_command_may_be_given_again() -> None:
+    for failure, code in (("fatal_loss", 75), ("no_start", 1)):
+        agent = training()
+        record = JobFailure(worker="n-2-0", kind=failure, message="0.2 is gone", traceback="")  # type: ignore[arg-type]
+        assert agent.handle(changed("failure", record))[-1] == EndWorker()
+        assert agent.handle(WorkerExited(OWN, -15, ""))[-1] == Leave(code)
+
+
 def test_a_failure_that_the_worker_recorded_itself_is_shown_by_its_agent_once() -> None:
     failure = JobFailure(worker=OWN, kind="user_error", message="KeyError: 1", traceback="Traceback\nKeyError: 1")
     agent = training()
@@ -333,7 +341,7 @@ def test_without_its_coordinator_every_agent_ends_on_its_own() -> None:
     agent = training()
     say = Say("the job ends: rank 0 is gone", once=True)
     assert agent.handle(CoordinatorGone("rank 0 is gone")) == [say, EndWorker()]
-    assert agent.handle(WorkerExited(OWN, -15, "")) == [Withdraw(OWN), Leave(1)]
+    assert agent.handle(WorkerExited(OWN, -15, "")) == [Withdraw(OWN), Leave(75)]
 
     waiting = training()
     waiting.handle(Signalled(signal.SIGTERM))
