@@ -137,11 +137,13 @@ class Placement:
         cycle = [(coordinate.pipeline + distance) % self.grid.pipelines for distance in range(1, self.grid.pipelines)]
         return next((Coordinate(d, coordinate.stage) for d in cycle if Coordinate(d, coordinate.stage) in same), None)
 
-    def protected(self, workers: Iterable[WorkerId]) -> Placement:
+    def protected(self, workers: Iterable[WorkerId], *, confined: bool = False) -> Placement:
         """The same owners, with a shadow for every coordinate that has none, on another of ``workers``.
 
         Preferred is the worker of the predecessor (DESIGN 2), else the one that holds least, the first in
         order among equals. Existing shadows stay. With a single worker nothing can be protected.
+        ``confined``: a worker has the data of its own pipeline only, so first and last stages, which need them, get
+        a shadow on a worker of their pipeline or none.
         """
         candidates = tuple(dict.fromkeys(workers))
         owners, shadows = dict(self.owners), dict(self.shadows)
@@ -153,8 +155,11 @@ class Placement:
             if coordinate in shadows:
                 continue
             others = [worker for worker in candidates if worker != owners[coordinate]]
+            if confined and coordinate.stage in (0, self.grid.stages - 1):
+                fed = {worker for c, worker in owners.items() if c.pipeline == coordinate.pipeline}
+                others = [worker for worker in others if worker in fed]
             if not others:
-                break
+                continue
             preferred = owners[self.grid.predecessor(coordinate)]
             chosen = preferred if preferred in others else min(others, key=lambda worker: held[worker])
             shadows[coordinate] = chosen

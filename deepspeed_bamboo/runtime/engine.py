@@ -7,13 +7,14 @@ that everything a worker waits for can be given up and planned anew.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.instructions import Instruction, Op
+from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.recovery import plan_inference
 from deepspeed_bamboo.core.schedule import Plan
 from deepspeed_bamboo.events import EventLog
@@ -32,6 +33,7 @@ from deepspeed_bamboo.runtime.links import Links
 from deepspeed_bamboo.runtime.logical import Exchange
 from deepspeed_bamboo.runtime.losses import aggregate_losses, agreed_losses
 from deepspeed_bamboo.runtime.micro_batches import DataFactory, PipelineData
+from deepspeed_bamboo.runtime.news import tell_once
 from deepspeed_bamboo.runtime.rebuilding import Rebuilding
 from deepspeed_bamboo.runtime.reconfiguration import Reconfiguration
 from deepspeed_bamboo.runtime.redundant import RedundantForwards
@@ -59,6 +61,7 @@ class BambooPipelineEngine(FedEngine):
     fwd_outputs: list[Any]
     # True on a worker that joined late and whose script has not come to the job's step yet.
     catching_up = False
+    _said_confined = False
 
     def __init__(self, *args: Any, session: WorkerSession, **kwargs: Any) -> None:
         # Until the grid is known, every iterator is that of the pipeline in which this worker starts.
@@ -227,6 +230,7 @@ class BambooPipelineEngine(FedEngine):
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self._require_data()
+        self._warn_if_confined()
         self.reconfiguration.run_if_wished()
         for replica in self.host.replicas():
             with self.host.hosting(replica):
@@ -371,6 +375,22 @@ class BambooPipelineEngine(FedEngine):
         return self.failover.fresh_plan()
 
     # ---- construction ---------------------------------------------------------------------------------
+
+    def protected(self, workers: Iterable[WorkerId]) -> Placement:
+        """The placement with a shadow for every coordinate that one of ``workers`` can stand in for."""
+        return self.placement.protected(workers, confined=self.confined)
+
+    def _warn_if_confined(self) -> None:
+        """Say once, before the first step, what a script with several pipelines has to tell for all of it to work."""
+        if not self._said_confined and self.protects and self.confined:
+            tell_once(
+                self,
+                f"with {self.job_grid.pipelines} pipelines, and data from iterators alone, a lost worker's first or "
+                "last stage can be taken over only in its own pipeline, and nobody can join: call "
+                "engine.set_data_source(lambda pipeline, step: iterator) on every rank before training, or pass "
+                "training_data to initialize",
+            )
+        self._said_confined = True
 
     def activate_first(self) -> None:
         """Between iterations the engine shows the first stage that this worker hosts, or else shadows."""

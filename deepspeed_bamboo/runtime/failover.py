@@ -242,6 +242,7 @@ class Failover:
         if taken_over:
             lost = ", ".join(clock.lost)
             tell(engine, f"step {step}: took {', '.join(taken_over)} over from {lost}, pause {pause['total']:.2f} s")
+        self._say_unprotected()
         if taken_over:
             self.modes.repeated(parts["recompute"])
         engine.session.log("failover", step=step, **fields, taken_over=taken_over)
@@ -251,7 +252,7 @@ class Failover:
         engine = self._engine
         record, before = engine.session.interruption.active, engine.placement
         engine.placement = with_rebuilt(before, agreed, epoch=engine.epoch)
-        complete = record is not None and engine.placement.protected(record.members) == engine.placement
+        complete = record is not None and engine.protected(record.members) == engine.placement
         if record is not None and complete and engine.placement != before and engine.is_reporter:
             self._propose_protected(record)
 
@@ -267,7 +268,7 @@ class Failover:
         record = interruption.active
         if record is None or not engine.protects or not self._takes_part_in_protecting():
             return
-        if engine.placement.protected(record.members) == engine.placement:
+        if engine.protected(record.members) == engine.placement:
             if beside is not None:
                 self._say_protected(record, seconds=beside[0], waited_seconds=beside[1])
             return
@@ -281,7 +282,7 @@ class Failover:
                 raise RuntimeError("no epoch has been entered")
             self._strike_if_scripted("protect")
             self._drop_unlisted_shadows()
-            target = engine.placement.protected(current.members)
+            target = engine.protected(current.members)
             missing = target.shadows_beyond(engine.placement)
             copy_shadows(engine, engine.placement, shadows=missing, label=str(engine.activity.index))
             copied.append((current, target))
@@ -313,6 +314,21 @@ class Failover:
             f"step {engine.global_steps}: shadows rebuilt in {seconds:.2f} s, {waited_seconds:.2f} s of it waited for, "
             + state,
         )
+
+    def _say_unprotected(self) -> None:
+        """After a loss: which stages nobody else can take over any more, for want of their data."""
+        engine, record = self._engine, self._engine.session.interruption.active
+        if record is None or not engine.protects or not engine.confined:
+            return
+        covered = dict(engine.protected(record.members).shadows)
+        bare = [coordinate for coordinate in engine.job_grid if coordinate not in covered]
+        if bare:
+            owners = sorted({engine.placement.owner(coordinate) for coordinate in bare})
+            tell_once(
+                engine,
+                f"nobody else has the data of {' '.join(map(str, bare))} (pipeline.stage): the loss of "
+                f"{' or '.join(owners)} ends the job (engine.set_data_source would let others stand in)",
+            )
 
     def _propose_protected(self, current: EpochRecord) -> None:
         engine = self._engine

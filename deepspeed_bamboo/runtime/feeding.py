@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.runtime.checkpoints import CheckpointedEngine
 from deepspeed_bamboo.runtime.micro_batches import DataFactory, PipelineData, check_complete, missing_data
 from deepspeed_bamboo.runtime.session import WorkerSession
@@ -21,6 +21,7 @@ class FedEngine(CheckpointedEngine):
     evaluation_data: PipelineData | None
     home: int
     next_micro_batch: int
+    job_grid: Grid
 
     @property
     def protects(self) -> bool:
@@ -83,6 +84,11 @@ class FedEngine(CheckpointedEngine):
                     home=self.home,
                     why=f"hosts or shadows {coordinate}",
                 )
+
+    @property
+    def confined(self) -> bool:
+        """True where a worker has the data of its own pipeline only: nobody else can do its first and last stages."""
+        return self.job_grid.pipelines > 1 and not self.data.covers_every_pipeline
 
     def complete_data(self) -> None:
         """Pull what others need of this iteration's data. Before the step: an iterator may look at the global step."""

@@ -99,7 +99,7 @@ class Rebuilding:
         record = engine.session.interruption.active
         if record is None or not engine.protects or self._work is not None:
             return
-        target = engine.placement.protected(record.members)
+        target = engine.protected(record.members)
         if target == engine.placement:
             return
         self._work = self._planned(record, target)

@@ -15,7 +15,7 @@ iteration brings another. After 3 a loss is a loss in the new placement.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +80,10 @@ class Reconfiguration:
         if len(members) < len(record.members):
             return None  # somebody is about to be found lost
         waiting = [m for worker, m in sorted(present.items()) if m.joining and worker not in self._taken_in]
-        movable = engine.protects and self._can_feed_anybody(waiting)
+        if engine.confined:
+            self._say_why_not(waiting, draining)
+            return None
+        movable = engine.protects
         # The launcher's ranks know nothing of zones; once, at the start of a job, that is put right.
         first, self._arranged = not self._arranged and record.number == 0, True
         target = next_target(
@@ -93,20 +96,21 @@ class Reconfiguration:
         )
         return None if target is None else Wish(record.number, target=target)
 
-    def _can_feed_anybody(self, waiting: Sequence[Member]) -> bool:
-        """False where whoever gets a coordinate of another pipeline would find no data for it; the job goes on then."""
+    def _say_why_not(self, waiting: Sequence[Member], draining: Container[str]) -> None:
+        """Whoever got a coordinate of another pipeline would find no data for it, so everybody stays where he is."""
         engine = self._engine
-        if engine.data.covers_every_pipeline or engine.job_grid.pipelines == 1:
-            return True
-        if waiting and not self._said_why_not:
+        leaving = [worker for worker, member in engine.session.present.items() if member.node in draining]
+        told = [
+            *([f"workers {', '.join(member.worker for member in waiting)} are not taken in"] if waiting else []),
+            *([f"what {', '.join(sorted(leaving))} hold is not moved elsewhere"] if leaving else []),
+        ]
+        if told and not self._said_why_not:
             self._said_why_not = True
             logger.warning(
-                f"workers {', '.join(member.worker for member in waiting)} wait, but are not taken in: with "
-                f"{engine.job_grid.pipelines} pipelines they may get a coordinate of any, and an iterator has the data "
-                "of one only. Call engine.set_data_source(lambda pipeline, step: iterator) on every rank before "
-                "training, or pass training_data to initialize"
+                f"{' and '.join(told)}: with {engine.job_grid.pipelines} pipelines others may get a coordinate of any, "
+                "and an iterator has the data of one only. Call engine.set_data_source(lambda pipeline, step: "
+                "iterator) on every rank before training, or pass training_data to initialize"
             )
-        return False
 
     def _log_notice(self) -> None:
         """Write the event of a notice that this worker's node has been given, once."""

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from itertools import combinations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.placement import Placement
@@ -66,3 +68,29 @@ def test_alike_survives_text_loss_and_protection() -> None:
     after, _ = placement.without(["w0"])
     assert after is not None and after.alike and after.protected(["w1", "w2", "w3"]).alike
     assert "alike" not in Placement.initial(Grid(2, 2), workers(Grid(2, 2))).to_json()
+
+
+@given(st.data(), st.integers(1, 3), st.integers(1, 4))
+def test_confined_shadows_of_first_and_last_stages_stay_in_their_pipeline(
+    data: st.DataObject, pipelines: int, stages: int
+) -> None:
+    grid = Grid(pipelines, stages)
+    workers = [f"w{rank}" for rank in range(len(grid))]
+    placement = Placement.initial(grid, workers)
+    for _ in range(data.draw(st.integers(0, 3))):
+        lost = data.draw(st.sampled_from(workers))
+        after, _ = placement.without([lost])
+        if after is None:
+            return
+        workers.remove(lost)
+        placement = after
+        confined = placement.protected(workers, confined=True)
+        for coordinate, holder in confined.shadows_beyond(placement).items():
+            assert holder != confined.owner(coordinate)
+            fed = {c.pipeline for c in confined.hosted_by(holder)}
+            assert coordinate.stage not in (0, stages - 1) or coordinate.pipeline in fed
+        free = placement.protected(workers)
+        assert set(dict(confined.shadows)) <= set(dict(free.shadows))
+        if pipelines == 1:
+            assert set(dict(confined.shadows)) == set(dict(free.shadows))
+        placement = confined

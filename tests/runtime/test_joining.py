@@ -207,4 +207,17 @@ def test_with_several_pipelines_and_only_an_iterator_nobody_is_taken_in(jobs: Jo
     result = jobs.run(train_with_joiners, world=4, joining=1, training=training, waits={"1": 1}, own_iterator=True)
     assert result.survivors == [0, 1, 2, 3], result.transcript()
     check_equal(result, expected)
-    assert "wait, but are not taken in" in result.transcript() and "set_data_source" in result.transcript()
+    assert "workers w4 are not taken in" in result.transcript() and "set_data_source" in result.transcript()
+
+
+def test_with_several_pipelines_and_only_iterators_each_stands_in_for_its_own(jobs: Jobs) -> None:
+    losses = [kill(1, 0, 1, "backward", 1), kill(3, 1, 0, "forward", 2)]
+    training = Training("own-iterators-2x2", 2, steps=5, faults=losses)
+    expected = undisturbed(jobs, training, world=4)
+    result = jobs.run(train_with_joiners, world=4, training=training, waits={}, own_iterator=True)
+    assert result.survivors == [0, 3], result.transcript()
+    check_equal(result, expected)
+    told = result.transcript()
+    assert told.count("call engine.set_data_source") == 1
+    assert "nobody else has the data of 0.0 0.1 (pipeline.stage): the loss of w0 ends the job" in told
+    assert "nobody else has the data of 0.0 0.1 1.0 1.1 (pipeline.stage): the loss of w0 or w3 ends the job" in told
