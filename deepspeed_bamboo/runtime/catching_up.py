@@ -8,11 +8,9 @@ often as the job has trained, and so does everything else that belongs to that t
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
-from itertools import islice
 from typing import Any
 
 import torch
@@ -95,9 +93,8 @@ class CatchingUpEngine(BambooPipelineEngine):
         if not self._is_behind:
             with self._unnoticed():
                 return super().eval_batch(data_iter, return_logits, **arguments)
-        if data_iter is not None:
-            # One iterator may serve all evaluations; the others' has gone on.
-            deque(islice(data_iter, arguments.get("num_micro_batches") or self.micro_batches), maxlen=0)
+        # One iterator may serve all evaluations; the others' has gone on.
+        self.evaluated.skip(data_iter, arguments.get("num_micro_batches") or self.micro_batches)
         loss = torch.tensor(math.nan, device=self.device)
         return (loss, None) if return_logits else loss
 

@@ -22,7 +22,8 @@ from deepspeed_bamboo.runtime import garbage
 from deepspeed_bamboo.runtime.activity import ActivityState, Round
 from deepspeed_bamboo.runtime.agreement import agree
 from deepspeed_bamboo.runtime.automatic import automatic_checkpoints
-from deepspeed_bamboo.runtime.evaluation import EvaluationRequest, evaluate
+from deepspeed_bamboo.runtime.evaluation import EvaluationRequest, evaluate, go_on_as_others
+from deepspeed_bamboo.runtime.evaluation_position import EvaluationPositions
 from deepspeed_bamboo.runtime.executor import FAULT_POINTS, Executor, IterationContext
 from deepspeed_bamboo.runtime.failover import Failover
 from deepspeed_bamboo.runtime.feeding import FedEngine
@@ -67,6 +68,7 @@ class BambooPipelineEngine(FedEngine):
         # Until the grid is known, every iterator is that of the pipeline in which this worker starts.
         self.data = PipelineData(home=0)
         self.evaluation_data: PipelineData | None = None
+        self.evaluated = EvaluationPositions()
         self.next_micro_batch = 0
         self.session = session
         self._stage_host: StageHost | None = None
@@ -257,6 +259,7 @@ class BambooPipelineEngine(FedEngine):
         """As stock's, and surviving losses: an evaluation that a loss interrupts is done again from its start."""
         micro_batches = self.micro_batches if num_micro_batches is None else num_micro_batches
         request = EvaluationRequest(micro_batches, return_logits, compute_loss, reduce_output, bcast_loss)
+        go_on_as_others(self, data_iter)
         self.evaluation_data = PipelineData(self.home)
         self.evaluation_data.set_iterator(data_iter)
         self.evaluation_data.set_factory(self._evaluation_factory)
@@ -264,6 +267,7 @@ class BambooPipelineEngine(FedEngine):
             return evaluate(self, request)
         finally:
             self.evaluation_data = None
+            self.evaluated.advance(data_iter, micro_batches)
 
     def _aggregate_total_loss(self) -> torch.Tensor:
         return aggregate_losses(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,16 @@ class EvaluationRequest:
     compute_loss: bool
     reduce_output: str | None
     broadcast: bool
+
+
+def go_on_as_others(engine: BambooPipelineEngine, iterator: Iterator[Any] | None) -> None:
+    """Bring a late worker's ``iterator`` to where the others' are, which have served evaluations before; collective.
+
+    Otherwise inputs and labels of different samples would meet, if it hosts one end of a pipeline and not the other.
+    """
+    own = engine.evaluated.of(iterator)
+    positions = engine.agree_on("evaluation position", lambda: own)
+    engine.evaluated.skip(iterator, max(positions.values()) - own)
 
 
 def evaluate(engine: BambooPipelineEngine, request: EvaluationRequest) -> Any:

@@ -220,14 +220,17 @@ def train_with_joiners(
     return result
 
 
-def train_by_count(training: Training, waits: dict[str, int]) -> dict[str, Any]:
-    """As a script that knows nothing of the plugin: counts its steps, one iterator to train and one to evaluate."""
+def train_by_count(training: Training, waits: dict[str, int], by_engine: bool = False) -> dict[str, Any]:
+    """As a script that knows nothing of the plugin: counts its steps, one iterator to train and one to evaluate.
+
+    ``by_engine``: it goes by the engine's step.
+    """
     engine = build(training)
     make = models.tokens if training.layers.startswith("tied") else models.vectors
     iterator = models.micro_batches(make, pipeline=0, first_step=0, count=training.micro_batches)
     evaluated = models.micro_batches(make, pipeline=100, first_step=0, count=training.micro_batches)
     losses, evaluations = [], []
-    for step in range(training.steps):
+    for step in iter(lambda: engine.global_steps, training.steps) if by_engine else range(training.steps):
         _wait_for_joiners(engine, waits.get(str(step), 0))
         losses.append(float(engine.train_batch(iterator)))
         if step in training.evaluate_before:

@@ -42,6 +42,20 @@ def test_a_script_that_counts_its_steps_catches_up_when_it_joins_and_ends_with_t
     assert late["hosted"] != [], "it has a part in the job"
 
 
+def test_one_iterator_for_all_evaluations_goes_on_where_it_is_on_the_others(jobs: Jobs) -> None:
+    """A late worker hosts one end of the pipeline: inputs and labels must be of the same samples."""
+    kill = {"step": 1, "pipeline": 0, "stage": 0, "at": "backward", "micro_batch": 1}
+    training = Training("late-1x2", 2, steps=7, evaluate_before=(0, 2, 4, 5), faults=[kill])
+    expected = undisturbed(jobs, training, world=2)
+    more = {"joining": 1, "joining_after_deaths": 1, "waits": {"3": 1}, "by_engine": True}
+    result = jobs.run(train_by_count, world=2, training=training, **more)
+    assert result.survivors == [1, 2], result.transcript()
+    evaluations = expected.common("evaluations")
+    assert result.values[1]["evaluations"] == evaluations and len(set(evaluations)) == 4
+    late = result.values[2]
+    assert late["hosted"] and late["evaluations"] == evaluations[4 - len(late["evaluations"]) :] != []
+
+
 def test_what_comes_after_the_loop_is_done_when_the_job_is_stopped(jobs: Jobs) -> None:
     training = Training("stopped-1x2", 2, steps=5000, faults=[])
     result = jobs.run(train_until_stopped, world=2, training=training, stop_at=2)
