@@ -317,6 +317,15 @@ class JobCoordinator:
         entry = self._store.get(self._keys.finished)
         return None if entry is None else dict(decode(entry.value))
 
+    def publish_facts(self, facts: dict[str, Any]) -> None:
+        """Say what all workers of this job have in common; :meth:`watch` does not tell of it."""
+        self._store.put(self._keys.facts, encode(facts))
+
+    def facts(self) -> dict[str, Any] | None:
+        """What was said of that, if anything."""
+        entry = self._store.get(self._keys.facts)
+        return None if entry is None else dict(decode(entry.value))
+
     def publish_status(self, status: dict[str, Any]) -> None:
         """Say where the job is, for onlookers; :meth:`watch` does not tell of it."""
         self._store.put(self._keys.status, encode(status))

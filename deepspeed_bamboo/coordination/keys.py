@@ -50,6 +50,7 @@ class JobKeys:
         self.finished = self.root + "finished"
         self.started = self.root + "started"
         self.stop = self.root + "stop"
+        self.facts = self.root + "facts"
         self.next_rank = self.root + "next_rank"
         self.members = self.root + "member/"
         self.agents = self.root + "agent/"

@@ -15,6 +15,7 @@ from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.runtime.catching_up import CatchingUpEngine, Phase
 from deepspeed_bamboo.runtime.joining import check_grid, join
 from deepspeed_bamboo.runtime.news import tell
+from deepspeed_bamboo.runtime.own_facts import check_same_job
 
 # Up to here the job is caught up with while it goes on; the rest of the way it waits for this worker.
 _NEAR_STEPS = 3
@@ -28,6 +29,7 @@ class LateEngine(CatchingUpEngine):
 
     def _begin(self, grid: Grid) -> None:
         check_grid(self, grid)
+        check_same_job(self)
         if self.checkpoints is not None:
             self.checkpoints.check_visible()
         self._phase = Phase.OUTSIDE

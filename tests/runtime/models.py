@@ -24,10 +24,10 @@ def generator(*name: object) -> torch.Generator:
 class Layer(nn.Module):
     """tanh(Linear), with dropout."""
 
-    def __init__(self, name: str, *, dropout: float = 0.0) -> None:
+    def __init__(self, name: str, *, dropout: float = 0.0, bias: bool = True) -> None:
         super().__init__()
         numbers = generator("layer", name)
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=bias)
         with torch.no_grad():
             for parameter in self.linear.parameters():
                 parameter.copy_((torch.rand(parameter.shape, generator=numbers) - 0.5) / WIDTH**0.5 * 2)
@@ -160,6 +160,11 @@ def token_error(outputs: Tensor, labels: Tensor) -> Tensor:
 def plain(count: int, *, dropout: float = 0.0) -> list[Any]:
     """``count`` layers, [B, W] -> [B, W]."""
     return [LayerSpec(Layer, str(index), dropout=dropout) for index in range(count)]
+
+
+def unbiased(count: int) -> list[Any]:
+    """As plain, with fewer parameters."""
+    return [LayerSpec(Layer, str(index), bias=False) for index in range(count)]
 
 
 def normalised(count: int) -> list[Any]:

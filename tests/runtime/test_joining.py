@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import pytest
 
+from deepspeed_bamboo.errors import ConfigError
 from tests.runtime.jobs import JobResult, Jobs
-from tests.runtime.scenarios import Training, train_late_with_joiners, train_with_joiners
+from tests.runtime.scenarios import Training, build, train_late_with_joiners, train_with_joiners
 from tests.runtime.test_losses import BF16, CHECKED, CLIPPED, FP16, ZERO
 
 
@@ -208,6 +210,39 @@ def test_with_several_pipelines_and_only_an_iterator_nobody_is_taken_in(jobs: Jo
     assert result.survivors == [0, 1, 2, 3], result.transcript()
     check_equal(result, expected)
     assert "workers w4 are not taken in" in result.transcript() and "set_data_source" in result.transcript()
+
+
+def test_a_script_with_other_settings_or_another_model_is_refused(jobs: Jobs) -> None:
+    training = Training("other-1x2", 2, steps=5, settings=CLIPPED, faults=[])
+    expected = undisturbed(jobs, training, world=2)
+    result = jobs.run(train_while_others_try, world=2, joining=3, training=training)
+    assert result.survivors == [0, 1, 2, 3, 4], result.transcript()
+    refused = {result.values[rank]["refused"] for rank in (2, 3, 4)}
+    assert {text.partition(": ")[2].partition(";")[0] for text in refused} == {
+        "optimizer.params.lr is 0.5 here and 0.01 in the job",
+        "the model has 8 layers here and 6 in the job",
+        "the parameters of stage 0 have other names, shapes or types than in the job",
+    }
+    assert all("can't join job" in text for text in refused)
+    for rank in (0, 1):
+        assert result.values[rank]["digest"] == expected.common("digest")
+
+
+def train_while_others_try(training: Training) -> dict[str, Any]:
+    """Those who come late have another learning rate, another number of layers, or layers with other parameters."""
+    late = int(os.environ["RANK"]) - 2
+    if late < 0:
+        return train_with_joiners(training, waits={})
+    other = [
+        {"settings": {**CLIPPED, "optimizer": {"type": "Adam", "params": {"lr": 0.5, "torch_adam": True}}}},
+        {"count": training.count + 2},
+        {"layers": "unbiased"},
+    ][late]
+    try:
+        build(dataclasses.replace(training, **other))
+    except ConfigError as error:
+        return {"refused": str(error)}
+    return {"refused": ""}
 
 
 def test_with_several_pipelines_and_only_iterators_each_stands_in_for_its_own(jobs: Jobs) -> None:
