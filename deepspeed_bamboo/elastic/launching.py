@@ -47,10 +47,8 @@ from deepspeed_bamboo.errors import BambooError
 WORKER_MODULE = "deepspeed_bamboo.runtime.main"
 
 EXIT_CANNOT_START = 2
-_UNPROTECTED = (
-    "deepspeed_bamboo: no configuration is named here, so this is plain DeepSpeed, and losses are not survived. If the "
-    'script finds its configuration by itself and that has a "bamboo" section, name it: --bamboo_config FILE SCRIPT ...'
-)
+_UNPROTECTED = "so this is plain DeepSpeed, and losses are not survived"
+_SHOWN_CHARACTERS = 200  # longer is base64 and no path
 _BOOT_SECONDS = 120.0
 _CLEANING_UP_SECONDS = 3.0
 _CLAIM_SECONDS = 60.0
@@ -74,9 +72,9 @@ def _run(line: CommandLine) -> int:
         if not Path(line.script).is_file():
             raise LaunchError(f"script {line.script!r} is no file in {Path.cwd()}; check the path")
         source = find_source(bamboo_config=line.bamboo_config, arguments=line.arguments)
-        if source is None and speaks:
-            print(_UNPROTECTED, file=sys.stderr, flush=True)
         config = None if source is None else load_section(source)
+        if config is None and speaks:
+            print(f"deepspeed_bamboo: {_why_unprotected(source)}", file=sys.stderr, flush=True)
         if config is None or not config.enabled:
             return run_plain(line)
         slot = slot_from_environment(os.environ, local_rank=line.local_rank, zone=config.topology.zones)
@@ -92,6 +90,20 @@ def _run(line: CommandLine) -> int:
         else:
             time.sleep(_SILENT_SLOTS_WAIT_SECONDS)
         return EXIT_CANNOT_START
+
+
+def _why_unprotected(source: str | None) -> str:
+    """Why the plugin is off though its launcher was used, and how to turn it on."""
+    if source is None:
+        return (
+            f"no configuration is named here, {_UNPROTECTED}. If the script finds its configuration by itself and that "
+            'has a "bamboo" section, name it: --bamboo_config FILE SCRIPT ...'
+        )
+    name = source if len(source) <= _SHOWN_CHARACTERS else "the configuration"
+    return (
+        f'{name} has no "bamboo" section, {_UNPROTECTED}. "bamboo": {{}} in it turns the plugin on; '
+        '"bamboo": {"enabled": false} turns it off without this line'
+    )
 
 
 def run_plain(line: CommandLine) -> int:

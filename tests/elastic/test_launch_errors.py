@@ -71,6 +71,15 @@ def test_with_the_section_disabled_the_script_just_runs(tmp_path: Path) -> None:
     result = run(tmp_path, {"bamboo": {"enabled": False, "coordinator": {"endpoints": ["nowhere:1"]}}})
     assert result.returncode == 0
     assert result.stdout.strip() == "must not run ['train.py', '--deepspeed_config', 'ds.json']"
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_without_the_section_the_user_is_told_once_that_nothing_is_protected(tmp_path: Path, rank: str) -> None:
+    result = run(tmp_path, {"train_batch_size": 4}, f"--local_rank={rank}")
+    assert result.returncode == 0
+    told = 'deepspeed_bamboo: ds.json has no "bamboo" section, so this is plain DeepSpeed, and losses are not survived.'
+    assert result.stderr.startswith(told) if rank == "0" else result.stderr == ""
 
 
 def test_without_any_configuration_the_user_is_told_that_nothing_is_protected(tmp_path: Path) -> None:
