@@ -231,7 +231,10 @@ def _draw_picture(shown: _Shown, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError("--picture needs matplotlib; install it with: pip install 'deepspeed_bamboo[plot]'") from error
+        raise ValueError(
+            "--picture needs matplotlib, which is not installed; in the directory of this project's source, "
+            'pip install ".[plot]" installs it'
+        ) from error
     rows = grid_rows(shown.execution.timeline, placement=shown.plan.placement)
     colours = {Op.FNC: "#6fa8dc", Op.BNC: "#93c47d", Op.FRC: "#f6b26b", Op.BRC: "#c27ba0"}
     slots = length(shown.execution.timeline)

@@ -24,7 +24,13 @@ from .build import available_policies
 from .console import print_whole, table_console
 from .errors import ScenarioError, SimulationError
 from .jobs import Job, build_job
-from .predict import counts_by_interval, fitting_history, mean_absolute_error, named_predictors
+from .predict import (
+    counts_by_interval,
+    fitting_history,
+    mean_absolute_error,
+    named_predictors,
+    require_statsmodels,
+)
 from .report import as_json, print_table
 from .runner import run_seeds
 from .scenario import Scenario, load_preset, load_scenario, preset_names, validated
@@ -97,6 +103,10 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.predictors:
         return _compare_predictors(arguments, console)
+    if arguments.plot:
+        from .plot import plot_policies, require_matplotlib
+
+        require_matplotlib()
     scenario, folder = _scenario(arguments)
     trace = _trace(arguments)
     job = build_job(scenario, trace=trace, folder=folder)
@@ -121,8 +131,6 @@ def _run(arguments: argparse.Namespace) -> int:
         for repair in repairs:
             console.print(f"repaired: {repair}")
     if arguments.plot:
-        from .plot import plot_policies
-
         plot_policies(job, policies=policies, seed=1, path=arguments.plot)
     return 0
 
@@ -137,6 +145,7 @@ def _compare_predictors(arguments: argparse.Namespace, console: Console) -> int:
         horizons = [0]
     if min(horizons) < 1:
         raise ScenarioError(f"--horizons {arguments.horizons}: they are whole numbers from 1, for example 5,8,12")
+    require_statsmodels()
     counts = counts_by_interval(trace, interval_seconds=60.0)
     errors = {
         name: {

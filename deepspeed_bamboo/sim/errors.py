@@ -60,6 +60,8 @@ class MissingExtraError(SimulationError):
 
     def __init__(self, module: str, *, extra: str) -> None:
         super().__init__(
-            f"{module} is not installed, and this needs it; install the extra: pip install 'deepspeed_bamboo[{extra}]'"
+            # Not by the package's name: it is on no index, where anybody could register it.
+            f"{module} is not installed, and this needs it; in the directory of this project's source, "
+            f'pip install ".[{extra}]" installs it'
         )
         self.extra = extra

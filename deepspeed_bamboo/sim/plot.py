@@ -14,9 +14,18 @@ from .results import Summary
 from .runner import run_one
 from .series import Series
 
-__all__ = ["plot_comparison", "plot_policies"]
+__all__ = ["plot_comparison", "plot_policies", "require_matplotlib"]
 
 _BINS = 240
+
+
+def require_matplotlib() -> None:
+    """Raises MissingExtraError without matplotlib; to be called before what is to be drawn is computed."""
+    try:
+        import matplotlib.backends.backend_agg
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError("matplotlib", extra="plot") from error
 
 
 def plot_policies(job: Job, *, policies: Sequence[str], seed: int, path: Path) -> None:
@@ -89,11 +98,10 @@ def plot_comparison(results: Mapping[str, Sequence[Summary]], *, path: Path) -> 
 
 
 def _subplots(count: int, *, height: float) -> tuple[Any, Sequence[Any]]:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError("matplotlib", extra="plot") from error
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9.0, height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(count, 1, squeeze=False)

@@ -26,6 +26,7 @@ __all__ = [
     "moving_average",
     "named_predictors",
     "persistence",
+    "require_statsmodels",
 ]
 
 Predictor = Callable[[Sequence[int], int], tuple[float, ...]]
@@ -52,15 +53,22 @@ def arima(history: Sequence[int], horizon: int) -> tuple[float, ...]:
     """
     if len(history) < _LEAST_TO_FIT or min(history) == max(history):
         return persistence(history, horizon)
-    try:
-        from statsmodels.tsa.arima.model import ARIMA
-    except ImportError as error:
-        raise MissingExtraError("statsmodels", extra="predict") from error
+    require_statsmodels()
+    from statsmodels.tsa.arima.model import ARIMA
+
     with warnings.catch_warnings():
         # A dozen points make statsmodels warn at almost every fit; the measured error is what counts.
         warnings.simplefilter("ignore")
         fitted = ARIMA([float(count) for count in history], order=(1, 1, 0)).fit(method="burg")
         return tuple(float(value) for value in fitted.forecast(horizon))
+
+
+def require_statsmodels() -> None:
+    """Raises MissingExtraError without statsmodels, which ARIMA needs; to be called before anything is computed."""
+    try:
+        import statsmodels.tsa.arima.model  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError("statsmodels", extra="predict") from error
 
 
 def named_predictors(names: Sequence[str]) -> dict[str, Predictor]:

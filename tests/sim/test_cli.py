@@ -169,6 +169,33 @@ def test_the_simulator_needs_neither_torch_nor_deepspeed() -> None:
     assert found.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize(
+    ("module", "options", "extra"),
+    [
+        ("matplotlib", ("--preset", "bert", "--duration-hours", "2", "--plot", "p.png"), "plot"),
+        ("statsmodels", ("--predictors",), "predict"),
+    ],
+)
+def test_a_missing_extra_is_named_before_anything_is_computed(
+    module: str,
+    options: tuple[str, ...],
+    extra: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(TRACE)
+    for name in [module, *(name for name in sys.modules if name.startswith(f"{module}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main([*options, "--trace", str(trace)]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    # Not the package's name: no index has it, and a stranger may register it there.
+    assert f"{module} is not installed" in output.err
+    assert output.err.endswith(f"""in the directory of this project's source, pip install ".[{extra}]" installs it\n""")
+
+
 def test_plots_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need the extra plot")
     target = tmp_path / "plot.png"

@@ -67,7 +67,7 @@ def test_arima_without_its_extra_says_which(monkeypatch: pytest.MonkeyPatch) -> 
         return real(name, *arguments, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(MissingExtraError, match=r"deepspeed_bamboo\[predict\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install .\.\[predict\]. installs"):
         arima([1, 2, 4, 3, 5, 6], 2)
 
 
