@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from deepspeed_bamboo.cloud.scripted import load_script
-from deepspeed_bamboo.config import SECTION
+from deepspeed_bamboo.config import SECTION, BambooConfig
+from deepspeed_bamboo.coordination.guard import EtcdGuard
 from deepspeed_bamboo.elastic.settings_source import load_section
+from deepspeed_bamboo.errors import ConfigError
+from deepspeed_bamboo.events import check_directory
 from deepspeed_bamboo.faults import FaultScript
 
 
@@ -33,13 +39,31 @@ def run(arguments: argparse.Namespace) -> int:
             f'"{SECTION}": {{}} turns the plugin on'
         )
         return 0
-    # What training would read besides, so that it is found wrong here and not at the start of the job.
-    FaultScript.of_job(config.faults, environment={})
-    if isinstance(config.notices.script, str):
-        load_script(config.notices.script, where="notices.script")
+    problems = list(_problems(config))
+    if problems:
+        raise problems[0] if len(problems) == 1 else ConfigError(*map(str, problems), where=arguments.configuration)
     print(config.model_dump_json(indent=2))
     if config.redundancy.mode == "auto":
         print('redundancy.mode "auto" begins lazy and says what it chooses and why: in the log, in an event, in status')
+    variable = config.coordinator.password_env
+    if variable is not None and not os.environ.get(variable):
+        print(f"coordinator.password_env: {variable} is not set here; it has to be where the job is started")
     if not config.enabled:
         print('"enabled" is false: this is plain DeepSpeed')
     return 0
+
+
+def _problems(config: BambooConfig) -> Iterator[ConfigError]:
+    """What the job would fail at besides: files that the section names, and a directory that nobody can write to."""
+    script = config.notices.script
+    steps: list[Callable[[], object]] = [
+        EtcdGuard.of(config.coordinator).files,
+        *([partial(load_script, script, where="notices.script")] if isinstance(script, str) else []),
+        *([partial(check_directory, config.event_log)] if config.event_log is not None else []),
+        partial(FaultScript.of_job, config.faults, environment={}),
+    ]
+    for step in steps:
+        try:
+            step()
+        except ConfigError as error:
+            yield error

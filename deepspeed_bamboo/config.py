@@ -131,7 +131,8 @@ class CoordinatorConfig(Section):
     def _check_guards(self) -> CoordinatorConfig:
         guards = [name for name in ("username", "ca_cert", "cert", "key") if getattr(self, name) is not None]
         if guards and not self.endpoints:
-            raise ValueError(f"{', '.join(guards)} say how to reach your own etcd; name it in endpoints, too")
+            says = "says" if len(guards) == 1 else "say"
+            raise ValueError(f"{', '.join(guards)} {says} how to reach your own etcd; name it in endpoints, too")
         if (self.username is None) != (self.password_env is None):
             raise ValueError("username and password_env go together; give both or none")
         if (self.cert is None) != (self.key is None):

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from deepspeed_bamboo.errors import ConfigError
-from deepspeed_bamboo.suggest import choose_from
+from deepspeed_bamboo.suggest import choose_from, did_you_mean, nearest
 
 
 def describe(error: ValidationError, *, model: type[BaseModel], section: str) -> tuple[str, ...]:
@@ -20,10 +20,25 @@ def describe(error: ValidationError, *, model: type[BaseModel], section: str) ->
         name = ".".join([section, *map(str, path)])
         if finding["type"] == "extra_forbidden":
             owner = _model_at(path[:-1], model=model)
-            sentences[name] = f"unknown key {name}: {choose_from(path[-1], owner.model_fields)}"
+            near = _meant(str(path[-1]), owner=owner, model=model, section=section)
+            sentences[name] = f"unknown key {name}{did_you_mean(near, owner.model_fields)}"
         else:
             sentences.setdefault(name, _describe_value(finding, name=name, field=_field_at(path, model=model)))
     return tuple(sentences.values())
+
+
+def _meant(key: str, *, owner: type[BaseModel], model: type[BaseModel], section: str) -> str | None:
+    """What the unknown ``key`` of ``owner`` was meant to be: the same key elsewhere, with its place, or a near one."""
+    elsewhere = [place for place in _places(model, section) if place.rpartition(".")[2] == key]
+    return elsewhere[0] if elsewhere else nearest(key, owner.model_fields)
+
+
+def _places(model: type[BaseModel], name: str) -> Iterator[str]:
+    """Every key there is, with the sections that it is in: ``bamboo.redundancy.mode``."""
+    for key, field in model.model_fields.items():
+        yield f"{name}.{key}"
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _places(field.annotation, f"{name}.{key}")
 
 
 def _describe_value(finding: Any, *, name: str, field: FieldInfo | None) -> str:

@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import re
+import tempfile
 import threading
 import time
 from collections import deque
@@ -47,6 +48,28 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _KEPT_IN_MEMORY = 1000
 
 logger = logging.getLogger(__name__)
+
+
+def check_directory(directory: str | os.PathLike[str]) -> None:
+    """Raise ConfigError where no event log can be made in ``directory``, as far as this machine sees it.
+
+    Leaves nothing behind, not even the directory. A full disk is nothing to be refused for: see :class:`EventLog`.
+    """
+    place = Path(directory)
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        # Names of its own, so that it disturbs nobody who uses or makes the directory just now.
+        if place == Path(directory):
+            tempfile.TemporaryFile(dir=place).close()
+        else:
+            Path(tempfile.mkdtemp(dir=place, prefix=".bamboo-")).rmdir()
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise ConfigError(
+                f"event_log is {os.fspath(directory)!r}, and {place} can't be written to ({error.strerror}); name a "
+                "directory that you may write to, or one that can be made"
+            ) from error
 
 
 class EventLog:

@@ -47,6 +47,11 @@ FURTHER_POINTS = ("commit", "gather", "save", "load")
 SIGNALS = ("KILL", "STOP", "TERM", "NOTICE")
 
 _DEFAULTS: Mapping[str, Any] = {"pipeline": 0, "signal": "KILL", "attempt": 0}
+_REQUIRED: Mapping[str, str] = {
+    "step": "say in which step it strikes, from 0 up",
+    "stage": "say which stage's worker it hits, from 0 up",
+    "at": f"say just before what: {', '.join(INSTRUCTIONS)}, or a point of a recovery ({', '.join(RECOVERY_POINTS)})",
+}
 _COUNTS = ("step", "pipeline", "stage", "attempt", "micro_batch")
 
 
@@ -179,7 +184,7 @@ def _parse_fault(item: object) -> tuple[list[str], Fault | None]:
         return [f'got {item!r}; write an object such as {{"step": 3, "stage": 2, "at": "forward"}}'], None
     names = [field.name for field in fields(Fault)]
     problems = [f"unknown key {choose_from(key, names)}" for key in item if key not in names]
-    problems += [f"{key!r} is missing; say which {key}" for key in ("step", "stage", "at") if key not in item]
+    problems += [f"{key!r} is missing; {remedy}" for key, remedy in _REQUIRED.items() if key not in item]
     values = {**_DEFAULTS, **{key: item[key] for key in names if key in item}}
     if values.get("at") in PER_MICRO_BATCH:
         values.setdefault("micro_batch", 0)

@@ -25,22 +25,32 @@ def read_sites(path: Path) -> list[WorkerSite]:
     """The workers in ``path``; an empty or missing zone is not known.
 
     A file that starts with a bracket is JSON, anything else CSV, with a heading of the columns that it has, or
-    without one. Raises ConfigError for what is neither, and OSError for a file that can't be read.
+    without one. Raises ConfigError for what is neither, and for a file that can't be read.
     """
-    text = path.read_text(encoding="utf-8")
+    text = _read(path, remedy=f"give the file of workers, as {_FORM}")
     is_json = text.lstrip().startswith(("[", "{"))
     rows = _json_rows(text, path) if is_json else _csv_rows(text, path)
     return [_site(row, place=place, path=path) for place, row in rows]
 
 
 def read_placement(path: Path) -> Placement:
-    """The placement in ``path``, as ``ds_bamboo plan --write`` wrote it. Raises ConfigError or OSError."""
+    """The placement in ``path``, as ``ds_bamboo plan --write`` wrote it. Raises ConfigError."""
+    text = _read(path, remedy="give a file written by ds_bamboo plan --write")
     try:
-        return Placement.from_json(json.loads(path.read_text(encoding="utf-8")))
+        return Placement.from_json(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"no placement: {error!r}; give a file written by ds_bamboo plan --write", where=str(path)
         ) from error
+
+
+def _read(path: Path, *, remedy: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"can't be read ({error.strerror}); {remedy}", where=str(path)) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"is no text ({error.reason}); {remedy}", where=str(path)) from error
 
 
 def _json_rows(text: str, path: Path) -> Iterator[tuple[str, list[Any]]]:

@@ -55,7 +55,11 @@ def run(args: argparse.Namespace) -> int:
         decision = decide(grid, read_sites(args.nodes), current=current, most=args.most)
         if args.write is not None:
             args.write.write_text(json.dumps(decision.placement.to_json()) + "\n", encoding="utf-8")
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        print(f"ds_bamboo plan: --write {args.write}: can't be written ({error.strerror}); give another path",
+              file=sys.stderr)  # fmt: skip
+        return 2
+    except ValueError as error:
         print(f"ds_bamboo plan: {error}", file=sys.stderr)
         return 2
     print("\n".join(plan_lines(decision, current=current)))

@@ -16,6 +16,10 @@ def nearest(value: object, valid: Iterable[str], *, similarity: float = 0.6) -> 
 def choose_from(value: object, valid: Iterable[str]) -> str:
     """``'lzay'; did you mean 'lazy'? Valid are: off, lazy, eager, full``."""
     names = tuple(valid)
-    near = nearest(value, names)
+    return f"{value!r}{did_you_mean(nearest(value, names), names)}"
+
+
+def did_you_mean(near: str | None, valid: Iterable[str]) -> str:
+    """What follows the value: ``; did you mean 'lazy'? Valid are: off, lazy, eager, full``."""
     question = f"; did you mean {near!r}?" if near else "."
-    return f"{value!r}{question} Valid are: {', '.join(names)}"
+    return f"{question} Valid are: {', '.join(valid)}"

@@ -43,6 +43,7 @@ from deepspeed_bamboo.elastic.settings_source import find_source, load_section
 from deepspeed_bamboo.elastic.slot import Slot, key_part, slot_from_environment
 from deepspeed_bamboo.elastic.supervisor import MAX_RESTARTS
 from deepspeed_bamboo.errors import BambooError
+from deepspeed_bamboo.events import check_directory
 
 WORKER_MODULE = "deepspeed_bamboo.runtime.main"
 
@@ -82,6 +83,8 @@ def _run(line: CommandLine) -> int:
         surroundings = look_around(config.notices, zones=config.topology.zones, environment=os.environ)
         slot = replace(slot, zone=surroundings.identity.zone)
         EtcdGuard.of(config.coordinator).check(os.environ)
+        if config.event_log is not None:
+            check_directory(config.event_log)
         speaks = True
         return run_slot(slot, line, config, notices=notice_plan(config.notices, surroundings))
     except BambooError as error:

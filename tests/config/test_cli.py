@@ -71,6 +71,58 @@ def test_check_reads_the_files_that_the_section_names(
     assert expected.replace("FILE", str(file)) in capsys.readouterr().err
 
 
+NOWHERE = "event_log is '/proc/nope', and /proc can't be written to (No such file or directory); name a directory"
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"event_log": "/proc/nope"}, [NOWHERE]),
+        ({"event_log": "FILE/below"}, ["event_log is 'FILE/below', and FILE can't be written to (Not a directory)"]),
+        (
+            {"coordinator": {"endpoints": ["a:1"], "ca_cert": "/nope.pem"}},
+            ["coordinator.ca_cert is '/nope.pem', which can't be read (No such file or directory); name a PEM file"],
+        ),
+        (
+            {"coordinator": {"endpoints": ["a:1"], "ca_cert": "FILE"}, "event_log": "/proc/nope", "faults": "/nope"},
+            ["3 problems in FILE:", "ca_cert is 'FILE', which is no PEM file", NOWHERE, "fault script /nope"],
+        ),
+    ],
+)
+def test_check_looks_at_files_and_at_the_event_log_as_the_job_will(
+    section: dict[str, object], expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"bamboo": section}).replace("FILE", str(path)))
+    assert main(["check", str(path)]) == 1
+    error = capsys.readouterr().err
+    for text in expected:
+        assert text.replace("FILE", str(path)) in error
+
+
+def test_check_leaves_no_directory_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, there = tmp_path / "ds.json", tmp_path / "there"
+    there.mkdir()
+    for directory in (there, tmp_path / "runs" / "one"):
+        path.write_text(json.dumps({"bamboo": {"event_log": str(directory)}}))
+        assert main(["check", str(path)]) == 0, capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == [path, there]
+
+
+def test_check_says_that_a_password_is_not_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is no error: the job may be started elsewhere."""
+    path = tmp_path / "ds.json"
+    etcd = {"endpoints": ["a:1"], "username": "u", "password_env": "SOME_PASSWORD"}
+    path.write_text(json.dumps({"bamboo": {"coordinator": etcd}}))
+    for value, told in (("", True), ("secret", False)):
+        monkeypatch.setenv("SOME_PASSWORD", value)
+        assert main(["check", str(path)]) == 0
+        output = capsys.readouterr().out
+        assert ("SOME_PASSWORD is not set here" in output) is told and "secret" not in output
+
+
 def test_check_does_not_import_deepspeed_which_prints_warnings(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text("{'bamboo': {'seed': 1},}  # as DeepSpeed reads it")

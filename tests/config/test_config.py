@@ -50,6 +50,11 @@ def test_suspicion_follows_the_lease_unless_set() -> None:
     ("section", "expected"),
     [
         ({"redundncy": {}}, ["bamboo.redundncy", "'redundancy'"]),
+        ({"redundncy": {}}, ["unknown key bamboo.redundncy; did you mean 'redundancy'? Valid are: enabled, "]),
+        ({"mode": "lazy"}, ["unknown key bamboo.mode; did you mean 'bamboo.redundancy.mode'? Valid are: enabled, "]),
+        ({"dir": "x"}, ["did you mean 'bamboo.checkpoint.dir'?"]),
+        ({"redundancy": {"seed": 1}}, ["did you mean 'bamboo.seed'? Valid are: mode, "]),
+        ({"topology": {"sigterm": "drain"}}, ["did you mean 'bamboo.notices.sigterm'?"]),
         ({"redundancy": {"offlod": "cpu"}}, ["bamboo.redundancy.offlod", "'offload'", "memory_limit_gigabytes"]),
         ({"redundancy": {"mode": "lzay"}}, ["'lzay'", "did you mean 'lazy'", "off, lazy, eager, full"]),
         ({"redundancy": {"mode": "x" * 9}}, ["Valid are: off, lazy, eager, full"]),

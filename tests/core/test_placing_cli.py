@@ -67,6 +67,17 @@ def test_a_written_plan_is_read_as_the_current_one(nodes: Path, capsys: pytest.C
     assert capsys.readouterr().out.count(" stays\n") == 4
 
 
+@pytest.mark.parametrize("option", ["--nodes", "--current", "--write"])
+def test_a_file_that_cannot_be_used_is_named_with_a_remedy(
+    option: str, nodes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"--nodes": str(nodes), "--pipelines": "1", "--stages": "4", option: "/proc/nope"}
+    assert main(["plan", *(part for pair in options.items() for part in pair)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"ds_bamboo plan: {'--write ' if option == '--write' else ''}/proc/nope: can't be ")
+    assert "; give " in error and "Errno" not in error
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [

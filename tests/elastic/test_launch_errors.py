@@ -91,6 +91,10 @@ def test_without_any_configuration_the_user_is_told_that_nothing_is_protected(tm
     assert "--bamboo_config FILE" in result.stderr
 
 
+def test_an_event_log_that_nobody_can_write(tmp_path: Path) -> None:
+    check(run(tmp_path, {"bamboo": {"event_log": "/proc/nope"}}), "event_log is '/proc/nope'", "name a directory")
+
+
 def test_missing_script(tmp_path: Path) -> None:
     check(run(tmp_path, {"bamboo": {}}, script="trian.py"), "'trian.py'", "check the path")
 
