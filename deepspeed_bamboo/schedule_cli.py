@@ -38,12 +38,11 @@ def add_parser(subparsers: _SubParsers) -> None:
     parser.add_argument("--micro-batches", type=int, required=True, metavar="M", help="micro-batches of an iteration")
     parser.add_argument("--pipelines", type=int, default=1, metavar="D", help="pipelines (default: 1)")
     modes = [mode.value for mode in (Mode.OFF, Mode.LAZY, Mode.EAGER, Mode.FULL)]
-    parser.add_argument("--mode", choices=modes, default=Mode.EAGER.value, help="redundancy.mode (default: eager)")
-    offload = RedundancyConfig.model_fields["offload"].default
+    mode, offload = (RedundancyConfig.model_fields[name].default for name in ("mode", "offload"))
+    parser.add_argument("--mode", choices=modes, default=mode, help=f"redundancy.mode (default: {mode})")
     parser.add_argument(
         "--offload",
         choices=get_args(OffloadTarget),
-        default=offload,
         help=f"redundancy.offload, for eager (default: {offload})",
     )
     parser.add_argument("--overlap", action="store_true", help="redundancy.overlap, for eager")
@@ -56,11 +55,14 @@ def add_parser(subparsers: _SubParsers) -> None:
         help="stage of pipeline 0 to lose; repeat for more",
     )
     parser.add_argument(
-        "--at", type=int, metavar="STEP", help="time slot at whose beginning they are lost (default: 0)"
+        "--at",
+        type=int,
+        metavar="SLOT",
+        help="time slot at whose beginning they are lost (default: in the middle of the iteration)",
     )
     parser.add_argument("--forward-slots", type=int, default=1, metavar="N", help="slots of a forward (default: 1)")
     parser.add_argument("--backward-slots", type=int, default=2, metavar="N", help="slots of a backward (default: 2)")
-    parser.add_argument("--programs", action="store_true", help="list every worker's instructions without a loss too")
+    parser.add_argument("--programs", action="store_true", help="list every worker's instructions as well")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace (JSON); nothing if not given")
     parser.add_argument(
         "--picture", type=Path, metavar="FILE", help="write a picture (needs the plot extra: matplotlib)"
@@ -97,7 +99,7 @@ def _scenario(args: argparse.Namespace) -> _Shown:
     grid = Grid(args.pipelines, args.stages)
     placement = Placement.initial(grid, [f"w{rank}" for rank in range(len(grid))])
     costs = Costs(args.forward_slots, args.backward_slots)
-    mode = Mode.planned(args.mode, offload=args.offload, overlap=args.overlap)
+    mode = _mode(args)
     plan = plan_iteration(placement, micro_batches=args.micro_batches, mode=mode, costs=costs)
     execution = verify(plan, costs=costs)
     lines = [
@@ -115,8 +117,21 @@ def _scenario(args: argparse.Namespace) -> _Shown:
         if args.at is not None:
             raise ValueError(f"--at {args.at} without --lost; name the stage that is lost")
         return _Shown(plan, execution, tuple(lines))
-    recovered = _recovery(plan, execution, lost=args.lost, at=args.at or 0, costs=costs)
-    return _Shown(recovered.plan, recovered.execution, (*lines, "", *recovered.lines))
+    at = length(execution.timeline) // 2 if args.at is None else args.at
+    recovered = _recovery(plan, execution, lost=args.lost, at=at, costs=costs)
+    lines += ["", *recovered.lines]
+    if args.programs:
+        lines += ["", *_programs(recovered.plan)]
+    return _Shown(recovered.plan, recovered.execution, tuple(lines))
+
+
+def _mode(args: argparse.Namespace) -> Mode:
+    """The mode to plan. Raises ValueError for options that would change nothing in it."""
+    if args.mode != Mode.EAGER.value and (args.overlap or args.offload is not None):
+        option = "--overlap" if args.overlap else f"--offload {args.offload}"
+        raise ValueError(f"{option} changes the schedule of mode eager only, and this is {args.mode}; add --mode eager")
+    offload = args.offload or RedundancyConfig.model_fields["offload"].default
+    return Mode.planned(args.mode, offload=offload, overlap=args.overlap)
 
 
 def _figures(plan: Plan, execution: Execution, costs: Costs) -> list[str]:
@@ -161,7 +176,7 @@ def _recovery(plan: Plan, undisturbed: Execution, *, lost: Sequence[int], at: in
     if bad:
         raise ValueError(f"--lost {bad[0]} is no stage; they are 0..{before.grid.stages - 1}")
     if not 0 <= at <= end:
-        raise ValueError(f"--at {at} is outside the iteration; its slots are 0..{end}")
+        raise ValueError(f"--at {at} is outside the iteration; its slots are 0..{end - 1} ({end}: after the last)")
     cut = interpret(plan, costs=costs, until=at)
     after, fatal = before.without(before.owner(Coordinate(0, stage)) for stage in lost)
     if after is None:
@@ -182,14 +197,12 @@ def _recovery(plan: Plan, undisturbed: Execution, *, lost: Sequence[int], at: in
     names = ", ".join(str(Coordinate(0, stage)) for stage in lost)
     slots = length(execution.timeline)
     lines = (
-        f"lost at slot {at}: {names}. The rest of the iteration:",
+        f"lost at slot {at}: {names}. The rest of the iteration, its slots counted from there:",
         "",
         text_grid(execution.timeline, placement=after),
         "",
         *_repeated(before, after, cut, execution),
         f"extra time: {at + slots - end} slots ({(at + slots) / end - 1:.1%}), the pause not counted",
-        "",
-        *_programs(rest),
     )
     return _Shown(rest, execution, lines)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_bamboo.config import RedundancyConfig
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.instructions import Op
 from deepspeed_bamboo.core.placement import Placement
@@ -103,13 +104,18 @@ def schedule(*options: str) -> int:
 
 
 def test_command_draws_and_states(capsys: pytest.CaptureFixture[str]) -> None:
-    assert schedule("--stages", "4", "--micro-batches", "6") == 0
+    assert schedule("--stages", "4", "--micro-batches", "6", "--mode", "eager") == 0
     out = capsys.readouterr().out
     assert "0.0 w0 F0 F1 F2 F3 f0 f1 f2 f3  .  . B0" in out
     assert "bubbles: 33.3% of 4 x 27 slots without redundancy" in out
     assert "FRC in bubbles: 17 of 24 (70.8%); the others are left out" in out
     assert "extra time: 0 slots (0.0%)" in out
     assert "program of" not in out
+
+
+def test_command_draws_the_mode_that_is_the_configurations_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert schedule("--stages", "4", "--micro-batches", "6") == 0
+    assert f"6 micro-batches, mode {RedundancyConfig().mode};" in capsys.readouterr().out
 
 
 def test_command_states_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,13 +127,25 @@ def test_command_states_what_does_not_fit(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_command_shows_the_recovery_of_a_loss(capsys: pytest.CaptureFixture[str]) -> None:
-    assert schedule("--stages", "3", "--micro-batches", "4", "--mode", "lazy", "--lost", "1", "--at", "7") == 0
+    options = ("--stages", "3", "--micro-batches", "4", "--mode", "lazy", "--lost", "1", "--at", "7")
+    assert schedule(*options, "--programs") == 0
     out = capsys.readouterr().out
-    assert "lost at slot 7: 0.1. The rest of the iteration:" in out
+    assert "lost at slot 7: 0.1. The rest of the iteration, its slots counted from there:" in out
     assert "0.1: worker w0 takes over from w1; it repeats 2 of 2 forwards and 1 of 1 backwards" in out
-    assert "program of w0:\n  SEND_ACTIVATION 0.0 0, SEND_ACTIVATION 0.0 1, " in out
-    assert "program of w1" not in out
-    assert "extra time: " in out
+    undisturbed, rest = out.split("lost at slot 7")
+    assert "program of w1:" in undisturbed
+    assert "program of w0:\n  SEND_ACTIVATION 0.0 0, SEND_ACTIVATION 0.0 1, " in rest
+    assert "program of w1" not in rest
+    assert "extra time: " in rest
+    assert schedule(*options) == 0
+    assert "program of" not in capsys.readouterr().out
+
+
+def test_a_loss_without_a_place_is_one_in_the_middle_of_the_iteration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert schedule("--stages", "4", "--micro-batches", "8", "--lost", "2") == 0
+    out = capsys.readouterr().out
+    assert "lost at slot 16: 0.2." in out
+    assert "it repeats 5 of 5 forwards and 3 of 3 backwards" in out
 
 
 def test_command_writes_trace_and_picture(tmp_path: Path) -> None:
@@ -153,8 +171,13 @@ def test_command_without_matplotlib_says_how_to_get_it(
     [
         (("--stages", "0"), "at least 1 pipeline and 1 stage"),
         (("--stages", "2", "--lost", "2"), "--lost 2 is no stage; they are 0..1"),
-        (("--stages", "2", "--lost", "1", "--at", "99"), "--at 99 is outside the iteration; its slots are 0..15"),
+        (
+            ("--stages", "2", "--lost", "1", "--at", "99"),
+            "--at 99 is outside the iteration; its slots are 0..14 (15: after the last)",
+        ),
         (("--stages", "2", "--at", "3"), "--at 3 without --lost"),
+        (("--stages", "2", "--overlap"), "--overlap changes the schedule of mode eager only, and this is lazy"),
+        (("--stages", "2", "--mode", "full", "--offload", "none"), "--offload none changes the schedule of mode eager"),
         (("--stages", "2", "--lost", "0", "--lost", "1"), "no live worker holds 0.0, 0.1"),
         (("--stages", "2", "--backward-slots", "0"), "at least 1 slot"),
     ],
@@ -171,8 +194,8 @@ def test_command_refuses_what_cannot_be(
 @pytest.mark.parametrize(
     ("options", "share"),
     [
-        (("--overlap",), "FRC in bubbles: 24 of 24 (100.0%); the others overlap"),
-        (("--offload", "recompute"), "FRC in bubbles: 14 of 24 (58.3%); the others are left out"),
+        (("--mode", "eager", "--overlap"), "FRC in bubbles: 24 of 24 (100.0%); the others overlap"),
+        (("--mode", "eager", "--offload", "recompute"), "FRC in bubbles: 14 of 24 (58.3%); the others are left out"),
         (("--mode", "lazy"), "4 x 27 slots without redundancy"),
     ],
 )
@@ -184,5 +207,5 @@ def test_command_takes_the_settings_of_the_configuration(
 
 
 def test_command_draws_a_single_worker_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert schedule("--stages", "1", "--micro-batches", "2") == 0
+    assert schedule("--stages", "1", "--micro-batches", "2", "--mode", "eager") == 0
     assert "extra time: 0 slots" in capsys.readouterr().out
