@@ -84,10 +84,18 @@ def plan_lines(decision: Decision, *, current: Placement | None = None) -> list[
         *_table(("loss of zone", *_LOSS_COLUMNS), [_loss_row(placement, name, lost) for name, lost in zones]),
         "",
         *_table(("loss of node", *_LOSS_COLUMNS), [_loss_row(placement, name, lost) for name, lost in nodes]),
+        "",
+        *_LEGEND,
     ]  # fmt: skip
 
 
-_LOSS_COLUMNS = ("workers", "taken over", "copied", "unprotected", "outcome")
+_LOSS_COLUMNS = ("workers", "taken over", "copied", "shadow lost", "outcome")
+_LEGEND = (
+    "neighbours: a coordinate and the next stage's in its pipeline (with one stage: the next pipeline's)",
+    "taken over: coordinates that go on at the worker with their shadow. copied: at one with the same stage of another",
+    "pipeline. shadow lost: coordinates that go on where they are, unprotected until they have a new shadow. FATAL:",
+    "nobody has these coordinates any more; the job ends, and goes on from its last checkpoint when started again",
+)
 
 
 def _coordinate_rows(decision: Decision, current: Placement | None) -> Iterator[tuple[str, ...]]:

@@ -62,13 +62,12 @@ class Decision:
         """Why this placement, in words, one line a goal."""
         owners = [worker for _, worker in self.placement.owners]
         load = [owners.count(worker) for worker in self.sites.workers]
-        moved = f"moved to owners: {self.bytes_moved} {self.unit}"
-        why = "the fewest" if self.proven else f"the fewest found; at least {self.least_bytes} must be"
+        moved = f"moved to new owners: {f'{self.bytes_moved} {self.unit}' if self.bytes_moved else 'nothing'}"
+        why = "the fewest possible" if self.proven else f"the fewest found; at least {self.least_bytes} have to move"
         return "\n".join(
             (
                 self.bound.reason,
-                f"reached: {self.pairs.node} on one node, {self.pairs.zone} in one zone",
-                f"{moved} ({why})",
+                f"{moved} ({why})" if self.bytes_moved else moved,
                 f"load: {min(load)} to {max(load)} coordinates a worker, {self.most} at most",
             )
         )

@@ -140,13 +140,12 @@ def _least(rings: Rings, room: Sequence[int]) -> int:
 
 def _why(rings: Rings, room: Sequence[int], pairs: int, *, domain: str) -> str:
     total, short = rings.count * rings.length, _short(rings, room)
-    if rings.pairs == 0:
-        return f"one {domain}: a single coordinate has no neighbour"
-    rule = f"a {domain} can host {rings.free} of the {total} coordinates without a pair of neighbours inside it"
+    found = f"neighbours on one {domain}" if domain == "node" else f"neighbours in one {domain}"
     if pairs == 0:
-        return f"one {domain}: 0 pairs must be; {rule}, and the {len(room)} have room for {total - short} in that way"
-    step = "2 pairs" if rings.length % 2 == 0 else f"1 pair for the first {rings.count} and 2 for those after"
+        return f"{found}: none"
+    domains = f"one {domain}" if len(room) == 1 else f"{len(room)} {domain}s"
     return (
-        f"one {domain}: {pairs} of {rings.pairs} pairs must be; {rule}; the {len(room)} have room for "
-        f"{total - short} in that way, and each of the {short} left over makes {step}"
+        f"{found}: {pairs} of {rings.pairs} pairs, the fewest possible: {domains} can take {total - short} of the "
+        f"{total} coordinates without two neighbours on the same, and the {short} left over make {pairs} pair"
+        f"{'' if pairs == 1 else 's'}"
     )

@@ -75,7 +75,8 @@ def test_known_minima(zones: str, grid: Grid, node: int, zone: int) -> None:
     sites = Sites.of(WorkerSite(f"w{i}", f"n{i}", name) for i, name in enumerate(zones))
     bound = fewest_pairs(grid, sites, most=-(-len(grid) // len(zones)))
     assert (bound.pairs.node, bound.pairs.zone) == (node, zone)
-    assert f"one node: {node} " in bound.reason or len(grid) == 1
+    assert f"neighbours on one node: {f'{node} of ' if node else 'none'}" in bound.reason
+    assert f"neighbours in one zone: {f'{zone} of ' if zone else 'none'}" in bound.reason
 
 
 @settings(max_examples=60, deadline=None)
