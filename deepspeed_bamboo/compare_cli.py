@@ -17,8 +17,9 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "compare",
         help="compare the event logs of two runs bit by bit",
-        description="Prints the losses of two runs side by side, the parts of each pause, and whether losses and "
-        "digests are bitwise equal. Exit code 1 when they are not, or when a condition below is not met.",
+        description="Prints the training losses of two runs side by side, the parts of each pause, and whether these "
+        "losses and the digests are bitwise equal; what eval_batch returned is not in event logs. Exit code 1 when "
+        "they are not, or when a condition below is not met.",
     )
     parser.add_argument("reference", type=Path, help="event log directory of the undisturbed run")
     parser.add_argument("other", type=Path, help="event log directory of the run to compare with it")
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     for problem in problems:
         print(f"NOT AS IT SHOULD BE: {problem}")
     if not problems:
-        print(f"equal: every loss and the digest, bit for bit; the loss fell by {reference.fall:.0%}")
+        print(f"equal: every training loss and the digest, bit for bit; the loss fell by {reference.fall:.0%}")
     return 1 if problems else 0
 
 

@@ -112,7 +112,7 @@ class TestCommand:
         output = capsys.readouterr().out
         assert "0.1 lost and taken over" in output
         assert "pause  0.100 s: detect 0.010 s, abort 0.020 s, regroup 0.030 s, recompute 0.040 s" in output
-        assert "the loss fell by 50%" in output
+        assert "equal: every training loss and the digest, bit for bit; the loss fell by 50%" in output
 
     @pytest.mark.parametrize(
         ("losses", "digest", "failover", "expected"),
