@@ -1,13 +1,14 @@
 """All policies on the published traces: one table, one plot.
 
-    python scripts/sim_report.py --traces ../shared/traces --out runs/sim-report
+    python scripts/sim_report.py --traces FOLDER --out runs/sim-report
 
+FOLDER has the published traces: aws-p3-us-east.csv and gcp-a100-us-east1b.txt (docs/simulator.md says where from).
 Needs the extra `plot`. Writes report.json and comparison.png to the folder and prints the table: the value of every
 policy on the p3 trace, its four one-hour segments and the GCP trace, and whether this project's policy beats Bamboo,
 checkpointing and Varuna there, and how near it is to the oracle. Two more tables, of docs/simulator.md:
 
-    python scripts/sim_report.py --sensitivity    what the rivals' restarts and our overheads would have to be
-    python scripts/sim_report.py --oddities       what each oddity of the authors' simulator is worth
+    python scripts/sim_report.py --traces FOLDER --sensitivity    other restarts of the rivals, other overheads of ours
+    python scripts/sim_report.py --traces FOLDER --oddities       what each oddity of the authors' simulator is worth
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def sensitivity_table(traces: dict[str, Trace]) -> Table:
     for restart, every in ((30, 60), (60, 60), (120, 60), (60, 600), (120, 600)):
         change: dict[str, object] = {"restart_seconds": restart, "checkpoint_seconds": every}
         rows.append((f"varuna, restart {restart}+14 s, checkpoints {every} s", "varuna", {"varuna": change}))
-    for lazy in (0.0, 0.04, 0.08, 0.12):
+    for lazy in (0.0, 0.01, 0.04, 0.08, 0.12):
         rows.append((f"{OURS}, replicas cost {lazy:.0%}", OURS, {"live": {"lazy_overhead": lazy}}))
     for hosting in (0.0, 0.05, 0.10):
         rows.append((f"{OURS}, hosting costs {hosting:.0%}", OURS, {"live": {"hosting_overhead": hosting}}))
@@ -133,7 +134,7 @@ def oddities_table(trace: Trace, *, seeds: int) -> Table:
 def main(arguments: Sequence[str]) -> int:
     """Print the tables and write the files; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=Path, default=Path("../shared/traces"), help="folder of the two trace files")
+    parser.add_argument("--traces", type=Path, required=True, help="folder of the two trace files")
     parser.add_argument("--out", type=Path, default=Path("runs/sim-report"), help="folder for the results")
     parser.add_argument("--presets", default="bert,gpt2", help="comma-separated (default bert,gpt2)")
     parser.add_argument("--sensitivity", action="store_true", help="print that table instead")
