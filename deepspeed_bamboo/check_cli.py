@@ -55,11 +55,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _problems(config: BambooConfig) -> Iterator[ConfigError]:
     """What the job would fail at besides: files that the section names, and a directory that nobody can write to."""
-    script = config.notices.script
+    script, checkpoints = config.notices.script, config.checkpoint.dir
+    folders = [("event_log", config.event_log)]
+    if checkpoints is not None and not checkpoints.startswith("s3://"):
+        folders.append(("checkpoint.dir", checkpoints))
     steps: list[Callable[[], object]] = [
         EtcdGuard.of(config.coordinator).files,
         *([partial(load_script, script, where="notices.script")] if isinstance(script, str) else []),
-        *([partial(check_directory, config.event_log)] if config.event_log is not None else []),
+        *(partial(check_directory, folder, setting=setting) for setting, folder in folders if folder is not None),
         partial(FaultScript.of_job, config.faults, environment={}),
     ]
     for step in steps:

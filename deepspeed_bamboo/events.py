@@ -50,8 +50,8 @@ _KEPT_IN_MEMORY = 1000
 logger = logging.getLogger(__name__)
 
 
-def check_directory(directory: str | os.PathLike[str]) -> None:
-    """Raise ConfigError where no event log can be made in ``directory``, as far as this machine sees it.
+def check_directory(directory: str | os.PathLike[str], *, setting: str = "event_log") -> None:
+    """Raise ConfigError where no file can be made in ``directory``, the value of ``setting``, as this machine sees it.
 
     Leaves nothing behind, not even the directory. A full disk is nothing to be refused for: see :class:`EventLog`.
     """
@@ -67,7 +67,7 @@ def check_directory(directory: str | os.PathLike[str]) -> None:
     except OSError as error:
         if error.errno not in _FULL:
             raise ConfigError(
-                f"event_log is {os.fspath(directory)!r}, and {place} can't be written to ({error.strerror}); name a "
+                f"{setting} is {os.fspath(directory)!r}, and {place} can't be written to ({error.strerror}); name a "
                 "directory that you may write to, or one that can be made"
             ) from error
 

@@ -78,6 +78,7 @@ NOWHERE = "event_log is '/proc/nope', and /proc can't be written to (No such fil
     ("section", "expected"),
     [
         ({"event_log": "/proc/nope"}, [NOWHERE]),
+        ({"checkpoint": {"dir": "/proc/nope"}}, [NOWHERE.replace("event_log", "checkpoint.dir")]),
         ({"event_log": "FILE/below"}, ["event_log is 'FILE/below', and FILE can't be written to (Not a directory)"]),
         (
             {"coordinator": {"endpoints": ["a:1"], "ca_cert": "/nope.pem"}},
