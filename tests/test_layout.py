@@ -1,4 +1,4 @@
-"""The directions of imports (DESIGN 3), and what the package offers at its top."""
+"""The directions of imports (architecture 3), and what the package offers at its top."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def routes(
     """Every route of a plan. ``redundant_ends``: up to which micro-batch it runs a shadow's FRC and BRC, if any.
 
     Between neighbour coordinates there is always one, on one worker too. A shadow's pass takes its input
-    from the neighbour coordinate when that is on the same worker, as it normally is (DESIGN 2), and
+    from the neighbour coordinate when that is on the same worker, as it normally is (architecture 2), and
     needs a route otherwise.
     """
     owners, shadows = dict(placement.owners), dict(placement.shadows)

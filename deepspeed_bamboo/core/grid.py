@@ -33,7 +33,7 @@ def _coordinates(pipelines: int, stages: int) -> tuple[Coordinate, ...]:
 
 @dataclass(frozen=True)
 class Grid:
-    """``pipelines`` x ``stages`` coordinates. Constant for the whole life of a job (DESIGN 6)."""
+    """``pipelines`` x ``stages`` coordinates. Constant for the whole life of a job (architecture 6)."""
 
     pipelines: int
     stages: int
@@ -55,7 +55,7 @@ class Grid:
         return 0 <= coordinate.pipeline < self.pipelines and 0 <= coordinate.stage < self.stages
 
     def predecessor(self, coordinate: Coordinate) -> Coordinate:
-        """The coordinate whose worker normally holds the shadow of ``coordinate`` (DESIGN 2).
+        """The coordinate whose worker normally holds the shadow of ``coordinate`` (architecture 2).
 
         The previous stage, cyclically; with one stage the same stage of the next pipeline.
         """

@@ -1,7 +1,7 @@
 """One step of a worker's program, as a small value with a text form.
 
 ``Instruction.parse(str(instruction)) == instruction``. The habit is that of torch's
-``distributed/pipelining/schedules.py`` (a schedule is data); the words are DESIGN's.
+``distributed/pipelining/schedules.py`` (a schedule is data); the words are those of docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Op(enum.Enum):
     __hash__ = object.__hash__
 
 
-# The end of every training program: in this order on every worker, all of it, after everything else (DESIGN 5).
+# The end of every training program: in this order on every worker, all of it, after everything else (architecture 5).
 TAIL = (Op.REDUCE_TIED, Op.REDUCE, Op.MIRROR, Op.COMMIT, Op.STEP)
 
 COMPUTE = frozenset({Op.FNC, Op.BNC, Op.FRC, Op.BRC})

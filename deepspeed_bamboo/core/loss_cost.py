@@ -14,7 +14,7 @@ class LossCost:
     """The consequences of one loss. Coordinates are in grid order.
 
     ``taken_over`` go to their shadow's worker, ``copied`` to one that has the same stage of another pipeline (only
-    where pipelines are alike), ``fatal`` are held by nobody: the last checkpoint is restored (DESIGN 2).
+    where pipelines are alike), ``fatal`` are held by nobody: the last checkpoint is restored (architecture 2).
     ``unprotected`` are those that live on and lose their shadow only.
     """
 

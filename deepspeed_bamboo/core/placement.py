@@ -13,13 +13,13 @@ WorkerId = str
 
 @dataclass(frozen=True)
 class Placement:
-    """Coordinates -> workers, plus shadows -> workers (DESIGN 2).
+    """Coordinates -> workers, plus shadows -> workers (architecture 2).
 
     ``owners`` names a worker for every coordinate of the grid. ``shadows`` names, for a coordinate,
     the worker that holds a valid replica of it; a coordinate without one is unprotected.
     Both are tuples of pairs in grid order, so that equal placements compare and hash equal.
     ``alike`` says that all pipelines hold the same state of a stage (several pipelines, no ZeRO), so that a
-    stage lost with its shadow can be copied from another pipeline (DESIGN 5).
+    stage lost with its shadow can be copied from another pipeline (architecture 5).
     """
 
     grid: Grid
@@ -96,7 +96,7 @@ class Placement:
     def without(self, lost: Iterable[WorkerId]) -> tuple[Placement | None, tuple[Coordinate, ...]]:
         """The placement after the workers in ``lost`` are gone, and the coordinates nobody alive holds.
 
-        A lost coordinate goes to its shadow's worker (DESIGN 5); it and everything shadowed by a
+        A lost coordinate goes to its shadow's worker (architecture 5); it and everything shadowed by a
         lost worker is unprotected until shadows are rebuilt. One that lost its shadow too goes, if pipelines
         are ``alike``, to a worker that has the same stage of another pipeline (see :meth:`copied_from`).
         When some coordinate has none of these, the loss is fatal: returns (None, those coordinates).
@@ -140,7 +140,7 @@ class Placement:
     def protected(self, workers: Iterable[WorkerId], *, confined: bool = False) -> Placement:
         """The same owners, with a shadow for every coordinate that has none, on another of ``workers``.
 
-        Preferred is the worker of the predecessor (DESIGN 2), else the one that holds least, the first in
+        Preferred is the worker of the predecessor (architecture 2), else the one that holds least, the first in
         order among equals. Existing shadows stay. With a single worker nothing can be protected.
         ``confined``: a worker has the data of its own pipeline only, so first and last stages, which need them, get
         a shadow on a worker of their pipeline or none.

@@ -1,4 +1,4 @@
-"""Placing: workers with their nodes and zones, and what is where now -> owners and shadows (DESIGN 6).
+"""Placing: workers with their nodes and zones, and what is where now -> owners and shadows (architecture 6).
 
 Goals, each weighing more than all after it:
 

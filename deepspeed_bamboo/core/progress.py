@@ -12,7 +12,7 @@ class CoordinateProgress(NamedTuple):
     """Counts: micro-batches ``0 .. n-1`` are done, since everything happens in micro-batch order.
 
     ``CoordinateProgress()`` is the start of an iteration. The first stage receives no activations and
-    the last no gradients; only these two load. Only what was seen complete counts (DESIGN 5).
+    the last no gradients; only these two load. Only what was seen complete counts (architecture 5).
     """
 
     loaded: int = 0

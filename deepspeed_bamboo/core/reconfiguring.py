@@ -1,4 +1,4 @@
-"""Reconfiguration: which workers take part from the next iteration on, and who hosts what then (DESIGN 6).
+"""Reconfiguration: which workers take part from the next iteration on, and who hosts what then (architecture 6).
 
 A pure decision that one worker makes for all: from who is there, who wants to join and who has to leave.
 """

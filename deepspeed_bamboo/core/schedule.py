@@ -13,8 +13,8 @@ from deepspeed_bamboo.core.placement import Placement, WorkerId
 
 
 class Mode(enum.Enum):
-    """What a plan contains: the values of ``redundancy.mode`` (DESIGN 4), for eager three of them, and forward-only
-    evaluation. ``eager`` itself runs every redundant forward, which ``redundancy.overlap`` asks for; the other two
+    """What a plan contains: the values of ``redundancy.mode``, for eager three of them, and forward-only evaluation.
+    ``eager`` itself runs every redundant forward, which ``redundancy.overlap`` asks for; the other two
     run those that fit into bubbles, EAGER_RECOMPUTE with the offload ``recompute``.
     """
 

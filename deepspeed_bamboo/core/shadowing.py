@@ -1,4 +1,4 @@
-"""Where shadows go: with the predecessor (DESIGN 2), unless the owner's zone or node would take both."""
+"""Where shadows go: with the predecessor (architecture 2), unless the owner's zone or node would take both."""
 
 from __future__ import annotations
 

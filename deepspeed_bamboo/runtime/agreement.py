@@ -1,6 +1,6 @@
 """All workers hand in a value and get everybody's: nobody sees the result before all have handed in.
 
-That is the agreement of DESIGN 5 (commit rule): whoever has seen it knows that every worker had come this
+That is the agreement of architecture 5 (commit rule): whoever has seen it knows that every worker had come this
 far. It goes up a tree to the first worker of the epoch, and the result down again; so no worker talks to more
 than FAN_OUT others below it, however many there are, and up to FAN_OUT + 1 workers need one hop each way.
 """

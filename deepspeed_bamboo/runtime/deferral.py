@@ -5,7 +5,7 @@ the input is there, that time is lost. So the passes that consume one received m
 the receive, and the host waits for the message afterwards: before it launches anything that others could see (the
 next send) or that can't be taken back (adding gradients to their sums), and before it does anything else. Whatever
 happened by then to this worker's state is undone if the message turns out never to come, and the worker stands where
-it would if it had been interrupted in the receive (DESIGN 5, valid data only).
+it would if it had been interrupted in the receive (architecture 5, valid data only).
 
 Not undone is what a layer keeps in Python: one that counts its forwards counts those too.
 """

@@ -222,7 +222,7 @@ class Executor:
         _advance(replica, forwards=micro_batch + 1)
 
     def _redundant_forward(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
-        """The shadow's forward; its input is what the predecessor, hosted here, has just produced (DESIGN 1)."""
+        """The shadow's forward; its input is what the predecessor, hosted here, has just produced (architecture 1)."""
         due = self._redundant.due(replica, micro_batch)
         if due is None:
             return

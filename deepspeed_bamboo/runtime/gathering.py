@@ -2,7 +2,7 @@
 
 They are too much for an agreement, and too much for a report after a loss. So they travel from owner to owner, and
 from there to the shadow, as device tensors do; the agreement that follows only says that everybody has them. Whoever
-took part in it can finish the step by itself (DESIGN 5, commit rule), and if nobody has seen it all is sent again.
+took part in it can finish the step by itself (architecture 5, commit rule); if nobody has seen it, all is sent again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The end of an iteration: reduce, mirror to the shadows, agree, step (DESIGN 5, commit rule).
+"""The end of an iteration: reduce, mirror to the shadows, agree, step (architecture 5, commit rule).
 
 Before the agreement everything can be undone: gradients are put back to what they were before the
 reduction. After it every worker steps, whatever happens.

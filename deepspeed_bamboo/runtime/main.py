@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare_nccl() -> None:
-    """Settings under which communicators can be aborted without ending the process (DESIGN 8)."""
+    """Settings under which communicators can be aborted without ending the process (architecture 8)."""
     for name, value in (
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
         ("TORCH_NCCL_ENABLE_MONITORING", "0"),

@@ -17,7 +17,7 @@ class MicroBatchSource:
     """Pulls from an iterator in order and remembers what an iteration has pulled.
 
     A retried or taken-over micro-batch is therefore the same object, and the iterator advances exactly
-    once per micro-batch and committed iteration, on every worker (DESIGN 6: sample order).
+    once per micro-batch and committed iteration, on every worker (architecture 6: sample order).
     """
 
     def __init__(self, iterator: Iterator[Any] | None = None, *, first_step: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""State of stages on its way from their owners to those that shadow or inherit them (DESIGN 5, point 6)."""
+"""State of stages on its way from their owners to those that shadow or inherit them (architecture 5, point 6)."""
 
 from __future__ import annotations
 

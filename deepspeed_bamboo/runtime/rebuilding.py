@@ -1,4 +1,4 @@
-"""Shadows that a loss has left missing come back while the interrupted iteration goes on (DESIGN 5, point 6).
+"""Shadows that a loss has left missing come back while the interrupted iteration goes on (architecture 5, point 6).
 
 State is constant up to the step. So as soon as work goes on, whoever owns an unprotected coordinate sends its state to
 the new holder, in a thread and over channels of their own. When the iteration's gradients are mirrored, the holder

@@ -1,4 +1,4 @@
-"""Workers come and go at an iteration boundary: a planned change of placement (DESIGN 6).
+"""Workers come and go at an iteration boundary: a planned change of placement (architecture 6).
 
 One worker decides, its wish travels with the agreement of an iteration, so that all know it at the same boundary,
 and all carry it out there as one activity:

@@ -1,4 +1,4 @@
-"""From an interrupted wait to a plan for the rest of the iteration: abort, agree, regroup (DESIGN 5).
+"""From an interrupted wait to a plan for the rest of the iteration: abort, agree, regroup (architecture 5).
 
 A further loss meanwhile makes a further epoch, and this starts over with it.
 """

@@ -70,7 +70,7 @@ class StageReplica:
 
     ``attributes`` are the engine's, see STAGE_ATTRIBUTES; they are current only while the replica is not
     active in the engine. ``retained_outputs`` and ``retained_gradients`` are the boundary tensors of the
-    running iteration by micro-batch (DESIGN 5: kept to its end, so that they can be sent again). ``without_graph``
+    running iteration by micro-batch, kept to its end so that they can be sent again (architecture 5). ``without_graph``
     are the micro-batches whose forward has to be repeated before its backward, see ``runtime.recompute``.
     """
 

@@ -25,7 +25,7 @@ class Request:
     """What a suspended call waits for.
 
     ``group`` is None for the gate before an optimizer's update: nothing to exchange, but nothing may change
-    before all workers agreed (DESIGN 5, commit rule). ``sequence`` counts this call's requests in the group from 0:
+    before all workers agreed (architecture 5). ``sequence`` counts this call's requests in the group from 0:
     a stage may have others in between, in groups that are not everybody's.
     """
 

@@ -1,4 +1,4 @@
-"""Workers come, go and stand by: the same numbers as when nobody does (DESIGN 6)."""
+"""Workers come, go and stand by: the same numbers as when nobody does (architecture 6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losing workers one after the other, until one is left: the same numbers as when nothing is lost (DESIGN 7)."""
+"""Losing workers one after the other, until one is left: the same numbers as when nothing is lost (architecture 7)."""
 
 from __future__ import annotations
 

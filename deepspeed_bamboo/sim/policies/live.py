@@ -1,4 +1,4 @@
-"""This project's policy (DESIGN 5 and 6): a fixed grid on however many workers there are, no restarts.
+"""This project's policy (architecture 5 and 6): a fixed grid on however many workers there are, no restarts.
 
 A lost coordinate goes on at its shadow's worker, within the running iteration; lost shadows are rebuilt in the
 background; at the next iteration boundary coordinates move so that loads are even again and neighbours apart. A loss
