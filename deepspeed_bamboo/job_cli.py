@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 _CONNECT_SECONDS = 5.0
 _WATCH_SECONDS = 1.0
+_STOPS_TRAINING = (
+    "is to end at the next iteration boundary. A script that looks at engine.finished leaves its loop there and does "
+    "what follows it; any other ends there without that"
+)
+_STOPS_START = "has not begun to train, so it ends now (with exit code 1)"
 _ELSEWHERE = "For a job that uses your own etcd give --endpoints or --deepspeed_config"
 
 
@@ -40,7 +45,9 @@ def add_parser(subparsers: Any) -> None:
     drain.add_argument("--cancel", action="store_true", help="take the request back")
     drain.set_defaults(run=run_drain)
 
-    stop = subparsers.add_parser("stop", help="have a running job end at its next iteration boundary")
+    stop = subparsers.add_parser(
+        "stop", help="have a running job end at its next iteration boundary, or at once while it starts"
+    )
     _add_job_options(stop)
     stop.set_defaults(run=run_stop)
 
@@ -78,8 +85,9 @@ def run_drain(arguments: argparse.Namespace) -> int:
 def run_stop(arguments: argparse.Namespace) -> int:
     """Request the end of the job."""
     with _job(arguments) as coordinator:
+        trains = coordinator.peek_epoch() is not None
         coordinator.request_stop("ds_bamboo stop")
-        print(f"job {coordinator.job}: is to end at the next iteration boundary")
+        print(f"job {coordinator.job}: {_STOPS_TRAINING if trains else _STOPS_START}")
     return 0
 
 

@@ -49,6 +49,10 @@ class JobView:
     draining: tuple[Drain, ...]
     progress: dict[str, Any] | None = None
     """What the job last said of itself: step, its loss and seconds, when (t), and recent events."""
+    slots: int = 0
+    """With how many it was started; 0 if that isn't known."""
+    missing_slots: tuple[int, ...] = ()
+    """While it starts: those of them that are not there, and without which it can't begin."""
 
     @property
     def over(self) -> bool:
@@ -64,7 +68,7 @@ def look(coordinator: JobCoordinator) -> JobView:
     epoch, members, drains = coordinator.peek_epoch(), coordinator.members(), coordinator.draining()
     agents = coordinator.agents()
     state, detail = _state(coordinator, alive=bool(agents or members), epoch=epoch)
-    started = coordinator.started_seconds()
+    started, slots = coordinator.started_seconds(), coordinator.start_slots()
     return JobView(
         job=coordinator.job,
         state=state,
@@ -80,6 +84,8 @@ def look(coordinator: JobCoordinator) -> JobView:
         ),
         draining=tuple(drains.values()),
         progress=coordinator.status(),
+        slots=slots,
+        missing_slots=tuple(rank for rank in range(slots) if rank not in agents) if state == "starting" else (),
     )
 
 
@@ -87,6 +93,9 @@ def lines(view: JobView) -> list[str]:
     """``view`` as text."""
     age = "" if view.age_seconds is None else f", started {_duration(view.age_seconds)} ago"
     found = [f"job {view.job}: {view.state}{age}, {view.agents} agents{_after(view.detail)}"]
+    if view.missing_slots:
+        ranks = ", ".join(map(str, view.missing_slots))
+        found.append(f"waiting for {len(view.missing_slots)} of {view.slots} slots to begin: {ranks}")
     if view.epoch is not None and view.epoch_seconds is not None:
         found.append(f"epoch {view.epoch}, since {_duration(view.epoch_seconds)}: {view.reason}")
     if view.progress is not None:
@@ -96,7 +105,7 @@ def lines(view: JobView) -> list[str]:
         found.append(f"node {drain.node} is to be left{hurry}: {drain.reason}")
     rows = [(w.worker, w.node, w.zone, w.state, _short(w.hosts), _short(w.shadows)) for w in view.workers]
     if rows:
-        found += ["", *_table([("worker", "node", "zone", "state", "hosts", "shadows"), *rows])]
+        found += ["", *_table([("worker", "node", "zone", "state", "hosts (pipeline.stage)", "shadows"), *rows])]
     events = (view.progress or {}).get("events", [])
     if events:
         ages = [(f"{_duration(max(0.0, time.time() - event['t']))} ago", _told(event)) for event in events]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -64,7 +65,7 @@ def test_status_shows_who_hosts_what(
     assert lines[1].startswith("epoch 0, since ") and lines[1].endswith("start")
     assert lines[2] == "node b is to be left, 90 s from the request on: EC2 takes it"
     assert [line.split() for line in lines[4:]] == [
-        ["worker", "node", "zone", "state", "hosts", "shadows"],
+        ["worker", "node", "zone", "state", "hosts", "(pipeline.stage)", "shadows"],
         ["a-0-0", "a", "z0", "active", "0.0", "0.1"],
         ["a-1-0", "a", "z1", "active", "0.1", "0.2"],
         ["b-2-0", "b", "z2", "leaving", "0.2", "0.0"],
@@ -181,6 +182,44 @@ def test_drain_and_stop_ask_the_job(
     assert "no node 'x' takes part in job 'busy'; its nodes are a, b, c, d" in capsys.readouterr().err
     assert main(["stop", *where]) == 0
     assert job.stop_requested() == "ds_bamboo stop"
+    assert "next iteration boundary. A script that looks at engine.finished" in capsys.readouterr().out
+
+
+def test_a_job_that_starts_says_which_slots_it_waits_for_and_ends_at_once(
+    server: PrivateEtcd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.closing(EtcdStore([server.endpoint])) as store:
+        starting = JobCoordinator(store, job="young")
+        starting.record_start(slots=4)
+        agents = [starting.register_agent(AgentRecord(rank, "a", 1), lease_seconds=60) for rank in (0, 1)]
+        where = ["--job", "young", "--endpoints", str(server.endpoint)]
+        assert main(["status", *where]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith("job young: starting, ") and lines[0].endswith(", 2 agents")
+        assert lines[1] == "waiting for 2 of 4 slots to begin: 2, 3"
+        assert look(starting).to_json()["missing_slots"] == (2, 3)
+        assert main(["stop", *where]) == 0
+        assert "has not begun to train, so it ends now (with exit code 1)" in capsys.readouterr().out
+        for agent in agents:
+            agent.withdraw()
+        starting.clean_up()
+
+
+def test_what_two_reporters_have_noted_is_shown_once(job: JobCoordinator) -> None:
+    first, second = StatusTeller(job, worker="a-0-0"), StatusTeller(job, worker="a-1-0")
+    for step, reason in ((1, "neighbours further apart"), (4, "joined: d-4-0")):
+        for teller in (first, second):  # not at the same time
+            teller.note("reconfigured", step=step, reporter=False, fields={"reason": reason, "seconds": 0.1})
+    first.note("loss_of_node", step=5, reporter=True, fields={"workers": ["b-2-0"]})
+    first.note("step", step=5, reporter=True, fields={"loss": 1.0, "seconds": 0.1})
+    await_status(job, step=5)
+    first.close()
+    second.note("loss_of_node", step=5, reporter=True, fields={"workers": ["c-3-0"]})
+    second.note("step", step=6, reporter=True, fields={"loss": 1.0, "seconds": 0.1})
+    await_status(job, step=6)
+    second.close()
+    told = [(event["step"], event.get("reason", event.get("workers"))) for event in (job.status() or {})["events"]]
+    assert told == [(1, "neighbours further apart"), (4, "joined: d-4-0"), (5, ["b-2-0"]), (5, ["c-3-0"])]
 
 
 def test_a_job_that_is_not_there_is_named_with_those_that_are(

@@ -239,13 +239,19 @@ class JobCoordinator:
 
     def record_start(self, *, slots: int) -> None:
         """The job begins now, with so many slots."""
-        self._store.compare_and_swap(self._keys.started, encode({"time_seconds": time.time()}), revision=0)
+        value = {"time_seconds": time.time(), "slots": slots}
+        self._store.compare_and_swap(self._keys.started, encode(value), revision=0)
         self.reserve_ranks(slots)
 
     def started_seconds(self) -> float | None:
         """The wall clock of whoever started the job, at that time, for people to read; None if it isn't known."""
         entry = self._store.get(self._keys.started)
         return None if entry is None else float(decode(entry.value)["time_seconds"])
+
+    def start_slots(self) -> int:
+        """With how many slots the job was started; 0 if that isn't known."""
+        entry = self._store.get(self._keys.started)
+        return 0 if entry is None else int(decode(entry.value).get("slots", 0))
 
     def reserve_ranks(self, count: int) -> None:
         """Keep ranks 0 to ``count`` - 1 for the slots that start the job; :meth:`next_rank` gives later ones."""

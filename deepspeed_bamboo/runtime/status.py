@@ -63,10 +63,22 @@ class StatusTeller:
                 if earlier is None:
                     before = self._coordinator.status() or {}
                     earlier = [] if before.get("worker") == self._worker else before.get("events", [])
-                first = min((event["t"] for event in own), default=float("inf"))
-                events = [event for event in earlier if event["t"] < first] + own
+                events = _merged(earlier, own)
                 self._coordinator.publish_status({"worker": self._worker, **(newest or {}), "events": events[-_KEPT:]})
             except CoordinatorUnavailable:
                 earlier = None  # the next one will do
             with self._changed:
                 self._changed.wait_for(lambda: self._closed, timeout=_PERIOD_SECONDS)
+
+
+def _merged(earlier: list[dict[str, Any]], own: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All events in order, those that the reporter before has told and the own ones, which may be the same."""
+    known, periodic = {_what(event) for event in own}, any(event["event"] == _PERIODIC for event in own)
+    others = [event for event in earlier if _what(event) not in known]
+    others = [event for event in others if not (periodic and event["event"] == _PERIODIC)]
+    return sorted([*others, *own], key=lambda event: float(event["t"]))
+
+
+def _what(event: dict[str, Any]) -> tuple[object, ...]:
+    """What makes it the same event for all workers, who note it a moment apart and with figures of their own."""
+    return event["event"], event["step"], event.get("reason"), event.get("path"), tuple(event.get("workers", ()))
