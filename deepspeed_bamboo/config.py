@@ -156,7 +156,10 @@ class TopologyConfig(Section):
     """auto: ask BAMBOO_ZONE, then the cloud's metadata service; anything else: this machine's zone."""
 
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """How often a slot replaces a worker that was lost (never one whose script failed); 0: never."""
+    """How often a slot replaces a worker that was lost in training (never one whose script failed); 0: never.
+
+    A worker lost before training begins is another matter: then all workers start again, three times at most.
+    """
 
     restart_seconds: Seconds = 5.0
     """How long after the first loss of a slot its worker is replaced; twice as long after each further one."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 
-FailureKind = Literal["user_error", "fatal_loss", "no_start", "no_coordinator", "interrupted"]
+FailureKind = Literal["user_error", "fatal_loss", "slots_lost", "no_start", "no_coordinator", "interrupted"]
 ChangeKind = Literal[
     "epoch",
     "member",

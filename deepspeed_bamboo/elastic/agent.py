@@ -28,6 +28,7 @@ from deepspeed_bamboo.elastic.error_report import ErrorReport
 from deepspeed_bamboo.elastic.leftovers import remove_shared_memory, signal_session
 from deepspeed_bamboo.elastic.mailbox import Mailbox
 from deepspeed_bamboo.elastic.messenger import Messenger
+from deepspeed_bamboo.elastic.news import tell
 from deepspeed_bamboo.elastic.notices import NodeNotices
 from deepspeed_bamboo.elastic.processes import DeathWatch
 from deepspeed_bamboo.elastic.rendezvous import LauncherRendezvous
@@ -329,4 +330,4 @@ class BambooElasticAgent(LocalElasticAgent):
         }
 
     def _say(self, text: str) -> None:
-        print(f"[bamboo rank {self._slot.rank}] {text}", file=sys.stderr, flush=True)
+        tell(text, rank=self._slot.rank)

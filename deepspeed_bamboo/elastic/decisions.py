@@ -51,10 +51,22 @@ class CoordinatorGone:
 
 @dataclass(frozen=True)
 class LossSettled:
-    """A reported loss was answered: by an epoch, or (None) by starting the workers again or ending the job."""
+    """A reported loss was answered: by an epoch, or (None) by ending the job or starting all workers again.
+
+    ``generation``: the one that has begun, when the workers start again; ``reason``: why the worker was lost.
+    """
 
     workers: tuple[WorkerId, ...]
     epoch: EpochRecord | None
+    reason: str = ""
+    generation: int | None = None
+
+
+@dataclass(frozen=True)
+class SlotsChecked:
+    """Of the slots asked after, before there was an epoch, ``absent`` are certainly gone."""
+
+    absent: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -75,7 +87,17 @@ class Woken:
     reason: str
 
 
-Event = WorkerExited | Changed | Signalled | LauncherGone | CoordinatorGone | LossSettled | FailureRecorded | Woken
+Event = (
+    WorkerExited
+    | Changed
+    | Signalled
+    | LauncherGone
+    | CoordinatorGone
+    | LossSettled
+    | SlotsChecked
+    | FailureRecorded
+    | Woken
+)
 
 # -- actions ---------------------------------------------------------------------------------------
 
@@ -115,6 +137,13 @@ class CheckVanished:
     """The key of ``worker`` is gone: find out whether that means a loss, and if so report it."""
 
     worker: WorkerId
+
+
+@dataclass(frozen=True)
+class CheckSlots:
+    """The agents of these slots are gone before there was an epoch: find out whether they come back."""
+
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -200,6 +229,7 @@ Action = (
     | EndWorker
     | ReportLoss
     | CheckVanished
+    | CheckSlots
     | CheckSuspect
     | MarkEnded
     | Withdraw

@@ -33,9 +33,8 @@ from deepspeed_bamboo.elastic.errors import LaunchError
 from deepspeed_bamboo.elastic.fork_server import ForkedProcess, ForkRequest, ForkServer, reference
 from deepspeed_bamboo.elastic.leftovers import signal_session
 from deepspeed_bamboo.elastic.notices import NoticePlan, look_around, notice_plan
-from deepspeed_bamboo.elastic.rules import Entry, Rules
+from deepspeed_bamboo.elastic.rules import MAX_RESTARTS, Entry, Rules
 from deepspeed_bamboo.elastic.slot import Slot, key_part
-from deepspeed_bamboo.elastic.supervisor import MAX_RESTARTS
 
 # What agents and workers need, by name: this part of the package does not import deepspeed.
 PRELOAD = (

@@ -23,3 +23,8 @@ def by_signal(number: int, slot: Slot) -> str:
 def by_lost_launcher(pid: int) -> str:
     """The launcher, or the deepspeed command above it, has ended before its slots."""
     return f"the launcher (process {pid}) is gone, killed perhaps, and its workers don't go on without it"
+
+
+def before_training(reason: str) -> str:
+    """The job was asked to end, for ``reason``, when it had no epoch yet."""
+    return f"it was to end before training began ({reason}); nothing was trained, and its exit code is 1"

@@ -28,9 +28,10 @@ from deepspeed_bamboo.elastic.errors import ExchangeError, LaunchError, RefusedE
 from deepspeed_bamboo.elastic.exchange_file import FileExchange
 from deepspeed_bamboo.elastic.exchange_socket import SocketExchange
 from deepspeed_bamboo.elastic.greeting import greeting
+from deepspeed_bamboo.elastic.news import tell
 from deepspeed_bamboo.elastic.notices import NoticePlan, look_around, notice_plan
 from deepspeed_bamboo.elastic.processes import launcher_chain, outlived_its_launcher
-from deepspeed_bamboo.elastic.rules import Entry, Rules
+from deepspeed_bamboo.elastic.rules import MAX_RESTARTS, Entry, Rules
 from deepspeed_bamboo.elastic.running_job import (
     Patience,
     RunningJob,
@@ -41,7 +42,6 @@ from deepspeed_bamboo.elastic.running_job import (
 )
 from deepspeed_bamboo.elastic.settings_source import find_source, load_section
 from deepspeed_bamboo.elastic.slot import Slot, key_part, slot_from_environment
-from deepspeed_bamboo.elastic.supervisor import MAX_RESTARTS
 from deepspeed_bamboo.errors import BambooError
 from deepspeed_bamboo.events import check_directory
 
@@ -171,8 +171,7 @@ def _lead(command: _Command, exchange: Exchange) -> int:
             exchange.refuse()
             raise
         source = find_source(bamboo_config=line.bamboo_config, arguments=line.arguments)
-        prefix = f"[bamboo rank {_placed(slot, boot).rank}]"
-        print(prefix, greeting(boot, slot, config, source=source), file=sys.stderr, flush=True)
+        tell(greeting(boot, slot, config, source=source), rank=_placed(slot, boot).rank)
         hooks = AgentHooks(on_registered=until_registered.close, on_all_present=exchange.close)
         settings = replace(command.settings(boot), hosts_coordinator=boot.host_pid == os.getpid())
         return _be_agent(_placed(slot, boot), boot, line, coordinator=coordinator, settings=settings, hooks=hooks)
@@ -206,7 +205,7 @@ def _find_running(
         return None
     within, endpoints = config.coordinator.connect_timeout_seconds, tuple(config.coordinator.endpoints)
     # Who says that a job must run may have started it a moment ago, on another machine.
-    patience = Patience(_JOIN_SECONDS, _say) if line.join else Patience()
+    patience = Patience(_JOIN_SECONDS, tell) if line.join else Patience()
     if not endpoints:
         with contextlib.ExitStack() as claimed:
             claimed.enter_context(private_name(line.job, within_seconds=max(within, patience.seconds)))
@@ -230,10 +229,6 @@ def _find_running(
             "or leave --join out to start it"
         )
     return None
-
-
-def _say(text: str) -> None:
-    print(f"[bamboo] {text}", file=sys.stderr, flush=True)
 
 
 def _join(running: RunningJob, slot: Slot) -> Boot:

@@ -8,18 +8,18 @@ from enum import Enum
 
 from deepspeed_bamboo.coordination import EpochRecord, JobCoordinator, JobFailure, Member, NoEpoch
 from deepspeed_bamboo.core.placement import WorkerId
-from deepspeed_bamboo.elastic.supervisor import MAX_RESTARTS
+from deepspeed_bamboo.elastic.rules import MAX_RESTARTS
 
 _PROBE_SECONDS = 1.0
 
 
 def settle_loss(
     coordinator: JobCoordinator, worker: WorkerId, *, reason: str, generation: int, proposer: str
-) -> EpochRecord | None:
+) -> EpochRecord | int | None:
     """Have the job go on without ``worker``, whose process is certainly gone. Its key is left to the caller.
 
-    Returns the epoch that does, or None when there is nothing to go on from: before the first epoch
-    nothing is trained, so all workers start again, a few times; then, and with a fatal loss, the job ends.
+    Returns the epoch that does. Before the first epoch nothing is trained, so all workers start again, a few times:
+    then the generation that they start as. After that, and with a fatal loss, the job ends: then None.
     Raises CoordinatorUnavailable; then it may be called again.
     """
     while True:
@@ -35,7 +35,7 @@ def settle_loss(
                 coordinator.fail(JobFailure(worker=worker, kind="no_start", message=message, traceback=""))
                 return None
             if coordinator.advance_generation(expected=generation):
-                return None
+                return generation + 1
 
 
 class Presence(Enum):

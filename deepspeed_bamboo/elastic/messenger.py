@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 
 from deepspeed_bamboo.coordination import (
+    AgentRecord,
     CoordinatorUnavailable,
     EpochRecord,
     JobCoordinator,
@@ -15,6 +17,7 @@ from deepspeed_bamboo.coordination import (
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.elastic import decisions
 from deepspeed_bamboo.elastic.courier import Courier, Errand
+from deepspeed_bamboo.elastic.gathering import GONE
 from deepspeed_bamboo.elastic.losses import Presence, probe, settle_loss
 from deepspeed_bamboo.elastic.mailbox import Mailbox
 from deepspeed_bamboo.elastic.slot import Slot, generation_of
@@ -55,6 +58,8 @@ class Messenger:
             self._losses.send(Errand(f"loss of {action.worker}", lambda: self._report(action), _AS_LONG_AS_IT_TAKES))
         elif isinstance(action, decisions.CheckVanished):
             self._losses.send(Errand(f"check of {action.worker}", lambda: self._check(action), _AS_LONG_AS_IT_TAKES))
+        elif isinstance(action, decisions.CheckSlots):
+            self._losses.send(Errand("check of slots", lambda: self._check_slots(action), _AS_LONG_AS_IT_TAKES))
         elif isinstance(action, decisions.CheckSuspect):
             self._losses.send(Errand(f"probe of {action.worker}", lambda: self._probe(action), _AS_LONG_AS_IT_TAKES))
         elif isinstance(action, decisions.MarkEnded):
@@ -94,14 +99,17 @@ class Messenger:
             logger.info("keys of job %s left behind: %s", coordinator.job, error)
 
     def _report(self, action: decisions.ReportLoss) -> None:
-        epoch = settle_loss(
+        settled = settle_loss(
             self._coordinator,
             action.worker,
             reason=action.reason,
             generation=action.generation,
             proposer=self._proposer,
         )
-        self._settled(action.worker, epoch)
+        if isinstance(settled, int):
+            self._mailbox.put(decisions.LossSettled((action.worker,), None, action.reason, generation=settled))
+        else:
+            self._settled(action.worker, settled)
         self.send(decisions.Withdraw(action.worker))
 
     def _check(self, action: decisions.CheckVanished) -> None:
@@ -109,17 +117,33 @@ class Messenger:
 
         Then everybody gets the time of a lease to come back.
         """
-        grace = self._lease_seconds + _SETTLING_SECONDS
-        # In this order: an own key that is there again means that the interruption is on record.
-        is_known = self._slot.rank in self._coordinator.agents()
-        settled = self._registration.settled_for_seconds() if is_known else 0.0
-        if settled < grace:
+        grace = self._grace_seconds(self._coordinator.agents())
+        if grace > 0:
             logger.info("the coordinator was out of reach; %s gets %.1f s to return", action.worker, grace)
-            self._mailbox.put_later(decisions.Woken("absent"), after_seconds=max(0.1, grace - settled))
+            self._mailbox.put_later(decisions.Woken("absent"), after_seconds=max(0.1, grace))
             return
         if action.worker in self._coordinator.members():
             return
         self._propose(action.worker, f"no sign of life for {self._lease_seconds:g} s")
+
+    def _check_slots(self, action: decisions.CheckSlots) -> None:
+        """As :meth:`_check`, for agents before the first epoch."""
+        job, agents = self._coordinator, self._coordinator.agents()
+        grace = self._grace_seconds(agents)
+        if grace > 0:
+            self._mailbox.put_later(decisions.Woken(GONE), after_seconds=max(0.1, grace))
+            return
+        begun = job.epoch() is not None or job.failure() is not None or job.finished() is not None
+        absent = () if begun else tuple(rank for rank in action.ranks if rank not in agents)
+        self._mailbox.put(decisions.SlotsChecked(absent))
+
+    def _grace_seconds(self, agents: Mapping[int, AgentRecord]) -> float:
+        """How long the others still have to come back after an outage; ``agents`` are those known a moment ago.
+
+        An own key that is there again means that the interruption is on record.
+        """
+        settled = self._registration.settled_for_seconds() if self._slot.rank in agents else 0.0
+        return self._lease_seconds + _SETTLING_SECONDS - settled
 
     def _probe(self, action: decisions.CheckSuspect) -> None:
         member = self._coordinator.members().get(action.worker)

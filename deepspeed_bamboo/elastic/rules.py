@@ -13,6 +13,12 @@ EXIT_JOB_FAILED = 3  # the job failed elsewhere
 EXIT_EXPELLED = 4  # the job went on without it
 EXIT_DRAINED = 5  # it left at a boundary, as it was asked to
 
+# How often all workers start again when one is lost before the job has its first epoch.
+MAX_RESTARTS = 3
+
+# Ends of a job that the agent which records them tells of on its machine.
+TOLD_BY_ONE: frozenset[FailureKind] = frozenset({"interrupted", "slots_lost"})
+
 # What an agent, and so its launcher, ends with when machines were wanting and the script did nothing wrong: the same
 # command, given again, may do better (EX_TEMPFAIL of sysexits.h).
 EXIT_TRY_AGAIN = 75
@@ -20,7 +26,7 @@ EXIT_TRY_AGAIN = 75
 
 def exit_code(failure: FailureKind, *, if_interrupted: int | None) -> int:
     """What an agent of a job that ended by such a failure ends with. ``if_interrupted``: had it been a signal to it."""
-    if failure in ("fatal_loss", "no_coordinator"):
+    if failure in ("fatal_loss", "slots_lost", "no_coordinator"):
         return if_interrupted or EXIT_TRY_AGAIN
     return (if_interrupted or 1) if failure == "interrupted" else 1
 

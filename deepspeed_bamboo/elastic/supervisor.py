@@ -7,9 +7,9 @@ feeds it events one by one and carries out the actions it returns, in order.
 from __future__ import annotations
 
 import signal
-from enum import Enum
 
 from deepspeed_bamboo.coordination import Change, Drain, EpochRecord, JobFailure, Member
+from deepspeed_bamboo.coordination.records import FailureKind
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.elastic.decisions import (
     Action,
@@ -32,6 +32,7 @@ from deepspeed_bamboo.elastic.decisions import (
     RequestDrain,
     Say,
     Signalled,
+    SlotsChecked,
     StartWorker,
     WakeAfter,
     Withdraw,
@@ -40,32 +41,27 @@ from deepspeed_bamboo.elastic.decisions import (
     how_it_ended,
 )
 from deepspeed_bamboo.elastic.error_report import last_line
-from deepspeed_bamboo.elastic.interruptions import by_lost_launcher, by_signal
-from deepspeed_bamboo.elastic.rules import EXIT_DRAINED, EXIT_EXPELLED, EXIT_JOB_FAILED, Entry, Rules, exit_code
+from deepspeed_bamboo.elastic.gathering import GONE, MISSING, Gathering
+from deepspeed_bamboo.elastic.interruptions import before_training, by_lost_launcher, by_signal
+from deepspeed_bamboo.elastic.own import Own
+from deepspeed_bamboo.elastic.replacing import RESTART, replace_later
+from deepspeed_bamboo.elastic.rules import (
+    EXIT_DRAINED,
+    EXIT_EXPELLED,
+    EXIT_JOB_FAILED,
+    TOLD_BY_ONE,
+    Entry,
+    Rules,
+    exit_code,
+)
 from deepspeed_bamboo.elastic.slot import Slot
-
-MAX_RESTARTS = 3
+from deepspeed_bamboo.elastic.wording import of_drain, of_early_end, of_loss
 
 # Whoever signals a process tree reaches the worker a moment before its agent.
 _SIGNALS_OF_THE_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _WAIT_FOR_OWN_SIGNAL_SECONDS = 0.3
 _WAIT_FOR_FAILURE_SECONDS = 2.0
 _WAIT_FOR_EPOCH_SECONDS = 2.0
-
-
-class Own(Enum):
-    """What became of the own worker."""
-
-    WAITING = "waiting"  # not started yet: there is no job to join
-    RUNNING = "running"
-    UNEXPLAINED = "unexplained"  # gone; what for is about to be known
-    REPLACED = "replaced"  # killed, to be started again
-    ENDING = "ending"  # told to end, because the job ends
-    ENDED = "ended"  # its script is over, without an error
-    LOST = "lost"  # gone as a lost node
-    DRAINED = "drained"  # left as it was asked to
-    UNFIT = "unfit"  # its script raised before it had a part in the job
-    FAILED = "failed"  # its script raised
 
 
 class Supervisor:
@@ -87,6 +83,7 @@ class Supervisor:
         self._exit: WorkerExited | None = None  # of an unexplained end
         self._epoch: EpochRecord | None = None
         self._was_member = False
+        self._gathering = Gathering(slot, entry=self._rules.entry)
         self._members: dict[WorkerId, Member] = {}
         self._ended: dict[WorkerId, int] = {}  # -> generation
         self._drained: set[WorkerId] = set()
@@ -115,7 +112,8 @@ class Supervisor:
 
     def start(self) -> list[Action]:
         """The first thing to do."""
-        return [] if self._own is Own.WAITING else [StartWorker(self.worker, self._generation)]
+        first = [] if self._own is Own.WAITING else [StartWorker(self.worker, self._generation)]
+        return [*first, *self._gathering.start()]
 
     def handle(self, event: Event) -> list[Action]:
         """What to do now. Nothing any more once it has returned a Leave."""
@@ -133,6 +131,8 @@ class Supervisor:
             actions = self._on_coordinator_gone(event)
         elif isinstance(event, LossSettled):
             actions = self._on_loss_settled(event)
+        elif isinstance(event, SlotsChecked):
+            actions = self._on_slots_checked(event)
         elif isinstance(event, FailureRecorded):
             actions = self._on_failure_recorded(event)
         else:
@@ -175,6 +175,8 @@ class Supervisor:
         """Take the exit for what it looks like: a signal is a lost node, everything else the script's own error."""
         if event.code < 0:
             self._own = Own.LOST
+            if self._leaves_alone is not None and self._epoch is None:
+                return [Withdraw(event.worker)]  # without this slot the others need not start again
             loss = ReportLoss(event.worker, f"its process {how_it_ended(event.code)}", self._generation)
             return [loss, *self._plan_restart()]
         if event.code == EXIT_DRAINED:
@@ -212,12 +214,7 @@ class Supervisor:
 
     def _plan_restart(self) -> list[Action]:
         """After a loss: replace the worker in a while, if it may be replaced."""
-        if not self._rules.max_restarts or self._leaves_alone is not None:
-            return []
-        if self._attempt >= self._rules.max_restarts:
-            text = f"worker {self.worker} is not replaced: {self._attempt} were before it (topology.max_restarts)"
-            return [Say(text)]
-        return [WakeAfter(self._rules.restart_seconds * 2**self._attempt, "restart")]
+        return [] if self._leaves_alone is not None else replace_later(self._rules, self.worker, attempt=self._attempt)
 
     def _join_if_due(self) -> list[Action]:
         """Start a worker that joins, once the job runs and has settled the loss of the one before."""
@@ -247,8 +244,7 @@ class Supervisor:
             return self._join_if_due()
         actions: list[Action] = []
         if self._slot.local_rank == 0:
-            time = "" if drain.deadline_seconds is None else f" within {drain.deadline_seconds:.0f} s"
-            actions = [Say(f"node {drain.node} is to be left{time}: {drain.reason}")]
+            actions = [Say(of_drain(drain))]
         if self._own is Own.RUNNING and self._joining and not self._was_member:
             self._own = Own.ENDING  # it has nothing that others need, and will be given nothing any more
             actions.append(EndWorker())
@@ -277,8 +273,11 @@ class Supervisor:
             return self._on_finished()
         if change.kind == "drain" and change.worker == self._slot.node:
             return self._on_drain(change.value)
+        if change.kind == "agent":
+            return self._gathering.note(int(change.worker), change.value)
         if change.kind == "stop" and change.value is not None:
             self._stopping = True
+            return self._end_before_training("interrupted", before_training(change.value))
         if change.kind == "resync":
             self._synced = True
             return self._join_if_due()
@@ -293,6 +292,7 @@ class Supervisor:
 
     def _on_epoch(self, epoch: EpochRecord) -> list[Action]:
         self._epoch = epoch
+        self._gathering.end()
         if self.worker in epoch.members:
             self._was_member = True
         actions: list[Action] = []
@@ -325,21 +325,16 @@ class Supervisor:
         """A member that is not there, and that nobody has explained, may be lost."""
         if self._epoch is None or worker not in self._epoch.members:
             return []
-        if worker in self._ended or worker in self._drained or self._over:
-            return []
-        if worker == self.worker and self._own is not Own.RUNNING:
-            return []
-        return [CheckVanished(worker)]
+        explained = worker in self._ended or worker in self._drained or self._over
+        own = worker == self.worker and self._own is not Own.RUNNING
+        return [] if explained or own else [CheckVanished(worker)]
 
     def _on_suspicion(self, change: Change) -> list[Action]:
         reporter, suspect = change.value["reporter"], change.worker
         if reporter != self.worker or self._finished or self._failure is not None:
             return []
         if suspect in self._ended:
-            message = (
-                f"the script of worker {suspect} had ended (exit code 0) while worker {reporter} still needed it "
-                f"({change.value['reason']}); all workers must run the same number of steps"
-            )
+            message = of_early_end(suspect, reporter=reporter, reason=change.value["reason"])
             return self._offer(JobFailure(worker=suspect, kind="user_error", message=message, traceback=""))
         return [CheckSuspect(suspect, change.value["reason"])]
 
@@ -359,13 +354,11 @@ class Supervisor:
         if generation <= self._next_generation or self._failure is not None:
             return []
         self._next_generation = generation
-        if self._own is Own.WAITING:
+        if self._own in (Own.WAITING, Own.REPLACED):
             return []
         if self._own is Own.RUNNING:
             self._own = Own.REPLACED
             return [KillWorker(f"all workers start again (attempt {generation + 1})")]
-        if self._own is Own.REPLACED:
-            return []
         self._exit = None
         return [Withdraw(self.worker), *self._start_again()]
 
@@ -388,6 +381,17 @@ class Supervisor:
         if number == signal.SIGINT and self._own is Own.ENDING and (self._failure or self._offered):
             return [KillWorker("interrupted twice")]
         return self._interrupt(by_signal(number, self._slot), number)
+
+    def _on_slots_checked(self, event: SlotsChecked) -> list[Action]:
+        reason = self._gathering.checked(event.absent)
+        return self._gathering.go_on() if reason is None else self._end_before_training("slots_lost", reason)
+
+    def _end_before_training(self, kind: FailureKind, message: str) -> list[Action]:
+        """End the job, for all, if it has no epoch yet and this agent acts for it."""
+        if not self._gathering.acts or self._over or self._offered is not None:
+            return []
+        failure = JobFailure(worker=self.worker, kind=kind, message=message, traceback="")
+        return [*self._offer(failure), *self._end_worker()]
 
     def _interrupt(self, message: str, number: int) -> list[Action]:
         """End the job, as signal ``number`` does, unless it ends already."""
@@ -436,7 +440,7 @@ class Supervisor:
         known, self._failure = self._failure, failure
         if known is not None:
             return []
-        told_here = failure.kind == "interrupted" and self._slot.one_machine  # by the agent that was interrupted
+        told_here = failure.kind in TOLD_BY_ONE and self._slot.one_machine  # by the agent that recorded it
         actions: list[Action] = []
         if failure.worker == self.worker and failure.kind == "user_error" and self._offered != failure:
             # The worker has told the job itself; its agent is still the one to show it.
@@ -453,23 +457,20 @@ class Supervisor:
             self._failure = event.failure
         if event.first and event.failure.kind == "user_error":
             actions.append(Say(f"the job ends: {event.failure.message}\n{event.failure.traceback}".rstrip()))
-        elif event.first and event.failure.kind == "interrupted":
+        elif event.first and event.failure.kind in TOLD_BY_ONE:
             actions.append(Say(f"the job ends: {event.failure.message}", once=True))
         return actions + (self._end_worker() if event.first else [])
 
     def _on_loss_settled(self, event: LossSettled) -> list[Action]:
-        if event.epoch is None or self._failure is not None:
-            return []
-        names, epoch = ", ".join(event.workers), event.epoch
-        if not set(event.workers) & set(epoch.lost):
-            return [Say(f"lost {names}, which had no part in the job; that goes on in epoch {epoch.number}")]
-        return [Say(f"lost {names} ({epoch.reason}); the job goes on in epoch {epoch.number}")]
+        return [] if self._failure is not None else [Say(text) for text in of_loss(event)]
 
     def _on_woken(self, event: Woken) -> list[Action]:
         if event.reason == "explanation" and self._own is Own.UNEXPLAINED and self._exit is not None:
             exited, self._exit = self._exit, None
             return self._conclude(exited)
-        if event.reason == "restart" and self._own is Own.LOST:
+        if event.reason in (GONE, MISSING):
+            return [] if self._over or self._offered else self._gathering.woken(event.reason)
+        if event.reason == RESTART and self._own is Own.LOST:
             self._join_due = True
             return self._join_if_due()
         if event.reason == "expelled" and self._own is Own.RUNNING and self._was_expelled():

@@ -91,7 +91,7 @@ def test_a_killed_worker_is_lost_at_once_and_its_agent_stays(fork_server: ForkSe
         assert len(machine.coordinator.agents()) == 4
         outcome = finish(machine)
     assert outcome.exit_codes == ALL_WELL, outcome.output
-    assert f"[bamboo rank {rank}] lost" in outcome.outputs[rank]
+    assert re.search(rf"\[bamboo \d\d:\d\d:\d\d rank {rank}\] lost ", outcome.outputs[rank])
 
 
 def test_a_stopped_worker_is_lost_with_its_lease_and_killed_by_its_agent(fork_server: ForkServer) -> None:
@@ -137,7 +137,7 @@ def test_a_fatal_loss_ends_the_job_and_names_what_is_lost(fork_server: ForkServe
         outcome = machine.wait(within_seconds=60)
         assert time.monotonic() - start < stretched(10)
     assert outcome.exit_codes == {0: 75, 1: 75, 2: 75, 3: 75}, outcome.output
-    lines = re.findall(r"\[bamboo rank 0\] the job ends: (.*)", outcome.output)
+    lines = re.findall(r"\[bamboo [0-9:]{8} rank 0\] the job ends: (.*)", outcome.output)
     assert len(lines) == 1 and "0.2" in lines[0] and "checkpoint" in lines[0]
 
 
@@ -285,6 +285,10 @@ def test_a_death_before_the_first_epoch_starts_all_again(fork_server: ForkServer
         outcome = finish(machine)
     assert outcome.exit_codes == ALL_WELL, outcome.output
     assert "hung up" not in outcome.output, "consequences of the death are not reported as errors"
+    told = re.findall(
+        r"lost \S+ before training began \((.*)\); all workers start again, attempt (\d) of 4", outcome.output
+    )
+    assert told == [("its process was killed by SIGKILL", "2"), ("its process was killed by SIGKILL", "3")]
 
 
 def test_deaths_at_every_start_end_the_job(fork_server: ForkServer) -> None:
@@ -292,6 +296,38 @@ def test_deaths_at_every_start_end_the_job(fork_server: ForkServer) -> None:
         outcome = machine.wait(within_seconds=60)
     assert outcome.exit_codes == {0: 1, 1: 1, 2: 1, 3: 1}, outcome.output
     assert "was lost before training began" in outcome.outputs[0] and "killed by SIGKILL" in outcome.outputs[0]
+
+
+def test_slots_lost_before_training_begins_end_the_job_and_are_named_once_a_machine(fork_server: ForkServer) -> None:
+    nodes = ("vm-0", "vm-0", "vm-1", "vm-1")
+    with Machine(fork_server, workers.prepare_for_ever, nodes=nodes, **leased(short_lease())) as machine:
+        wait_until(lambda: len(machine.coordinator.agents()) == 4, what="all agents")
+        for rank in range(4):
+            machine.worker_pid(rank)
+        machine.signal_agent(2, signal.SIGKILL)
+        machine.signal_agent(3, signal.SIGKILL)
+        start = time.monotonic()
+        outcome = machine.wait(within_seconds=60)
+        assert time.monotonic() - start < stretched(6)
+    assert outcome.exit_codes == {0: 75, 1: 75, 2: -9, 3: -9}, outcome.output
+    assert outcome.output.count("the job ends: ") == 1, outcome.output
+    assert "lost slots 2, 3 on vm-1 before training began" in outcome.outputs[0]
+
+
+def test_an_outage_while_the_job_starts_loses_no_slot(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.prepare_for_ever, workers=2, **leased(short_lease())) as machine:
+        wait_until(lambda: len(machine.coordinator.agents()) == 2, what="both agents")
+        pids = [machine.worker_pid(rank) for rank in (0, 1)]
+        freeze(machine.etcd.pid)
+        time.sleep(2.2)  # every lease runs out
+        os.kill(machine.etcd.pid, signal.SIGCONT)
+        wait_until(lambda: len(machine.coordinator.agents()) == 2, what="the agents' return")
+        time.sleep(2 * short_lease() + 2.5)  # longer than the time that agents give each other to return
+        assert all(alive(pid) for pid in pids), machine.wait(within_seconds=0).output
+        machine.coordinator.request_stop("ds_bamboo stop")
+        outcome = machine.wait(within_seconds=60)
+    assert outcome.exit_codes == {0: 1, 1: 1}, outcome.output
+    assert outcome.output.count("it was to end before training began (ds_bamboo stop)") == 1, outcome.output
 
 
 def test_an_outage_longer_than_all_leases_loses_nobody(fork_server: ForkServer) -> None:

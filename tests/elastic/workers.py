@@ -278,3 +278,8 @@ def print_environment(argv: list[str]) -> None:
         if name.startswith("BAMBOO_") or name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             print(f"{name}={os.environ[name]}")
     sys.stdout.flush()
+
+
+def prepare_for_ever(argv: list[str]) -> None:
+    """A script that never comes to its first epoch."""
+    signal.pause()

@@ -1,0 +1,108 @@
+"""Which slots of a command are there before its job has its first epoch; every one of them is needed to begin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from deepspeed_bamboo.coordination.records import AgentRecord
+from deepspeed_bamboo.elastic.decisions import Action, CheckSlots, Say, WakeAfter
+from deepspeed_bamboo.elastic.rules import Entry
+from deepspeed_bamboo.elastic.slot import Slot
+
+MISSING = "slots missing"
+GONE = "slots gone"
+
+_FIRST_WORD_SECONDS = 10.0
+_NEXT_WORD_SECONDS = 60.0
+_SETTLING_SECONDS = 1.0  # the slots of one machine go one after the other
+
+
+class Gathering:
+    """One agent's part in it: slots that were there and are gone are asked after, those that never came are told of.
+
+    Nothing is done any more after :meth:`end`. Of all agents there the one with the lowest rank acts for the job.
+    """
+
+    def __init__(self, slot: Slot, *, entry: Entry) -> None:
+        """Over from the beginning for a slot that joins a job, which has had its first epoch."""
+        self._slot = slot
+        self._speaks = slot.rank == 0 and entry is Entry.START
+        self._over = entry is Entry.JOIN
+        self._there = {slot.rank}
+        self._gone: dict[int, str] = {}  # -> its node
+        self._nodes: dict[int, str] = {}
+        self._asking = False
+
+    @property
+    def acts(self) -> bool:
+        """Whether this agent is the one that acts, before the first epoch."""
+        return not self._over and self._slot.rank == min(self._there)
+
+    def start(self) -> list[Action]:
+        """The first thing to do."""
+        return [WakeAfter(_FIRST_WORD_SECONDS, MISSING)] if self._speaks else []
+
+    def end(self) -> None:
+        """The job has an epoch, or is over."""
+        self._over = True
+
+    def note(self, rank: int, agent: AgentRecord | None) -> list[Action]:
+        """The agent of a slot has come, or (None) its key is gone."""
+        if self._over or rank == self._slot.rank or rank >= self._slot.workers:
+            return []
+        if agent is not None:
+            self._there.add(rank)
+            self._gone.pop(rank, None)
+            self._nodes[rank] = agent.node
+            return []
+        self._there.discard(rank)
+        self._gone[rank] = self._nodes.get(rank, "?")
+        return self._ask_soon()
+
+    def woken(self, reason: str) -> list[Action]:
+        """The time asked for is over."""
+        if self._over:
+            return []
+        if reason == MISSING:
+            return self._tell_missing()
+        self._asking = bool(self._gone) and self.acts
+        return [CheckSlots(tuple(sorted(self._gone)))] if self._asking else []
+
+    def checked(self, absent: Iterable[int]) -> str | None:
+        """What came of a CheckSlots: why the job must end, or None; ask again with :meth:`go_on` then."""
+        self._asking = False
+        if self._over or not set(absent):
+            return None
+        self._gone.update({rank: self._nodes.get(rank, "?") for rank in absent})
+        nodes = ", ".join(sorted(set(self._gone.values())))
+        slots = _named(self._gone)
+        return (
+            f"lost {slots} on {nodes} before training began, and all {self._slot.workers} slots are needed to begin; "
+            "start the same command again, on every machine"
+        )
+
+    def go_on(self) -> list[Action]:
+        """After a check that found nobody absent: those whose return was not told of yet are asked after again."""
+        return self._ask_soon() if self._gone and not self._over else []
+
+    def _ask_soon(self) -> list[Action]:
+        if self._asking:
+            return []
+        self._asking = True
+        return [WakeAfter(_SETTLING_SECONDS, GONE)]
+
+    def _tell_missing(self) -> list[Action]:
+        missing = [rank for rank in range(self._slot.workers) if rank not in self._there]
+        again = WakeAfter(_NEXT_WORD_SECONDS, MISSING)
+        if not missing:
+            return [again]  # one may still go, and its machine come back
+        text = (
+            f"waiting for {len(missing)} of {self._slot.workers} slots: {', '.join(map(str, missing))}; training "
+            "begins when all are there. Give the same command on their machines, or end this one with ds_bamboo stop"
+        )
+        return [Say(text), again]
+
+
+def _named(ranks: Iterable[int]) -> str:
+    numbers = sorted(ranks)
+    return f"slot{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"

@@ -1,0 +1,37 @@
+"""What an agent says of what happens to its job."""
+
+from __future__ import annotations
+
+from deepspeed_bamboo.coordination import Drain
+from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.elastic.decisions import LossSettled
+from deepspeed_bamboo.elastic.rules import MAX_RESTARTS
+
+
+def of_loss(event: LossSettled) -> list[str]:
+    """At most one line; none when the job ends of it, which is told by itself."""
+    names, epoch = ", ".join(event.workers), event.epoch
+    if event.generation is not None:
+        return [
+            f"lost {names} before training began ({event.reason}); all workers start again, attempt "
+            f"{event.generation + 1} of {MAX_RESTARTS + 1}"
+        ]
+    if epoch is None:
+        return []
+    if not set(event.workers) & set(epoch.lost):
+        return [f"lost {names}, which had no part in the job; that goes on in epoch {epoch.number}"]
+    return [f"lost {names} ({epoch.reason}); the job goes on in epoch {epoch.number}"]
+
+
+def of_early_end(suspect: WorkerId, *, reporter: WorkerId, reason: str) -> str:
+    """The script of one worker had ended when another could not reach it any more."""
+    return (
+        f"the script of worker {suspect} had ended (exit code 0) while worker {reporter} still needed it ({reason}); "
+        "all workers must run the same number of steps"
+    )
+
+
+def of_drain(drain: Drain) -> str:
+    """A node is to be left."""
+    time = "" if drain.deadline_seconds is None else f" within {drain.deadline_seconds:.0f} s"
+    return f"node {drain.node} is to be left{time}: {drain.reason}"
