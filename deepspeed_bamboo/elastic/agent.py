@@ -30,6 +30,7 @@ from deepspeed_bamboo.elastic.mailbox import Mailbox
 from deepspeed_bamboo.elastic.messenger import Messenger
 from deepspeed_bamboo.elastic.news import tell
 from deepspeed_bamboo.elastic.notices import NodeNotices
+from deepspeed_bamboo.elastic.outage import OutageNews
 from deepspeed_bamboo.elastic.processes import DeathWatch
 from deepspeed_bamboo.elastic.rendezvous import LauncherRendezvous
 from deepspeed_bamboo.elastic.slot import Slot, generation_of
@@ -42,6 +43,7 @@ _EXIT_NEWS_SECONDS = 2.0
 _GOODBYE_SECONDS = 1.5
 _OTHERS_SECONDS = 5.0
 _COORDINATOR_SECONDS = 60.0
+_LOOK_SECONDS = 1.0
 _LOOK = decisions.Woken("look after the coordinator")
 
 
@@ -83,6 +85,11 @@ class BambooElasticAgent(LocalElasticAgent):
         self._hooks = hooks or AgentHooks()
         self._supervisor = Supervisor(slot, lease_seconds=settings.lease_seconds, rules=settings.rules)
         self._mailbox = Mailbox()
+        self._outage = OutageNews(
+            boot.endpoints,
+            lease_seconds=settings.lease_seconds,
+            gives_up_after_seconds=_COORDINATOR_SECONDS if boot.host_pid else None,
+        )
         self._first_word = MachineToken("first word", boot.job, *boot.endpoints)  # never given back
         self._agents: set[str] = set()
         # Those of the same command that have not been seen yet.
@@ -150,7 +157,7 @@ class BambooElasticAgent(LocalElasticAgent):
     # -- the loop ----------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        if self._boot.host_pid:
+        if self._boot.host_pid or self._slot.local_rank == 0:
             self._mailbox.put(_LOOK)
         self._perform(self._supervisor.start())
         while self._exit_code is None:
@@ -255,13 +262,17 @@ class BambooElasticAgent(LocalElasticAgent):
             self._mailbox.put(decisions.CoordinatorGone("the agent of rank 0, which ran the job's etcd, was killed"))
 
     def _look_after_coordinator(self, registration: Registration) -> None:
-        """Give up on the job's own etcd after a while; that of the user may come back at any time."""
-        if registration.cut_off_for_seconds() > _COORDINATOR_SECONDS:
+        """Give up on the job's own etcd after a while; that of the user may come back at any time. One says so."""
+        seconds = registration.cut_off_for_seconds()
+        if self._boot.host_pid and seconds > _COORDINATOR_SECONDS:
             endpoints = ", ".join(self._boot.endpoints)
             reason = f"the job's own etcd at {endpoints} gave no answer for {_COORDINATOR_SECONDS:.0f} s"
             self._mailbox.put(decisions.CoordinatorGone(reason))
-        else:
-            self._mailbox.put_later(_LOOK, after_seconds=_COORDINATOR_SECONDS / 10)
+            return
+        news = self._outage.hear(seconds) if self._slot.local_rank == 0 else None
+        if news is not None:
+            self._say(news)
+        self._mailbox.put_later(_LOOK, after_seconds=_LOOK_SECONDS)
 
     def _take_signals(self) -> None:
         """Hear the signals that end a program, except those that this process was started to ignore."""

@@ -347,6 +347,20 @@ def test_an_outage_longer_than_all_leases_loses_nobody(fork_server: ForkServer) 
     assert outcome.exit_codes == ALL_WELL, outcome.output
 
 
+def test_an_outage_is_told_of_once_a_machine_and_so_is_its_end(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.train, nodes=("vm-0", "vm-0", "vm-1", "vm-1")) as machine:
+        epoch_of(machine, 0)
+        freeze(machine.etcd.pid)
+        silent = f"etcd at {machine.endpoints[0]} has not answered for "
+        wait_until(lambda: silent in machine.output(0) and silent in machine.output(2), what="word of the outage")
+        os.kill(machine.etcd.pid, signal.SIGCONT)
+        back = f"etcd at {machine.endpoints[0]} answers again, after "
+        wait_until(lambda: back in machine.output(0) and back in machine.output(2), what="word of its end")
+        outcome = finish(machine)
+    assert outcome.exit_codes == ALL_WELL, outcome.output
+    assert outcome.output.count(silent) == outcome.output.count(back) == 2, outcome.output
+
+
 def test_a_death_during_an_outage_is_settled_after_it(fork_server: ForkServer) -> None:
     with Machine(fork_server, workers.train, **leased(short_lease())) as machine:
         epoch_of(machine, 0)

@@ -1,0 +1,34 @@
+"""What is said when etcd does not answer any more, and when it does again: once each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_TOLD_AFTER_SECONDS = 5.0
+_LEASES = 0.75  # a lease is renewed three times in its length, so this long without an answer is no accident
+
+
+class OutageNews:
+    """Asked now and then for how long etcd has not answered; says what there is to say to the person who watches."""
+
+    def __init__(self, endpoints: Sequence[str], *, lease_seconds: float, gives_up_after_seconds: float | None) -> None:
+        """``gives_up_after_seconds``: when the job ends without it; None for the user's etcd, which is waited for."""
+        self._where = f"etcd at {', '.join(endpoints)}"
+        self._limit_seconds = max(_TOLD_AFTER_SECONDS, lease_seconds * _LEASES)
+        self._gives_up_after_seconds = gives_up_after_seconds
+        self._longest_seconds = 0.0  # of the outage that was told of; 0: none
+
+    def hear(self, cut_off_seconds: float) -> str | None:
+        """What to say about an etcd that answered last so many seconds ago; None for nothing (new)."""
+        if cut_off_seconds < self._limit_seconds:
+            lasted, self._longest_seconds = self._longest_seconds, 0.0
+            return f"{self._where} answers again, after {lasted:.0f} s" if lasted else None
+        first, self._longest_seconds = not self._longest_seconds, cut_off_seconds
+        if not first:
+            return None
+        end = self._gives_up_after_seconds
+        then = "" if end is None else f"; if it is not back within {end:.0f} s, the job ends"
+        return (
+            f"{self._where} has not answered for {cut_off_seconds:.0f} s; training goes on, and a loss would wait for "
+            f"it{then}"
+        )
