@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 from deepspeed_bamboo.elastic.boot import Boot, pack, unpack
 from deepspeed_bamboo.elastic.errors import ExchangeError
@@ -13,15 +14,30 @@ from deepspeed_bamboo.elastic.errors import ExchangeError
 _GREETING = b"bamboo 1 "
 _RETRY_SECONDS = 0.1
 _ANSWER_SECONDS = 5.0
+_JOINING = (
+    "a job that runs already is joined from another machine through coordinator.endpoints only, by a command for this "
+    "machine alone (no --hostfile and --node_rank) with its --job NAME"
+)
 
 
 class SocketExchange:
     """Rank 0 serves one line to every slot that asks, until all have had it or :meth:`close`."""
 
-    def __init__(self, *, address: str, port: int, world_size: int, rank: int) -> None:
+    def __init__(
+        self,
+        *,
+        address: str,
+        port: int,
+        world_size: int,
+        rank: int,
+        tell: Callable[[str], None] = lambda text: None,
+        told_after_seconds: float = 10.0,
+    ) -> None:
+        """``tell`` hears once, after so many seconds, that rank 0 is waited for."""
         self._address = address
         self._port = port
         self._rank = rank
+        self._tell, self._told_after_seconds = tell, told_after_seconds
         self._others = set(range(1, world_size))
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
@@ -37,9 +53,15 @@ class SocketExchange:
             self.close()
 
     def take(self, *, within_seconds: float) -> Boot:
-        deadline = time.monotonic() + within_seconds
-        reason = "no attempt was made"
-        while time.monotonic() < deadline:
+        start = time.monotonic()
+        reason, told = "no attempt was made", False
+        while (waited := time.monotonic() - start) < within_seconds:
+            if waited > self._told_after_seconds and not told:
+                told = True
+                self._tell(
+                    f"waiting for rank 0 at {self._address}:{self._port}, {within_seconds:.0f} s at most ({reason}). "
+                    f"It answers only while its job starts: {_JOINING}"
+                )
             try:
                 with socket.create_connection((self._address, self._port), timeout=_ANSWER_SECONDS) as connection:
                     connection.sendall(_GREETING + str(self._rank).encode() + b"\n")
@@ -52,7 +74,8 @@ class SocketExchange:
             time.sleep(_RETRY_SECONDS)
         raise ExchangeError(
             f"rank 0 at {self._address}:{self._port} gave no answer within {within_seconds:.0f} s ({reason}); "
-            f"check that this machine can reach it, or choose another port with the launcher's --master_port"
+            "check that the same command was given there and that this machine can reach it, or choose another port "
+            f"with the launcher's --master_port. Rank 0 answers only while its job starts: {_JOINING}"
         )
 
     def close(self) -> None:

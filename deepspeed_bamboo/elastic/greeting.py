@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 
 from deepspeed_bamboo.config import BambooConfig
 from deepspeed_bamboo.elastic.boot import Boot
@@ -13,9 +14,10 @@ def greeting(boot: Boot, slot: Slot, config: BambooConfig, *, source: str | None
     """One line. ``source``: the DeepSpeed JSON, which a command for a guarded etcd has to name."""
     coordinator = config.coordinator
     if boot.ranks:
-        ranks = "rank" if len(boot.ranks) == 1 else "ranks"
-        who = f"{_count(len(boot.ranks), 'worker')} of this command will join it, as {ranks} "
-        who += ", ".join(map(str, boot.ranks))
+        here = boot.ranks[: slot.local_world_size]  # those of rank 0, which says this, and its neighbours
+        who = f"{_count(len(here), 'worker')} of this command will join it, as {_ranks(here)}"
+        if len(here) < len(boot.ranks):
+            who += f" (started elsewhere, its others join as {_ranks(boot.ranks[len(here) :])})"
     else:
         standbys = slot.world_size - slot.workers
         who = _count(slot.workers, "worker") + (f" and {_count(standbys, 'stand-by')}" if standbys else "")
@@ -35,3 +37,7 @@ def greeting(boot: Boot, slot: Slot, config: BambooConfig, *, source: str | None
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"

@@ -127,7 +127,11 @@ def run_slot(slot: Slot, line: CommandLine, config: BambooConfig, *, notices: No
         exchange = FileExchange(command.launchers[0])
     else:
         exchange = SocketExchange(
-            address=slot.master_addr, port=slot.master_port, world_size=slot.world_size, rank=slot.rank
+            address=slot.master_addr,
+            port=slot.master_port,
+            world_size=slot.world_size,
+            rank=slot.rank,
+            tell=tell if slot.local_rank == 0 else _say_nothing,
         )
     try:
         return _lead(command, exchange) if slot.rank == 0 else _follow(command, exchange)
@@ -231,6 +235,10 @@ def _find_running(
     return None
 
 
+def _say_nothing(text: str) -> None:
+    """The first slot of the machine says it."""
+
+
 def _join(running: RunningJob, slot: Slot) -> Boot:
     """Ranks in the running job for all slots of this command."""
     return Boot(
@@ -279,7 +287,12 @@ def _follow(command: _Command, exchange: Exchange) -> int:
     import deepspeed_bamboo.elastic.agent  # noqa: F401
 
     within = _BOOT_SECONDS + (_JOIN_SECONDS if command.line.join else 0.0)
-    boot = exchange.take(within_seconds=within)
+    try:
+        boot = exchange.take(within_seconds=within)
+    except ExchangeError as error:
+        if 0 < command.slot.local_rank < command.slot.rank:
+            raise RefusedError(f"the first slot of this machine says why: {error}") from error
+        raise
     with contextlib.closing(_open(boot.endpoints, command.config)) as store:
         coordinator = JobCoordinator(store, job=boot.job, prefix=boot.prefix)
         slot, settings = _placed(command.slot, boot), command.settings(boot)

@@ -157,6 +157,18 @@ def test_an_absent_leader_is_named_with_how_long_it_was_tried() -> None:
         over_socket(port, 1).take(within_seconds=1)
 
 
+def test_who_waits_for_rank_0_says_so_once_and_how_running_jobs_are_joined() -> None:
+    port, told = free_port(""), list[str]()
+    waiting = SocketExchange(
+        address="127.0.0.1", port=port, world_size=3, rank=1, tell=told.append, told_after_seconds=0.2
+    )
+    with pytest.raises(ExchangeError, match=r"runs already is joined .* through coordinator\.endpoints only"):
+        waiting.take(within_seconds=1)
+    (text,) = told
+    assert text.startswith(f"waiting for rank 0 at 127.0.0.1:{port}, 1 s at most ([Errno 111] Connection refused).")
+    assert "through coordinator.endpoints only" in text
+
+
 def test_a_port_in_use_is_an_error_with_a_remedy() -> None:
     with socket.create_server(("", 0)) as taken:
         with pytest.raises(ExchangeError, match=r"cannot be used.*--master_port"):

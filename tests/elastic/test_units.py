@@ -312,6 +312,12 @@ def test_the_greeting_says_what_runs_and_how_to_look_at_it() -> None:
     guarded = parse_bamboo_section({"coordinator": {"endpoints": ["e:1"], "ca_cert": "ca.pem"}})
     joining = greeting(replace(shared, ranks=(6,)), slot, guarded, source="a b.json")
     assert "1 worker of this command will join it, as rank 6;" in joining
+    two_of_four = replace(slot, world_size=4, local_world_size=2)
+    there = greeting(replace(shared, ranks=(4, 5, 6, 7)), two_of_four, config, source=None)
+    assert (
+        "2 workers of this command will join it, as ranks 4, 5 (started elsewhere, its others join as ranks 6, 7);"
+        in there
+    )
     assert joining.endswith("--deepspeed_config 'a b.json'")
 
 
