@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,7 +30,7 @@ from deepspeed_bamboo.runtime.mode_choice import ModeChoice
 from deepspeed_bamboo.runtime.news import tell, tell_once
 from deepspeed_bamboo.runtime.protection import copy_from_other_pipeline, copy_shadows
 from deepspeed_bamboo.runtime.rebuilding import with_rebuilt
-from deepspeed_bamboo.runtime.recovery import PauseClock, Recovery
+from deepspeed_bamboo.runtime.recovery import PAUSE, PauseClock, Recovery, agreed_pause
 from deepspeed_bamboo.runtime.replica import StageReplica
 from deepspeed_bamboo.runtime.world import WorldGroup, replace_default_group
 
@@ -225,27 +225,36 @@ class Failover:
             return
         self._clock = None
         parts = clock.parts(lost_at=self._lost_at)
-        pause = clock.parts(lost_at=self._lost_at)
         fields = {
             "lost": [str(c) for c in self._lost_coordinates],
             "workers": list(clock.lost),
-            "pause_seconds": parts,
             "recomputed": clock.recomputed,
             "regrouped_t": clock.regrouped,
             "first_recomputed_t": clock.first_recomputed or clock.regrouped,
         }
-        step = engine.global_steps - 1
+        step, pause = engine.global_steps - 1, agreed_pause(engine.activity.previous[0], epoch=engine.epoch) or parts
         if engine.is_reporter:
-            engine.session.log("loss_of_node", step=step, **fields)
-        hosted = engine.placement.hosted_by(engine.session.worker)
-        taken_over = [str(c) for c in self._lost_coordinates if c in hosted]
+            engine.session.log("loss_of_node", step=step, **fields, pause_seconds=pause)
+        taken_over = self._taken_over()
         if taken_over:
             lost = ", ".join(clock.lost)
             tell(engine, f"step {step}: took {', '.join(taken_over)} over from {lost}, pause {pause['total']:.2f} s")
         self._say_unprotected()
         if taken_over:
             self.modes.repeated(parts["recompute"])
-        engine.session.log("failover", step=step, **fields, taken_over=taken_over)
+        engine.session.log("failover", step=step, **fields, pause_seconds=parts, taken_over=taken_over)
+
+    def contribution(self) -> dict[str, Any]:
+        """What this worker hands in with the agreement of an interrupted iteration: its pause."""
+        if self._clock is None:
+            return {}
+        parts = self._clock.parts(lost_at=self._lost_at)
+        return {PAUSE: (self._engine.epoch, bool(self._taken_over()), parts)}
+
+    def _taken_over(self) -> list[str]:
+        """Of what was lost, the coordinates that this worker hosts now."""
+        hosted = self._engine.placement.hosted_by(self._engine.session.worker)
+        return [str(c) for c in self._lost_coordinates if c in hosted]
 
     def count_on_rebuilt(self, agreed: Round) -> None:
         """After the agreement of an iteration: the shadows that were rebuilt beside it are shadows, step included."""

@@ -295,6 +295,7 @@ class IterationEnd:
         engine = self._engine
         value, self._handed_in = self._handed_in or self._to_hand_in(), None
         value.update(engine.rebuilding.contribution())
+        value.update(engine.failover.contribution())
         for replica in engine.host.owners():
             engine.strike_if_scripted(replica.coordinate, "commit", None)
         if self._shadow_steps.active:

@@ -6,8 +6,9 @@ A further loss meanwhile makes a further epoch, and this starts over with it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from deepspeed_bamboo.coordination import EpochRecord, Member
 from deepspeed_bamboo.core.grid import Coordinate
@@ -23,6 +24,9 @@ from deepspeed_bamboo.runtime.session import WorkerSession
 # A watch tells of new epochs at once; this bounds the damage of a lost one.
 _LOOK_AGAIN_SECONDS = 0.5
 _MISSING_SECONDS = 0.05
+
+PAUSE = "pause"
+"""Under which name a worker hands in its pause: the epoch, whether it took anything over, and the parts."""
 
 
 @dataclass
@@ -50,6 +54,19 @@ class PauseClock:
             "recompute": max(0.0, end - self.regrouped),
             "total": max(0.0, end - start),
         }
+
+
+def agreed_pause(agreed: Mapping[str, Mapping[str, Any]], *, epoch: int) -> dict[str, float] | None:
+    """The pause of the job, in parts, by what its workers have handed in for ``epoch``; None if nobody has.
+
+    It is that of a worker that took over what was lost, which noticed the loss by itself and had to recompute; of
+    several, or if nobody took anything over, the longest.
+    """
+    handed_in = [value[PAUSE] for value in agreed.values() if PAUSE in value]
+    pauses = [(took_over, parts) for number, took_over, parts in handed_in if number == epoch]
+    if not pauses:
+        return None
+    return dict(max(pauses, key=lambda pause: (pause[0], pause[1]["total"]))[1])
 
 
 class Recovery:
