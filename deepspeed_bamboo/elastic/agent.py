@@ -119,7 +119,12 @@ class BambooElasticAgent(LocalElasticAgent):
         self._registration = registration
         self._hooks.on_registered()
         self._messenger = Messenger(
-            self._coordinator, self._slot, registration, self._mailbox, lease_seconds=self._settings.lease_seconds
+            self._coordinator,
+            self._slot,
+            registration,
+            self._mailbox,
+            lease_seconds=self._settings.lease_seconds,
+            say=self._say,
         )
         watch = self._coordinator.watch(self._on_change)
         others = DeathWatch(self._needed_processes(), self._on_death)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from deepspeed_bamboo.coordination import (
     AgentRecord,
@@ -41,13 +41,19 @@ class Messenger:
         mailbox: Mailbox,
         *,
         lease_seconds: float,
+        say: Callable[[str], None] = logger.info,
     ) -> None:
-        """``registration`` is the agent's own: it tells whether the coordinator was out of reach lately."""
+        """``registration`` is the agent's own: it tells whether the coordinator was out of reach lately.
+
+        ``say`` hears of a loss that can't be told to the coordinator yet, from another thread.
+        """
         self._coordinator = coordinator
         self._slot = slot
         self._registration = registration
         self._mailbox = mailbox
         self._lease_seconds = lease_seconds
+        self._say = say
+        self._waiting: WorkerId | None = None  # the lost worker of which it was said that its loss waits
         self._proposer = f"agent of rank {slot.rank}"
         self._losses = Courier()
         self._endings = Courier()
@@ -99,13 +105,19 @@ class Messenger:
             logger.info("keys of job %s left behind: %s", coordinator.job, error)
 
     def _report(self, action: decisions.ReportLoss) -> None:
-        settled = settle_loss(
-            self._coordinator,
-            action.worker,
-            reason=action.reason,
-            generation=action.generation,
-            proposer=self._proposer,
-        )
+        try:
+            settled = settle_loss(
+                self._coordinator,
+                action.worker,
+                reason=action.reason,
+                generation=action.generation,
+                proposer=self._proposer,
+            )
+        except CoordinatorUnavailable:
+            if self._waiting != action.worker:
+                self._waiting = action.worker
+                self._say(f"lost {action.worker} ({action.reason}); etcd does not answer, and the loss waits for it")
+            raise
         if isinstance(settled, int):
             self._mailbox.put(decisions.LossSettled((action.worker,), None, action.reason, generation=settled))
         else:

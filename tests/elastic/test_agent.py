@@ -366,6 +366,8 @@ def test_a_death_during_an_outage_is_settled_after_it(fork_server: ForkServer) -
         epoch_of(machine, 0)
         freeze(machine.etcd.pid)
         machine.kill_worker(1)
+        told = "(its process was killed by SIGKILL); etcd does not answer, and the loss waits for it"
+        wait_until(lambda: told in machine.output(1), what="word of the loss that waits")
         time.sleep(2.5)
         os.kill(machine.etcd.pid, signal.SIGCONT)
         epoch_of(machine, 1)
@@ -374,6 +376,7 @@ def test_a_death_during_an_outage_is_settled_after_it(fork_server: ForkServer) -
         assert epoch.number == 1 and ranks(epoch) == [0, 2, 3]
         outcome = finish(machine)
     assert outcome.exit_codes == ALL_WELL, outcome.output
+    assert outcome.output.count(told) == 1, outcome.output
 
 
 def test_a_killed_etcd_comes_back_and_nobody_is_lost(fork_server: ForkServer) -> None:
