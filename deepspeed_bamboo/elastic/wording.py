@@ -20,7 +20,7 @@ def of_loss(event: LossSettled) -> list[str]:
         return []
     if not set(event.workers) & set(epoch.lost):
         return [f"lost {names}, which had no part in the job; that goes on in epoch {epoch.number}"]
-    return [f"lost {names} ({epoch.reason}); the job goes on in epoch {epoch.number}"]
+    return [f"lost {names} ({epoch.reason.removeprefix(f'{names}: ')}); the job goes on in epoch {epoch.number}"]
 
 
 def of_early_end(suspect: WorkerId, *, reporter: WorkerId, reason: str) -> str:

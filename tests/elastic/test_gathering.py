@@ -149,3 +149,10 @@ def test_a_worker_lost_before_training_begins_is_told_of_with_the_attempt() -> N
         )
     ]
     assert starting(*ALL).handle(LossSettled(("n-1-0",), None)) == [], "the job ends, which is told by itself"
+
+
+def test_a_loss_in_training_names_the_worker_once() -> None:
+    record = epoch("n-2-0").change.value
+    settled = LossSettled(("n-2-0",), replace(record, reason="n-2-0: its process was killed by SIGKILL"))
+    (say,) = starting(*ALL, epoch()).handle(settled)
+    assert say == Say("lost n-2-0 (its process was killed by SIGKILL); the job goes on in epoch 1")
