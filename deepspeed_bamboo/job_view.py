@@ -12,6 +12,7 @@ from deepspeed_bamboo.coordination.records import AgentRecord
 from deepspeed_bamboo.core.placement import WorkerId
 
 _SHOWN = 8
+_LONG_SECONDS, _LONG_STEPS = 30.0, 10.0  # without a step, when a job is said to stand still: the longer of the two
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,8 @@ def lines(view: JobView) -> list[str]:
         found.append(f"epoch {view.epoch}, since {_duration(view.epoch_seconds)}: {view.reason}")
     if view.progress is not None:
         found.append(_step_line(view.progress))
+        if view.state == "running" and _stands_still(view.progress):
+            found.append("no step has ended since: a worker is busy otherwise, or stands still; see their output")
     for drain in view.draining:
         hurry = "" if drain.deadline_seconds is None else f", {drain.deadline_seconds:.0f} s from the request on"
         found.append(f"node {drain.node} is to be left{hurry}: {drain.reason}")
@@ -122,6 +125,12 @@ def _step_line(progress: dict[str, Any]) -> str:
         parts.append(f"{progress['seconds']:.3g} s a step")
     parts.append(f"{_duration(max(0.0, time.time() - progress['t']))} ago")
     return ", ".join(parts)
+
+
+def _stands_still(progress: dict[str, Any]) -> bool:
+    """Whether the newest step is much older than steps take. Scripts may evaluate and save in between."""
+    age = time.time() - progress["t"]
+    return bool(age > max(_LONG_SECONDS, _LONG_STEPS * progress.get("seconds", 0.0)))
 
 
 def _told(event: dict[str, Any]) -> str:

@@ -124,6 +124,23 @@ def await_status(job: JobCoordinator, *, step: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize(
+    ("age_seconds", "step_seconds", "still"), [(29, 0.1, False), (40, 0.1, True), (40, 9.0, False)]
+)
+def test_status_says_when_nothing_moves(
+    job: JobCoordinator,
+    server: PrivateEtcd,
+    capsys: pytest.CaptureFixture[str],
+    age_seconds: float,
+    step_seconds: float,
+    still: bool,
+) -> None:
+    told = {"worker": "a-0-0", "t": time.time() - age_seconds, "step": 7, "loss": 2.5, "seconds": step_seconds}
+    job.publish_status({**told, "events": []})
+    assert main(["status", "--job", "busy", "--endpoints", str(server.endpoint)]) == 0
+    assert ("no step has ended since" in capsys.readouterr().out) is still
+
+
 def test_status_as_json(job: JobCoordinator, server: PrivateEtcd, capsys: pytest.CaptureFixture[str]) -> None:
     job.withdraw("a-1-0")
     assert main(["status", "--job", "busy", "--endpoints", str(server.endpoint), "--json"]) == 0
