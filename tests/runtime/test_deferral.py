@@ -22,7 +22,7 @@ from deepspeed_bamboo.runtime.interruption import EpochChangedError, Interruptio
 from deepspeed_bamboo.runtime.replica import StageReplica
 from tests.runtime.jobs import Jobs
 from tests.runtime.scenarios import Training, train_and_train_late
-from tests.runtime.test_losses import BF16, CLIPPED, EAGER, FP16, SPIKES, kill
+from tests.runtime.test_losses import BF16, CLIPPED, EAGER, FP16, SPIKES, ZERO, kill
 
 # Neighbours of the lost stage wait for it, others for them: forwards, backwards, and both of one micro-batch.
 LOSSES = [kill(1, 0, 1, "forward", 2), kill(2, 0, 2, "backward", 1), kill(3, 0, 0, "backward", 2)]
@@ -65,6 +65,36 @@ def test_nothing_computed_from_what_never_came_is_left(jobs: Jobs, training: Tra
     assert values[killed.name]["used"] > 10
     assert values[killed.name].get("late", 0) > 0 or "bf16" not in training.settings or training.bamboo is EAGER
     assert values[killed.name]["lost"] > 0, "no pass had to be taken back, so nothing was tested"
+
+
+SEVERAL = [
+    Training("late-bf16-2x2", 2, steps=5, layers="averaged", dropout=0.3, settings={**CLIPPED, **BF16}),
+    Training("late-tied-2x2", 2, steps=5, layers="tied", settings={**CLIPPED, **BF16}),
+    Training("late-eager-2x2", 2, steps=5, bamboo=EAGER, settings={**CLIPPED, **BF16}),
+    Training("late-zero-2x2", 2, steps=5, settings={**CLIPPED, **ZERO, **BF16}),
+    Training("late-bf16-4x1", 1, steps=5, settings={**CLIPPED, **BF16}),
+]
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        pytest.param(SEVERAL[0], id=SEVERAL[0].name),
+        *(pytest.param(case, id=case.name, marks=pytest.mark.sweep) for case in SEVERAL[1:]),
+    ],
+)
+def test_several_pipelines_as_on_a_gpu(jobs: Jobs, training: Training) -> None:
+    """Where a shadow's step has a collective more, what is gathered, than can be waited for in a late one."""
+    stages = training.stages
+    losses = [kill(1, 1, 0, "forward", 2), kill(2, 0, stages - 1, "gather"), kill(3, 0, 0, "backward", 2)]
+    undisturbed = dataclasses.replace(training, name=f"{training.name}-whole", faults=[])
+    killed = dataclasses.replace(training, name=f"{training.name}-killed", faults=losses)
+    result = jobs.run(train_and_train_late, world=4, timeout_seconds=300.0, undisturbed=undisturbed, killed=killed)
+    assert result.codes.count(-9) >= 2, result.transcript()
+    values = result.values[result.survivors[0]]
+    for what in ("losses", "steps", "norm", "digest"):
+        assert values[killed.name][what] == values[undisturbed.name][what], what
+    assert stages == 1 or values[killed.name]["used"] > 0
 
 
 class _Arrival:
