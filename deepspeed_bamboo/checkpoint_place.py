@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -53,6 +54,13 @@ class CheckpointPlace:
     def write(self, name: str, fill: Fill) -> None:
         """Make a file of a checkpoint."""
         self._folder.write(name, fill)
+
+    def discard(self, steps: Iterable[int]) -> None:
+        """Remove what there is of checkpoints that were given up; it may fill a disk that has room for a whole one."""
+        there = set(self._folder.folders())
+        for tag in [tag_of(step) for step in sorted(steps)]:
+            if tag in there:
+                self._folder.remove(tag)
 
     def name_last(self, step: int) -> None:
         """Make the checkpoint of ``step``, whose files are all there, the last one.

@@ -56,7 +56,7 @@ class CheckpointProgress:
         ``step`` is how many steps are done then, ``owners`` who owns what.
         """
         now = replace(self._heard(notes), failure="")
-        failures = [f"{worker}: {note.failure}" for worker, note in sorted(notes.items()) if note.failure]
+        failures = _by_reason(notes)
         if failures:
             now = CheckpointProgress(failure="; ".join(failures))
         if now.idle and any(note.take for note in notes.values()):
@@ -77,3 +77,12 @@ class CheckpointProgress:
         if any(worker not in notes for worker in missing.values()):
             return replace(self, step=None, missing={}, complete=complete, due=True)
         return replace(self, missing=missing, complete=complete)
+
+
+def _by_reason(notes: Mapping[WorkerId, CheckpointNote]) -> list[str]:
+    """What went wrong, and for whom: on a full disk for everybody the same."""
+    workers: dict[str, list[WorkerId]] = {}
+    for worker, note in sorted(notes.items()):
+        if note.failure:
+            workers.setdefault(note.failure, []).append(worker)
+    return [f"{', '.join(names)}: {reason}" for reason, names in workers.items()]

@@ -48,6 +48,7 @@ class AutomaticCheckpoints:
         self._writer = BackgroundWriter(place.write)
         self._progress = CheckpointProgress()
         self._taken_at = clock()
+        self._given_up: set[int] = set()
         self._naming: int | None = None  # handed to the writer, and not heard of again
         self._saved_step = 0  # there is nothing to keep until more is done than this
         # Told by the writer's thread, until everybody knows.
@@ -110,6 +111,9 @@ class AutomaticCheckpoints:
         self._forget_told(notes.get(engine.session.worker, CheckpointNote()))
         now = before.after(notes, step=engine.global_steps, owners=dict(engine.placement.owners))
         self._progress = now
+        if before.step is not None and before.step not in (now.step, now.complete):
+            self._given_up.add(before.step)
+            self._discard()
         if now.failure:
             self._naming = None
             self._tell_failure(now.failure)
@@ -125,6 +129,8 @@ class AutomaticCheckpoints:
         if self._progress.step != step:
             return
         self._taken_at, started = self._clock(), time.perf_counter()
+        self._discard()  # others may have gone on writing what was given up
+        self._given_up.clear()
         owned = tuple(engine.host.owned)
         try:
             files = {name: fill for c in owned for name, fill in self._captured(c, step=step).items()}
@@ -165,6 +171,12 @@ class AutomaticCheckpoints:
                 self._named = step
 
         self._writer.call(lambda: self._place.name_last(step), done=done)
+
+    def _discard(self) -> None:
+        """As the reporter: remove what there is of checkpoints that were given up. What can't be removed stays."""
+        steps = frozenset(self._given_up)
+        if steps and self._engine.is_reporter:
+            self._writer.call(lambda: self._place.discard(steps), done=lambda failure: None)
 
     def _forget_told(self, own: CheckpointNote) -> None:
         """What everybody has heard of need not be said again."""

@@ -57,6 +57,13 @@ def test_a_failure_gives_the_checkpoint_up_and_is_told_once(step: int, worker: s
     assert failed.after(quiet, step=step + 2, owners=owners) == CheckpointProgress()
 
 
+def test_a_failure_of_everybody_is_told_once() -> None:
+    owners = owners_of(["w0", "w1"])
+    taken = CheckpointProgress().after({"w0": CheckpointNote(take=True), "w1": QUIET}, step=1, owners=owners)
+    notes = {"w0": CheckpointNote(failure="full"), "w1": CheckpointNote(failure="full")}
+    assert taken.after(notes, step=2, owners=owners).failure == "w0, w1: full"
+
+
 def test_what_was_written_of_an_earlier_one_does_not_count() -> None:
     owners = owners_of(["w0"])
     taken = CheckpointProgress().after({"w0": CheckpointNote(take=True)}, step=5, owners=owners)
