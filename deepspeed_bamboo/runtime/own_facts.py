@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_bamboo.config import SECTION
 from deepspeed_bamboo.core.job_facts import JobFacts
+from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,6 +43,19 @@ def own_facts(engine: BambooPipelineEngine) -> JobFacts:
         layers=tuple(_kind(spec) for spec in engine.module._layer_specs),
         stages={int(engine.stage_id): _fingerprint(engine.module)},
     )
+
+
+def common_facts(facts: Mapping[WorkerId, JobFacts]) -> JobFacts:
+    """Of a job that starts, from those of all its workers. Raises ConfigError when they were started differently."""
+    (first, common), *others = facts.items()
+    stages = dict(common.stages)
+    for worker, own in others:
+        differences = replace(common, stages=stages).differences(own)
+        if differences:
+            where = f"worker {worker} was started otherwise than worker {first} (there: the job)"
+            raise ConfigError(*differences, where=where)
+        stages.update(own.stages)
+    return replace(common, stages=stages)
 
 
 def check_same_job(engine: BambooPipelineEngine) -> None:

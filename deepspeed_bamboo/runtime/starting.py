@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +16,7 @@ from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.errors import BambooError
 from deepspeed_bamboo.runtime.agreement import agree
 from deepspeed_bamboo.runtime.interruption import PeerLostError
-from deepspeed_bamboo.runtime.own_facts import own_facts
+from deepspeed_bamboo.runtime.own_facts import common_facts, own_facts
 from deepspeed_bamboo.runtime.protection import copy_shadows
 from deepspeed_bamboo.runtime.recovery import peers_of, tensor_peers
 from deepspeed_bamboo.runtime.standalone import is_standalone
@@ -74,11 +73,10 @@ def _build_initial_shadows(
             peers_of(placement, session.worker, members=order), with_lanes=tensor_peers(placement, session.worker)
         )
         copy_shadows(engine, placement, shadows=dict(placement.shadows), label="start")
-        facts = own_facts(engine)
-        stages = agree(facts.stages, links=engine.links, me=session.worker, workers=order, label="start/copied")
+        facts = agree(own_facts(engine), links=engine.links, me=session.worker, workers=order, label="start/copied")
+        common = common_facts(facts)
         if order[0] == session.worker:
-            everybodys = {stage: text for own in stages.values() for stage, text in own.items()}
-            session.coordinator.publish_facts(replace(facts, stages=everybodys).to_json())
+            session.coordinator.publish_facts(common.to_json())
         if order[0] == session.worker and not session.coordinator.propose(record, expected=None):
             raise BambooError(f"job {session.identity.job} has an epoch already; give this job another name (--job)")
         agree(None, links=engine.links, me=session.worker, workers=order, label="start/proposed")

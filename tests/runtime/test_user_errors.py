@@ -11,7 +11,7 @@ import pytest
 
 from deepspeed_bamboo.runtime.main import EXIT_JOB_FAILED, EXIT_USER_ERROR
 from tests.runtime.jobs import Jobs
-from tests.runtime.scenarios import Training, train
+from tests.runtime.scenarios import Training, build, train
 
 CASES = [
     (Training("forward", 4, layers="faulty", faults=[]), 2, "ValueError: a bug of the user's"),
@@ -49,13 +49,27 @@ def test_a_second_engine_in_a_process_is_refused(jobs: Jobs, early: bool, messag
     assert message in result.outputs[result.codes.index(EXIT_USER_ERROR)], result.transcript()
 
 
+def test_workers_that_are_started_differently_are_refused(jobs: Jobs) -> None:
+    result = jobs.run(build_with_own_learning_rate, world=2)
+    assert result.survivors == [] and EXIT_USER_ERROR in result.codes, result.transcript()
+    assert "worker w1 was started otherwise than worker w0" in result.transcript()
+    assert "optimizer.params.lr is 0.02 here and 0.01 in the job" in result.transcript()
+
+
+def build_with_own_learning_rate() -> None:
+    """As where one machine has another version of the configuration."""
+    rate = 0.01 * (1 + int(os.environ["RANK"]))
+    optimizer = {"type": "Adam", "params": {"lr": rate, "torch_adam": True}}
+    build(Training("different", 2, settings={"optimizer": optimizer}, faults=[]))
+
+
 def make_two_engines(*, early: bool) -> None:
     """``early``: both modules are made before the first engine."""
     import deepspeed
     from deepspeed.pipe import PipelineModule
 
     from tests.runtime import models
-    from tests.runtime.scenarios import build, settings_of
+    from tests.runtime.scenarios import settings_of
 
     training = Training("two", 2, faults=[])
     modules = []
@@ -74,7 +88,6 @@ def make_two_engines(*, early: bool) -> None:
 
 def train_without_source() -> None:
     from tests.runtime import models
-    from tests.runtime.scenarios import build
 
     engine = build(Training("no-source", 1, faults=[]))
     pipeline = engine.grid.get_data_parallel_id()
@@ -114,7 +127,6 @@ def train_out_of_step(call: str) -> None:
 def train_then(on_rank_1: Callable[[Any], object]) -> None:
     """Two iterations on all ranks, and something else on rank 1 while the others want a third."""
     from tests.runtime import models
-    from tests.runtime.scenarios import build
 
     engine = build(Training("out-of-step", 2, faults=[]))
     data = models.micro_batches(models.vectors, pipeline=0, first_step=0, count=4)
