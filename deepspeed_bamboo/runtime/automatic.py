@@ -88,7 +88,7 @@ class AutomaticCheckpoints:
                 f"checkpoint {tag!r} in bamboo.checkpoint.dir {self._place.name!r} can't be restored ({error}). If it "
                 "is of another training, or of another model, name another directory"
             ) from error
-        self._saved_step = int(self._engine.__dict__["global_steps"])
+        self._saved_step = self._engine.global_steps
         return dict((client_state or {}).get(_STATE, {}))
 
     # -- with each iteration -----------------------------------------------------------------------

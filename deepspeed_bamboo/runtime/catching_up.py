@@ -38,8 +38,9 @@ class CatchingUpEngine(BambooPipelineEngine):
         """The script has shown how it counts. Sets the phase."""
         raise NotImplementedError
 
-    def _look(self) -> None:
-        """Before entering: bring ``_reached`` up to date."""
+    def _has_to_enter(self) -> bool:
+        """Whether a script that counts by itself has to enter with this call of ``train_batch``."""
+        return True
 
     @property
     def _is_behind(self) -> bool:
@@ -73,10 +74,8 @@ class CatchingUpEngine(BambooPipelineEngine):
 
     def _is_before_its_time(self) -> bool:
         """Whether this call of ``train_batch`` stands for an iteration that the job did before."""
-        if self._phase is Phase.OUTSIDE and self._calls >= self._reached:
-            self._look()
-            if self._calls >= self._reached:
-                self._enter(counts_by_itself=True)
+        if self._phase is Phase.OUTSIDE and self._has_to_enter():
+            self._enter(counts_by_itself=True)
         if self._phase is Phase.CATCHING_UP and self._calls >= self._reached:
             self._phase = Phase.INSIDE
         return self._phase is not Phase.INSIDE

@@ -41,6 +41,12 @@ class LateEngine(CatchingUpEngine):
         if counts_by_itself and self._calls < self._reached:
             self._phase = Phase.CATCHING_UP
 
+    def _has_to_enter(self) -> bool:
+        """Not before it has called as often as the job has trained: from then on the others wait for it."""
+        if self._calls >= self._reached:
+            self._look()
+        return self._calls >= self._reached
+
     def _look(self) -> None:
         """Where the job is now; nowhere new when this worker is so near, or so slow, that it had better join."""
         status = self.session.coordinator.status() or {}

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import math
 import os
 import signal
 import time
@@ -372,12 +373,19 @@ def train_with_checkpoints(
     engine = build(dataclasses.replace(training, bamboo={**training.bamboo, "checkpoint": checkpoint}))
     make = models.tokens if training.layers.startswith("tied") else models.vectors
     iterator = models.micro_batches(make, pipeline=0, first_step=0, count=training.micro_batches)
+    evaluated = models.micro_batches(make, pipeline=100, first_step=0, count=training.micro_batches)
     steps = range(training.steps) if by_count else iter(lambda: engine.global_steps, training.steps)
     losses: dict[str, float] = {}
+    evaluations: dict[str, float] = {}
     for step in steps:
         engine.checkpoints.wait()
         losses[str(step)] = float(engine.train_batch(iterator))
+        if step in training.evaluate_before:
+            evaluations[str(step)] = float(engine.eval_batch(evaluated))
+            engine.save_checkpoint(f"{os.environ['TEST_DIRECTORY']}/own", tag=f"after{step}")
     result = {"losses": losses, "digest": engine.state_digest(), "steps": engine.global_steps}
+    result["evaluations"] = {step: None if math.isnan(loss) else loss for step, loss in evaluations.items()}
+    result["own"] = sorted(path.name for path in Path(os.environ["TEST_DIRECTORY"], "own").glob("after*"))
     engine.close()
     events = engine.event_log.recent()[1]
     result["saved"] = [e["step"] for e in events if e["event"] == "checkpoint" and e["action"] == "saved"]

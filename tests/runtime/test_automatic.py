@@ -96,6 +96,17 @@ def test_a_job_that_is_lost_whole_again_and_again_goes_on(
     assert last.common("digest") == expected.common("digest") and max(seen) >= 2, (seen, last.transcript())
 
 
+def test_what_a_counting_script_did_on_its_way_is_left_out(jobs: Jobs, tmp_path: Path) -> None:
+    training = dataclasses.replace(TRAINING, stages=2, dropout=0.0, evaluate_before=(1, 6))
+    short = dataclasses.replace(training, steps=4, evaluate_before=())
+    jobs.run(train_with_checkpoints, world=2, training=short, folder=str(tmp_path / "kept"))
+    whole = jobs.run(train_with_checkpoints, world=2, training=training, folder=str(tmp_path / "whole"), by_count=True)
+    again = jobs.run(train_with_checkpoints, world=2, training=training, folder=str(tmp_path / "kept"), by_count=True)
+    assert again.common("evaluations") == {"1": None, "6": whole.common("evaluations")["6"]}, again.transcript()
+    assert whole.common("own") == ["after1", "after6"] and again.common("own") == ["after6"]
+    assert again.common("digest") == whole.common("digest")
+
+
 def test_in_a_bucket_with_losses_while_it_is_written(jobs: Jobs, s3: dict[str, str], expected: JobResult) -> None:
     where = {"folder": f"s3://{BUCKET}/a/job", "environment": s3}
     # The part of stage 1 in the checkpoint of step 4 is lost, so the next one is taken at once, at step 6; and while
