@@ -67,12 +67,16 @@ class AutomaticCheckpoints:
         _raise_first(
             engine.agree_on("checkpoint place", lambda: _problem(self._place.take) if engine.is_reporter else "")
         )
-        tags: list[str | None] = []
-        _raise_first(
-            engine.agree_on("checkpoint seen", lambda: _problem(lambda: tags.append(self._place.last(worker=worker))))
-        )
-        found = engine.agree_on("checkpoint found", lambda: tags[-1])
-        return next((tag for _, tag in sorted(found.items())), None)
+
+        def look() -> tuple[str | None, str]:
+            try:
+                return self._place.last(worker=worker), ""
+            except CheckpointError as error:
+                return None, str(error)
+
+        seen = engine.agree_on("checkpoint seen", look)
+        _raise_first({other: problem for other, (_, problem) in seen.items()})
+        return next((tag for _, (tag, _) in sorted(seen.items())), None)
 
     def check_visible(self) -> None:
         """On a worker that joins: raise CheckpointError unless it sees the place that the others write to."""

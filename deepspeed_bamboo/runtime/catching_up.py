@@ -27,7 +27,7 @@ class Phase(Enum):
 
 
 class CatchingUpEngine(BambooPipelineEngine):
-    """See the module; a subclass says what happens on entering."""
+    """See the module; a subclass says when OUTSIDE begins, and what happens on entering."""
 
     _phase = Phase.INSIDE  # while stock builds the engine
     _calls = 0  # of train_batch, by a script that counts by itself
@@ -35,8 +35,14 @@ class CatchingUpEngine(BambooPipelineEngine):
     _loss = math.nan  # its loss there
 
     def _enter(self, *, counts_by_itself: bool) -> None:
-        """The script has shown how it counts. Sets the phase."""
-        raise NotImplementedError
+        """The script has shown how it counts."""
+        self._phase = Phase.INSIDE
+        self._take_part()
+        if counts_by_itself and self._calls < self._reached:
+            self._phase = Phase.CATCHING_UP
+
+    def _take_part(self) -> None:
+        """On entering: become one of the job's workers, if that is still to be done."""
 
     def _has_to_enter(self) -> bool:
         """Whether a script that counts by itself has to enter with this call of ``train_batch``."""

@@ -378,7 +378,7 @@ class BambooPipelineEngine(FedEngine):
             return plan_inference(self.placement, micro_batches=self.evaluated_micro_batches)
         return self.failover.fresh_plan()
 
-    # ---- construction ---------------------------------------------------------------------------------
+    # ---- who stands in for whom -----------------------------------------------------------------------
 
     def protected(self, workers: Iterable[WorkerId]) -> Placement:
         """The placement with a shadow for every coordinate that one of ``workers`` can stand in for."""

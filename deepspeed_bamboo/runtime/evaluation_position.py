@@ -30,7 +30,8 @@ class EvaluationPositions:
         count = self.of(iterator) + micro_batches
         reference = _reference(iterator)
         weak = isinstance(reference, weakref.ref)
-        others = [entry for entry in self._used if entry[0]() not in (None, iterator)]
+        known = [(kept, entry) for entry in self._used if (kept := entry[0]()) is not None]
+        others = [entry for kept, entry in known if kept is not iterator]
         self._used = [entry for entry in others if weak or isinstance(entry[0], weakref.ref)] + [(reference, count)]
 
     def skip(self, iterator: Iterator[Any] | None, micro_batches: int) -> None:

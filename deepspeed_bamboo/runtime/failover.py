@@ -239,9 +239,8 @@ class Failover:
         if taken_over:
             lost = ", ".join(clock.lost)
             tell(engine, f"step {step}: took {', '.join(taken_over)} over from {lost}, pause {pause['total']:.2f} s")
-        self._say_unprotected()
-        if taken_over:
             self.modes.repeated(parts["recompute"])
+        self._say_unprotected()
         engine.session.log("failover", step=step, **fields, pause_seconds=parts, taken_over=taken_over)
 
     def contribution(self) -> dict[str, Any]:

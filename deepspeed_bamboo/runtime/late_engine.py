@@ -34,12 +34,9 @@ class LateEngine(CatchingUpEngine):
             self.checkpoints.check_visible()
         self._phase = Phase.OUTSIDE
 
-    def _enter(self, *, counts_by_itself: bool) -> None:
-        self._phase = Phase.INSIDE
+    def _take_part(self) -> None:
         join(self)
         self._reached = self.global_steps
-        if counts_by_itself and self._calls < self._reached:
-            self._phase = Phase.CATCHING_UP
 
     def _has_to_enter(self) -> bool:
         """Not before it has called as often as the job has trained: from then on the others wait for it."""

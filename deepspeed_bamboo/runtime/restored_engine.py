@@ -40,10 +40,6 @@ class RestoredEngine(CatchingUpEngine):
         self.session.log("fatal_restore", step=self._reached, path=self._restored, seconds=seconds)
         self._phase = Phase.OUTSIDE
 
-    def _enter(self, *, counts_by_itself: bool) -> None:
-        behind = counts_by_itself and self._calls < self._reached
-        self._phase = Phase.CATCHING_UP if behind else Phase.INSIDE
-
     @property
     def _is_behind(self) -> bool:
         """Before it is known how the script counts, what it does is done: all workers do it."""
