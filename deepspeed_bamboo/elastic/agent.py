@@ -28,7 +28,6 @@ from deepspeed_bamboo.elastic.error_report import ErrorReport
 from deepspeed_bamboo.elastic.leftovers import remove_shared_memory, signal_session
 from deepspeed_bamboo.elastic.mailbox import Mailbox
 from deepspeed_bamboo.elastic.messenger import Messenger
-from deepspeed_bamboo.elastic.news import tell
 from deepspeed_bamboo.elastic.notices import NodeNotices
 from deepspeed_bamboo.elastic.outage import OutageNews
 from deepspeed_bamboo.elastic.processes import DeathWatch
@@ -36,6 +35,7 @@ from deepspeed_bamboo.elastic.rendezvous import LauncherRendezvous
 from deepspeed_bamboo.elastic.slot import Slot, generation_of
 from deepspeed_bamboo.elastic.starting import QuietLogs, WorkerStarter, quiet_grpc
 from deepspeed_bamboo.elastic.supervisor import Supervisor
+from deepspeed_bamboo.news import tell
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _STOP_SECONDS = 3
@@ -346,4 +346,4 @@ class BambooElasticAgent(LocalElasticAgent):
         }
 
     def _say(self, text: str) -> None:
-        tell(text, rank=self._slot.rank)
+        tell(text, who=f"rank {self._slot.rank}")

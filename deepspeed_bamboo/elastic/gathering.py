@@ -8,6 +8,7 @@ from deepspeed_bamboo.coordination.records import AgentRecord
 from deepspeed_bamboo.elastic.decisions import Action, CheckSlots, Say, WakeAfter
 from deepspeed_bamboo.elastic.rules import Entry
 from deepspeed_bamboo.elastic.slot import Slot
+from deepspeed_bamboo.elastic.wording import numbered
 
 MISSING = "slots missing"
 GONE = "slots gone"
@@ -75,7 +76,7 @@ class Gathering:
             return None
         self._gone.update({rank: self._nodes.get(rank, "?") for rank in absent})
         nodes = ", ".join(sorted(set(self._gone.values())))
-        slots = _named(self._gone)
+        slots = numbered("slot", sorted(self._gone))
         return (
             f"lost {slots} on {nodes} before training began, and all {self._slot.workers} slots are needed to begin; "
             "start the same command again, on every machine"
@@ -101,8 +102,3 @@ class Gathering:
             "begins when all are there. Give the same command on their machines, or end this one with ds_bamboo stop"
         )
         return [Say(text), again]
-
-
-def _named(ranks: Iterable[int]) -> str:
-    numbers = sorted(ranks)
-    return f"slot{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"

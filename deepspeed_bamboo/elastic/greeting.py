@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 
 from deepspeed_bamboo.config import BambooConfig
 from deepspeed_bamboo.elastic.boot import Boot
 from deepspeed_bamboo.elastic.slot import Slot
+from deepspeed_bamboo.elastic.wording import numbered
 
 
 def greeting(boot: Boot, slot: Slot, config: BambooConfig, *, source: str | None) -> str:
@@ -15,9 +15,9 @@ def greeting(boot: Boot, slot: Slot, config: BambooConfig, *, source: str | None
     coordinator = config.coordinator
     if boot.ranks:
         here = boot.ranks[: slot.local_world_size]  # those of rank 0, which says this, and its neighbours
-        who = f"{_count(len(here), 'worker')} of this command will join it, as {_ranks(here)}"
+        who = f"{_count(len(here), 'worker')} of this command will join it, as {numbered('rank', here)}"
         if len(here) < len(boot.ranks):
-            who += f" (started elsewhere, its others join as {_ranks(boot.ranks[len(here) :])})"
+            who += f" (started elsewhere, its others join as {numbered('rank', boot.ranks[len(here) :])})"
     else:
         standbys = slot.world_size - slot.workers
         who = _count(slot.workers, "worker") + (f" and {_count(standbys, 'stand-by')}" if standbys else "")
@@ -37,7 +37,3 @@ def greeting(boot: Boot, slot: Slot, config: BambooConfig, *, source: str | None
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"

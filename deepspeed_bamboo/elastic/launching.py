@@ -28,7 +28,6 @@ from deepspeed_bamboo.elastic.errors import ExchangeError, LaunchError, RefusedE
 from deepspeed_bamboo.elastic.exchange_file import FileExchange
 from deepspeed_bamboo.elastic.exchange_socket import SocketExchange
 from deepspeed_bamboo.elastic.greeting import greeting
-from deepspeed_bamboo.elastic.news import tell
 from deepspeed_bamboo.elastic.notices import NoticePlan, look_around, notice_plan
 from deepspeed_bamboo.elastic.processes import launcher_chain, outlived_its_launcher
 from deepspeed_bamboo.elastic.rules import MAX_RESTARTS, Entry, Rules
@@ -44,6 +43,7 @@ from deepspeed_bamboo.elastic.settings_source import find_source, load_section
 from deepspeed_bamboo.elastic.slot import Slot, key_part, slot_from_environment
 from deepspeed_bamboo.errors import BambooError
 from deepspeed_bamboo.events import check_directory
+from deepspeed_bamboo.news import tell
 
 WORKER_MODULE = "deepspeed_bamboo.runtime.main"
 
@@ -175,7 +175,7 @@ def _lead(command: _Command, exchange: Exchange) -> int:
             exchange.refuse()
             raise
         source = find_source(bamboo_config=line.bamboo_config, arguments=line.arguments)
-        tell(greeting(boot, slot, config, source=source), rank=_placed(slot, boot).rank)
+        tell(greeting(boot, slot, config, source=source), who=f"rank {_placed(slot, boot).rank}")
         hooks = AgentHooks(on_registered=until_registered.close, on_all_present=exchange.close)
         settings = replace(command.settings(boot), hosts_coordinator=boot.host_pid == os.getpid())
         return _be_agent(_placed(slot, boot), boot, line, coordinator=coordinator, settings=settings, hooks=hooks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from deepspeed_bamboo.coordination import Drain
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.elastic.decisions import LossSettled
@@ -35,3 +37,9 @@ def of_drain(drain: Drain) -> str:
     """A node is to be left."""
     time = "" if drain.deadline_seconds is None else f" within {drain.deadline_seconds:.0f} s"
     return f"node {drain.node} is to be left{time}: {drain.reason}"
+
+
+def numbered(noun: str, numbers: Iterable[int]) -> str:
+    """``slot 2``, or ``slots 2, 3``."""
+    shown = [str(number) for number in numbers]
+    return f"{noun}{'' if len(shown) == 1 else 's'} {', '.join(shown)}"

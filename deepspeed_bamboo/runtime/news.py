@@ -1,10 +1,10 @@
-"""One line for the person who watches: what has happened to the job, with the time of day."""
+"""What a worker tells the person who watches, see :mod:`deepspeed_bamboo.news`."""
 
 from __future__ import annotations
 
-import sys
-import time
 from typing import TYPE_CHECKING
+
+from deepspeed_bamboo import news
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def tell(engine: BambooPipelineEngine, text: str) -> None:
     """Print ``text`` to stderr, under the name of this worker."""
-    print(f"[bamboo {time.strftime('%H:%M:%S')} {engine.session.worker}] {text}", file=sys.stderr, flush=True)
+    news.tell(text, who=engine.session.worker)
 
 
 def tell_once(engine: BambooPipelineEngine, text: str) -> None:

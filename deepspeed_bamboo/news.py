@@ -1,0 +1,12 @@
+"""One line for the person who watches: what has happened to the job, with the time of day and who says it."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+
+def tell(text: str, *, who: str = "") -> None:
+    """Print ``text`` to stderr. ``who``: a worker, or a slot's agent; nothing where that is not known yet."""
+    name = f" {who}" if who else ""
+    print(f"[bamboo {time.strftime('%H:%M:%S')}{name}] {text}", file=sys.stderr, flush=True)
