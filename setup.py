@@ -45,5 +45,5 @@ setup(
         "predict": PREDICTORS,
         "dev": DEVELOPMENT + PLOT + PREDICTORS,
     },
-    entry_points={"console_scripts": ["ds_bamboo = deepspeed_bamboo.cli:main"]},
+    entry_points={"console_scripts": ["ds_bamboo = deepspeed_bamboo.cli.main:main"]},
 )

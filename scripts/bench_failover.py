@@ -31,9 +31,9 @@ from typing import Any
 from shared_gpu import TOLD
 
 from deepspeed_bamboo.errors import BambooError
+from deepspeed_bamboo.eventlog.summary import differences, summarize
 from deepspeed_bamboo.faults import FaultScript
 from deepspeed_bamboo.models.sizes import MODEL_SIZES
-from deepspeed_bamboo.run_summary import differences, summarize
 from deepspeed_bamboo.sweep.bench_jobs import (
     FIRST_KILL,
     STEPS_AT_THE_END,

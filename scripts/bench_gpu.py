@@ -155,8 +155,8 @@ def build(name: str, arguments: argparse.Namespace, rank: int) -> dict[str, Any]
     from deepspeed.pipe import PipelineModule
 
     from deepspeed_bamboo.models.transformer import token_loss, transformer_layers
-    from deepspeed_bamboo.runtime.failover import Failover
     from deepspeed_bamboo.runtime.initialize import initialize_with
+    from deepspeed_bamboo.runtime.recovery.take_over import Failover
 
     # Variants share the process, and stock needs its process groups to the end.
     Failover.enter_world = lambda self, record: None  # type: ignore[method-assign]
@@ -255,7 +255,7 @@ def named_passes() -> Iterator[None]:
     """Inside the block each instruction of the plugin's workers is a range with its text, such as "FRC 0.1 3"."""
     import torch
 
-    from deepspeed_bamboo.runtime.executor import Executor
+    from deepspeed_bamboo.runtime.iteration.executor import Executor
 
     plain = Executor.execute
 

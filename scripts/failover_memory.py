@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from deepspeed_bamboo.elastic.fork_server import ForkServer
-from deepspeed_bamboo.elastic.harness import Machine
 from deepspeed_bamboo.faults import ENVIRONMENT_VARIABLE
 from deepspeed_bamboo.sweep.forked import PRELOAD, train_worker
 from deepspeed_bamboo.sweep.job import job_environment
 from deepspeed_bamboo.sweep.setups import Setup
+from deepspeed_bamboo.testing.fork_server import ForkServer
+from deepspeed_bamboo.testing.harness import Machine
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS = 4

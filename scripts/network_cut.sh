@@ -35,7 +35,7 @@ ip netns exec bambooetcd "$etcd" --name=one --data-dir="$work/etcd" --listen-cli
   --advertise-client-urls=http://10.77.0.100:2379 --log-level=error > "$work/etcd.txt" 2>&1 &
 python - "$work/deepspeed.json" > /dev/null <<'P'
 import json, sys
-from deepspeed_bamboo.config import load_deepspeed_settings
+from deepspeed_bamboo.config.section import load_deepspeed_settings
 settings = load_deepspeed_settings("configs/cpu-demo.json")
 settings["bamboo"]["coordinator"] = {"endpoints": ["10.77.0.100:2379"]}
 settings["bamboo"]["topology"] = {"max_restarts": 3, "restart_seconds": 1}
@@ -72,7 +72,7 @@ P
 python - "$work" "$steps" <<'P' || code=1
 import pathlib, sys
 from deepspeed_bamboo.core.grid import Grid
-from deepspeed_bamboo.event_files import read_events
+from deepspeed_bamboo.eventlog.files import read_events
 from deepspeed_bamboo.sweep.step_record import step_problems
 logs = {path.name: read_events(path) for path in pathlib.Path(sys.argv[1]).glob("events/events-*.jsonl")}
 problems = step_problems(logs, grid=Grid(1, 4), steps=int(sys.argv[2]), micro_batches=8)

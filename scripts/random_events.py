@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deepspeed_bamboo.core.grid import Grid
-from deepspeed_bamboo.elastic.fork_server import ForkServer
 from deepspeed_bamboo.sweep.forked import PRELOAD
 from deepspeed_bamboo.sweep.happenings import draw
 from deepspeed_bamboo.sweep.job import job_environment
 from deepspeed_bamboo.sweep.random_run import RandomRun, run_undisturbed, run_with
+from deepspeed_bamboo.testing.fork_server import ForkServer
 
 ROOT = Path(__file__).resolve().parent.parent
 

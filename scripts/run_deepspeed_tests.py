@@ -3,7 +3,7 @@
     python scripts/run_deepspeed_tests.py CHECKOUT [-k EXPRESSION ...]
 
 CHECKOUT is a clone of DeepSpeed's repository (its folder ``tests``). Further arguments go to pytest. The tests
-start their own processes, so the plugin runs standalone (see ``deepspeed_bamboo.runtime.standalone``). With --stock
+start their own processes, so the plugin runs standalone (see ``deepspeed_bamboo.runtime.job.standalone``). With --stock
 they run with DeepSpeed's own engine, for comparison.
 
 DeepSpeed's Adam is compiled first, which takes minutes; a TORCH_EXTENSIONS_DIR in the environment keeps the result.
@@ -29,7 +29,7 @@ import os
 import deepspeed
 import torch
 
-from deepspeed_bamboo.config import load_deepspeed_settings
+from deepspeed_bamboo.config.section import load_deepspeed_settings
 from deepspeed_bamboo.runtime.initialize import initialize_with
 
 multiprocessing.set_forkserver_preload([__name__])

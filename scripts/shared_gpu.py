@@ -38,7 +38,7 @@ def share_gpu_if_told() -> bool:
 
 
 def _open_lanes_between_gpus_only(own: str) -> None:
-    from deepspeed_bamboo.runtime.links import Links
+    from deepspeed_bamboo.runtime.comm.peers import Links
 
     opened = Links._open_lanes
 

@@ -25,14 +25,14 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 
-from deepspeed_bamboo.config import SECTION, load_deepspeed_settings
-from deepspeed_bamboo.event_files import merge_event_files
+from deepspeed_bamboo.config.section import SECTION, load_deepspeed_settings
+from deepspeed_bamboo.eventlog.files import merge_event_files
+from deepspeed_bamboo.eventlog.run_log import RunLog
 from deepspeed_bamboo.models.batches import BatchShape, StepBatches
 from deepspeed_bamboo.models.sizes import MODEL_SIZES, ModelSize
 from deepspeed_bamboo.models.text import TextWindows, read_text
 from deepspeed_bamboo.models.transformer import model_size, token_loss, transformer_layers
 from deepspeed_bamboo.progress import Progress
-from deepspeed_bamboo.run_log import RunLog
 
 
 def main(argv: Sequence[str] | None = None) -> int:

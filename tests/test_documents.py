@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_bamboo.cli import build_parser
+from deepspeed_bamboo.cli.main import build_parser
 
 REPOSITORY = Path(__file__).parents[1]
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_bamboo.cli import main
+from deepspeed_bamboo.cli.job_view import look
+from deepspeed_bamboo.cli.main import main
 from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.job import JobCoordinator
 from deepspeed_bamboo.coordination.published import PublishedJob, own_pid_namespace, publish, published_jobs
 from deepspeed_bamboo.coordination.records import AgentRecord, JobFailure
 from deepspeed_bamboo.coordination.server import PrivateEtcd
-from deepspeed_bamboo.job_view import look
-from deepspeed_bamboo.runtime.status import StatusTeller
+from deepspeed_bamboo.runtime.job.status import StatusTeller
 from tests.coordination.helpers import first_epoch, member
 
 WORKERS = ["a-0-0", "a-1-0", "b-2-0", "c-3-0"]
@@ -173,7 +173,7 @@ def test_workers_that_are_gone_when_all_is_finished_are_done(job: JobCoordinator
 
 
 def test_watching_ends_with_the_job_and_leaves_nothing_in_its_place(server: PrivateEtcd, job: JobCoordinator) -> None:
-    command = [sys.executable, "-m", "deepspeed_bamboo.cli", "status", "--job", "busy", "--watch", "--json"]
+    command = [sys.executable, "-m", "deepspeed_bamboo.cli.main", "status", "--job", "busy", "--watch", "--json"]
     with subprocess.Popen(
         [*command, "--endpoints", str(server.endpoint)], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
     ) as process:

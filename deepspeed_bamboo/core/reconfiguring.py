@@ -11,9 +11,9 @@ from typing import Any
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement, WorkerId
-from deepspeed_bamboo.core.placing import decide
-from deepspeed_bamboo.core.separation import count_pairs
-from deepspeed_bamboo.core.sites import Sites, WorkerSite
+from deepspeed_bamboo.core.placing.lower_bound import count_pairs
+from deepspeed_bamboo.core.placing.sites import Sites, WorkerSite
+from deepspeed_bamboo.core.placing.solver import decide
 
 
 @dataclass(frozen=True)

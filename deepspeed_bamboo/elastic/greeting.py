@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from deepspeed_bamboo.config import BambooConfig
+from deepspeed_bamboo.config.section import BambooConfig
 from deepspeed_bamboo.elastic.boot import Boot
 from deepspeed_bamboo.elastic.slot import Slot
 from deepspeed_bamboo.elastic.wording import numbered

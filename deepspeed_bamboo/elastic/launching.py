@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deepspeed_bamboo.config import BambooConfig
+from deepspeed_bamboo.config.section import BambooConfig
 from deepspeed_bamboo.coordination import CoordinationError, EtcdGuard, JobCoordinator
 from deepspeed_bamboo.coordination.endpoints import Endpoint
 from deepspeed_bamboo.coordination.etcd import EtcdStore
@@ -42,7 +42,7 @@ from deepspeed_bamboo.elastic.running_job import (
 from deepspeed_bamboo.elastic.settings_source import find_source, load_section
 from deepspeed_bamboo.elastic.slot import Slot, key_part, slot_from_environment
 from deepspeed_bamboo.errors import BambooError
-from deepspeed_bamboo.events import check_directory
+from deepspeed_bamboo.eventlog.log import check_directory
 from deepspeed_bamboo.news import tell
 
 WORKER_MODULE = "deepspeed_bamboo.runtime.main"

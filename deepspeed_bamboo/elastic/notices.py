@@ -10,7 +10,7 @@ from deepspeed_bamboo.cloud import Notice, NoticeSource, NoticeWatcher, Surround
 from deepspeed_bamboo.cloud.detection import CLOUD_VARIABLE, CLOUDS, NOTICES_VARIABLE, ZONE_VARIABLE
 from deepspeed_bamboo.cloud.hints import likely_cloud
 from deepspeed_bamboo.cloud.scripted import load_script
-from deepspeed_bamboo.config import NoticesConfig
+from deepspeed_bamboo.config.section import NoticesConfig
 from deepspeed_bamboo.coordination import JobCoordinator
 
 

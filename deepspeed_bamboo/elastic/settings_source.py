@@ -10,7 +10,7 @@ from typing import Any
 
 import hjson  # type: ignore[import-untyped]
 
-from deepspeed_bamboo.config import BambooConfig, load_bamboo_section
+from deepspeed_bamboo.config.section import BambooConfig, load_bamboo_section
 from deepspeed_bamboo.errors import ConfigError
 
 _OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--ds_config", "--ds-config", "--deepspeed")

@@ -17,35 +17,35 @@ from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.recovery import plan_inference
 from deepspeed_bamboo.core.schedule import Plan
-from deepspeed_bamboo.events import EventLog
-from deepspeed_bamboo.runtime import garbage
-from deepspeed_bamboo.runtime.activity import ActivityState, Round
-from deepspeed_bamboo.runtime.agreement import agree
-from deepspeed_bamboo.runtime.automatic import automatic_checkpoints
-from deepspeed_bamboo.runtime.evaluation import EvaluationRequest, evaluate, go_on_as_others
-from deepspeed_bamboo.runtime.evaluation_position import EvaluationPositions
-from deepspeed_bamboo.runtime.executor import FAULT_POINTS, Executor, IterationContext
-from deepspeed_bamboo.runtime.failover import Failover
+from deepspeed_bamboo.eventlog.log import EventLog
+from deepspeed_bamboo.runtime.checkpoint.automatic import automatic_checkpoints
+from deepspeed_bamboo.runtime.comm.all_gather import agree
+from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerLostError
+from deepspeed_bamboo.runtime.comm.peers import Links
 from deepspeed_bamboo.runtime.feeding import FedEngine
-from deepspeed_bamboo.runtime.hosting import StageHost
-from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
-from deepspeed_bamboo.runtime.iteration_end import IterationEnd
-from deepspeed_bamboo.runtime.links import Links
-from deepspeed_bamboo.runtime.logical import Exchange
-from deepspeed_bamboo.runtime.losses import aggregate_losses, agreed_losses
-from deepspeed_bamboo.runtime.micro_batches import DataFactory, PipelineData
-from deepspeed_bamboo.runtime.news import tell_once
-from deepspeed_bamboo.runtime.rebuilding import Rebuilding
-from deepspeed_bamboo.runtime.reconfiguration import Reconfiguration
-from deepspeed_bamboo.runtime.redundant import RedundantForwards
-from deepspeed_bamboo.runtime.replica import StageReplica
-from deepspeed_bamboo.runtime.session import WorkerSession
-from deepspeed_bamboo.runtime.shadow_check import check_shadows
-from deepspeed_bamboo.runtime.starting import agreed_seed, enter_first_epoch
-from deepspeed_bamboo.runtime.step_event import log_step
-from deepspeed_bamboo.runtime.stock_state import take_over_stock_state
-from deepspeed_bamboo.runtime.transfer import combined_digest, stage_digest
-from deepspeed_bamboo.runtime.whereabouts import Where, Whereabouts
+from deepspeed_bamboo.runtime.iteration.activity import ActivityState, Round
+from deepspeed_bamboo.runtime.iteration.evaluation import EvaluationRequest, evaluate, go_on_as_others
+from deepspeed_bamboo.runtime.iteration.evaluation_position import EvaluationPositions
+from deepspeed_bamboo.runtime.iteration.executor import FAULT_POINTS, Executor, IterationContext
+from deepspeed_bamboo.runtime.iteration.iteration_end import IterationEnd
+from deepspeed_bamboo.runtime.iteration.losses import aggregate_losses, agreed_losses
+from deepspeed_bamboo.runtime.iteration.micro_batches import DataFactory, PipelineData
+from deepspeed_bamboo.runtime.iteration.redundant_forwards import RedundantForwards
+from deepspeed_bamboo.runtime.iteration.step_event import log_step
+from deepspeed_bamboo.runtime.job import garbage
+from deepspeed_bamboo.runtime.job.mismatched_calls import Where, Whereabouts
+from deepspeed_bamboo.runtime.job.news import tell_once
+from deepspeed_bamboo.runtime.job.session import WorkerSession
+from deepspeed_bamboo.runtime.membership.reconfiguration import Reconfiguration
+from deepspeed_bamboo.runtime.membership.starting import agreed_seed, enter_first_epoch
+from deepspeed_bamboo.runtime.recovery.shadow_check import check_shadows
+from deepspeed_bamboo.runtime.recovery.shadow_rebuild import Rebuilding
+from deepspeed_bamboo.runtime.recovery.stage_state import combined_digest, stage_digest
+from deepspeed_bamboo.runtime.recovery.take_over import Failover
+from deepspeed_bamboo.runtime.stock.built_state import take_over_stock_state
+from deepspeed_bamboo.runtime.stock.hosting import StageHost
+from deepspeed_bamboo.runtime.stock.logical import Exchange
+from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
 _OPERATION_TIMEOUT_SECONDS = 1800.0  # one transfer may wait for a peer that computes
 _LAST_MESSAGES_SECONDS = 5.0

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
-from deepspeed_bamboo.runtime.checkpoints import CheckpointedEngine
-from deepspeed_bamboo.runtime.micro_batches import DataFactory, PipelineData, check_complete, missing_data
-from deepspeed_bamboo.runtime.session import WorkerSession
-from deepspeed_bamboo.runtime.training_data import data_set_factory
+from deepspeed_bamboo.runtime.checkpoint.stage_files import CheckpointedEngine
+from deepspeed_bamboo.runtime.iteration.micro_batches import DataFactory, PipelineData, check_complete, missing_data
+from deepspeed_bamboo.runtime.iteration.training_data import data_set_factory
+from deepspeed_bamboo.runtime.job.session import WorkerSession
 
 
 class FedEngine(CheckpointedEngine):

@@ -14,16 +14,16 @@ import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
-from deepspeed_bamboo.config import SECTION, BambooConfig, load_deepspeed_settings, parse_bamboo_section
+from deepspeed_bamboo.config.requirements import ModelKind, OptimizerSource, validate_deepspeed_settings
+from deepspeed_bamboo.config.section import SECTION, BambooConfig, load_deepspeed_settings, parse_bamboo_section
 from deepspeed_bamboo.coordination import connect
 from deepspeed_bamboo.errors import ConfigError
-from deepspeed_bamboo.requirements import ModelKind, OptimizerSource, validate_deepspeed_settings
 from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+from deepspeed_bamboo.runtime.job.session import WorkerIdentity, WorkerSession
+from deepspeed_bamboo.runtime.job.standalone import is_standalone, standalone_job
 from deepspeed_bamboo.runtime.late_engine import LateEngine
 from deepspeed_bamboo.runtime.restored_engine import RestoredEngine
-from deepspeed_bamboo.runtime.session import WorkerIdentity, WorkerSession
-from deepspeed_bamboo.runtime.standalone import is_standalone, standalone_job
-from deepspeed_bamboo.runtime.world import has_engine
+from deepspeed_bamboo.runtime.stock.world import has_engine
 
 Initialize = Callable[..., Any]
 

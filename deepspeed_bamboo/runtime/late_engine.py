@@ -13,9 +13,9 @@ from typing import Any
 
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.runtime.catching_up import CatchingUpEngine, Phase
-from deepspeed_bamboo.runtime.joining import check_grid, join
-from deepspeed_bamboo.runtime.news import tell
-from deepspeed_bamboo.runtime.own_facts import check_same_job
+from deepspeed_bamboo.runtime.job.news import tell
+from deepspeed_bamboo.runtime.membership.joining import check_grid, join
+from deepspeed_bamboo.runtime.membership.own_facts import check_same_job
 
 # Up to here the job is caught up with while it goes on; the rest of the way it waits for this worker.
 _NEAR_STEPS = 3

@@ -20,10 +20,10 @@ import deepspeed
 import deepspeed_bamboo
 from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobFailure, connect
 from deepspeed_bamboo.errors import DrainedError, ExpelledError, JobFailedError, JobStoppedError
-from deepspeed_bamboo.runtime import garbage
 from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 from deepspeed_bamboo.runtime.initialize import initialize_with
-from deepspeed_bamboo.runtime.joining import alone_in_the_group
+from deepspeed_bamboo.runtime.job import garbage
+from deepspeed_bamboo.runtime.membership.joining import alone_in_the_group
 
 EXIT_USER_ERROR = 1
 EXIT_JOB_FAILED = 3

@@ -12,7 +12,7 @@ from typing import Any
 
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.runtime.catching_up import CatchingUpEngine, Phase
-from deepspeed_bamboo.runtime.news import tell_once
+from deepspeed_bamboo.runtime.job.news import tell_once
 
 
 class RestoredEngine(CatchingUpEngine):

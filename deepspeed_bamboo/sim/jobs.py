@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ..core.cost import JobProfile, ProfileError, profile_from_json, redundant_forward_overhead
 from .clock import MILLISECONDS_PER_HOUR, MILLISECONDS_PER_SECOND
+from .cost import JobProfile, ProfileError, profile_from_json, redundant_forward_overhead
 from .errors import ScenarioError
 from .machines import Change, MachineEvent
 from .market import HourlyMarket, hourly_events

@@ -63,7 +63,7 @@ class ModelSpec(_Spec):
     table: tuple[StepRow, ...] = ()
     """Measured step times, eager FRC included."""
     profile: str | None = None
-    """Path of a profile (see core/cost.py), relative to the scenario's file."""
+    """Path of a profile (see sim/cost.py), relative to the scenario's file."""
     most_pipelines: Count = 4
     """With a profile: no more pipelines than this."""
     layers: Annotated[int, Field(ge=0)] = 0

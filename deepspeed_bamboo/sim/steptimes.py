@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
-from ..core.cost import JobProfile, hosted_step_seconds, redundant_forward_overhead, total_work_seconds
+from .cost import JobProfile, hosted_step_seconds, redundant_forward_overhead, total_work_seconds
 from .errors import MissingStepTimeError, ScenarioError
 
 __all__ = ["Grid", "ProfiledSteps", "StepTable", "StepTimes", "WithoutRedundancy"]
@@ -154,7 +154,7 @@ class StepTable:
 
 @dataclass(frozen=True)
 class ProfiledSteps:
-    """Step times of a profiled or hand-written job, from the cost model (core.cost).
+    """Step times of a profiled or hand-written job, from the cost model (sim.cost).
 
     Attributes:
         profile: the job.

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepspeed_bamboo.config import SECTION
+from deepspeed_bamboo.config.section import SECTION
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.errors import BambooError, EventLogError
-from deepspeed_bamboo.event_files import merge_event_files, read_events
+from deepspeed_bamboo.eventlog.files import merge_event_files, read_events
 from deepspeed_bamboo.faults import Fault, FaultScript
 from deepspeed_bamboo.sweep.job import JobResult, job_environment, launched
 from deepspeed_bamboo.sweep.pauses import Event

@@ -16,12 +16,12 @@ from pathlib import Path
 from types import TracebackType
 
 from deepspeed_bamboo.coordination.server import PrivateEtcd
-from deepspeed_bamboo.elastic.fork_server import ForkServer
-from deepspeed_bamboo.elastic.harness import PRELOAD as AGENTS_PRELOAD
-from deepspeed_bamboo.elastic.harness import Machine, Outcome
 from deepspeed_bamboo.errors import BambooError
 from deepspeed_bamboo.sweep.job import PAST_LIMIT, JobResult
 from deepspeed_bamboo.sweep.outside import OutsideKill, OutsideKiller
+from deepspeed_bamboo.testing.fork_server import ForkServer
+from deepspeed_bamboo.testing.harness import PRELOAD as AGENTS_PRELOAD
+from deepspeed_bamboo.testing.harness import Machine, Outcome
 
 # What DeepSpeed imports only when an engine is made: three seconds of a core in each worker.
 IMPORTED_LATE = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed_bamboo.errors import EventLogError
-from deepspeed_bamboo.event_files import read_events
+from deepspeed_bamboo.eventlog.files import read_events
 
 _LOOK_EVERY_SECONDS = 0.002
 

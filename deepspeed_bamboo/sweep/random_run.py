@@ -11,18 +11,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deepspeed_bamboo.config import load_deepspeed_settings
+from deepspeed_bamboo.config.section import load_deepspeed_settings
 from deepspeed_bamboo.coordination import CoordinatorUnavailable, Member
 from deepspeed_bamboo.core.grid import Coordinate, Grid
-from deepspeed_bamboo.elastic.fork_server import ForkServer
-from deepspeed_bamboo.elastic.harness import Machine, Outcome
 from deepspeed_bamboo.errors import BambooError, EventLogError
-from deepspeed_bamboo.event_files import Event, merge_event_files, read_events
-from deepspeed_bamboo.run_summary import RunSummary, differences, summarize
+from deepspeed_bamboo.eventlog.files import Event, merge_event_files, read_events
+from deepspeed_bamboo.eventlog.summary import RunSummary, differences, summarize
 from deepspeed_bamboo.sweep.forked import with_stacks
 from deepspeed_bamboo.sweep.gate import Gate, gated_worker
 from deepspeed_bamboo.sweep.happenings import Happening, Kind, counts_of, faults_of
 from deepspeed_bamboo.sweep.step_record import step_problems
+from deepspeed_bamboo.testing.fork_server import ForkServer
+from deepspeed_bamboo.testing.harness import Machine, Outcome
 
 _LOOK_EVERY_SECONDS = 0.01
 _ACT_SECONDS = 60.0

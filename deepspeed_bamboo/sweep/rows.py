@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from deepspeed_bamboo.run_summary import PAUSE_PARTS, FailoverSummary, RunSummary, differences
+from deepspeed_bamboo.eventlog.summary import PAUSE_PARTS, FailoverSummary, RunSummary, differences
 from deepspeed_bamboo.sweep.job import PAST_LIMIT
 
 RECOMPUTED = ("forwards", "backwards")

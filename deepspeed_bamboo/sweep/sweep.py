@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from deepspeed_bamboo.config import load_deepspeed_settings
+from deepspeed_bamboo.config.section import load_deepspeed_settings
 from deepspeed_bamboo.errors import BambooError, EventLogError
-from deepspeed_bamboo.event_files import merge_event_files, read_events
-from deepspeed_bamboo.run_summary import RunSummary, summarize
+from deepspeed_bamboo.eventlog.files import merge_event_files, read_events
+from deepspeed_bamboo.eventlog.summary import RunSummary, summarize
 from deepspeed_bamboo.sweep.cases import Case
 from deepspeed_bamboo.sweep.job import JobResult, run_job
 from deepspeed_bamboo.sweep.rows import Row, judge

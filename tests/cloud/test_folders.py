@@ -9,9 +9,9 @@ import boto3
 import pytest
 from moto import mock_aws
 
-from deepspeed_bamboo.checkpoint_place import CheckpointPlace
 from deepspeed_bamboo.errors import CheckpointError
-from deepspeed_bamboo.folders import Fill, Folder, location_problem, open_folder
+from deepspeed_bamboo.storage.folders import Fill, Folder, location_problem, open_folder
+from deepspeed_bamboo.storage.place import CheckpointPlace
 
 Make = Callable[[str], Folder]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_bamboo.cli import build_parser, main
+from deepspeed_bamboo.cli.main import build_parser, main
 
 
 def test_check_shows_all_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +128,8 @@ def test_check_does_not_import_deepspeed_which_prints_warnings(tmp_path: Path) -
     path = tmp_path / "ds.json"
     path.write_text("{'bamboo': {'seed': 1},}  # as DeepSpeed reads it")
     program = (
-        "import sys; from deepspeed_bamboo.cli import main; main(sys.argv[1:]); sys.exit('deepspeed' in sys.modules)"
+        "import sys; from deepspeed_bamboo.cli.main import main; main(sys.argv[1:]); "
+        "sys.exit('deepspeed' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program, "check", str(path)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and json.loads(done.stdout)["seed"] == 1
@@ -142,7 +143,7 @@ def test_no_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_command_that_is_not_installed_is_left_out() -> None:
-    parser = build_parser(["deepspeed_bamboo.check_cli", "deepspeed_bamboo.no_such_cli"])
+    parser = build_parser(["deepspeed_bamboo.cli.check", "deepspeed_bamboo.no_such_cli"])
     assert parser.parse_args(["check", "file"]).configuration == "file"
 
 
@@ -151,7 +152,7 @@ def test_an_output_that_is_full_is_said_without_a_traceback(tmp_path: Path) -> N
     file.write_text('{"bamboo": {}}', encoding="utf-8")
     with Path("/dev/full").open("w") as full:
         result = subprocess.run(
-            [sys.executable, "-m", "deepspeed_bamboo.cli", "check", file],
+            [sys.executable, "-m", "deepspeed_bamboo.cli.main", "check", file],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_bamboo.config import BambooConfig, endpoint_problem, load_bamboo_section, parse_bamboo_section
+from deepspeed_bamboo.config.section import BambooConfig, endpoint_problem, load_bamboo_section, parse_bamboo_section
 from deepspeed_bamboo.errors import BambooError, ConfigError
 
 COMMENTED = """

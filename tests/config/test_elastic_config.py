@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_bamboo.config import parse_bamboo_section
+from deepspeed_bamboo.config.section import parse_bamboo_section
 from deepspeed_bamboo.errors import ConfigError
 
 ETCD = {"endpoints": ["etcd:2379"]}

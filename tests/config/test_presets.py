@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from deepspeed_bamboo.config import load_bamboo_section, load_deepspeed_settings
-from deepspeed_bamboo.requirements import ModelKind, OptimizerSource, validate_deepspeed_settings
+from deepspeed_bamboo.config.requirements import ModelKind, OptimizerSource, validate_deepspeed_settings
+from deepspeed_bamboo.config.section import load_bamboo_section, load_deepspeed_settings
 
 PRESETS = sorted((Path(__file__).parent.parent.parent / "configs").glob("*.json"))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from deepspeed_bamboo.config import BambooConfig
+from deepspeed_bamboo.config.section import BambooConfig
 
 REPOSITORY = Path(__file__).parents[2]
 

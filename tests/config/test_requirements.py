@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from deepspeed_bamboo.config.requirements import ModelKind, OptimizerSource, validate_deepspeed_settings
 from deepspeed_bamboo.errors import ConfigError
-from deepspeed_bamboo.requirements import ModelKind, OptimizerSource, validate_deepspeed_settings
 
 GOOD: dict[str, Any] = {
     "settings": {"zero_optimization": {"stage": 1}},

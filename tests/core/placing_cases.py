@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.placement import Placement
-from deepspeed_bamboo.core.sites import WorkerSite
+from deepspeed_bamboo.core.placing.sites import WorkerSite
 
 # Workers of each node, nodes of each zone: ((2, 1), (1,)) is a zone of two nodes and a zone of one.
 Layout = tuple[tuple[int, ...], ...]

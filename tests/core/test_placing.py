@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.loss_cost import loss_cost
 from deepspeed_bamboo.core.placement import Placement
-from deepspeed_bamboo.core.placing import Decision, decide, place
-from deepspeed_bamboo.core.placing_check import true_best
-from deepspeed_bamboo.core.sites import Sites, WorkerSite
+from deepspeed_bamboo.core.placing.exhaustive_check import true_best
+from deepspeed_bamboo.core.placing.sites import Sites, WorkerSite
+from deepspeed_bamboo.core.placing.solver import Decision, decide, place
 from tests.core.placing_cases import grids, some_bytes, some_current, some_sites
 
 

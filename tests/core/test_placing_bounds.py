@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_bamboo.core.grid import Grid
-from deepspeed_bamboo.core.placing import decide
-from deepspeed_bamboo.core.placing_check import all_owners, true_fewest_pairs
-from deepspeed_bamboo.core.separation import count_pairs, fewest_pairs
-from deepspeed_bamboo.core.sites import Sites, WorkerSite
+from deepspeed_bamboo.core.placing.exhaustive_check import all_owners, true_fewest_pairs
+from deepspeed_bamboo.core.placing.lower_bound import count_pairs, fewest_pairs
+from deepspeed_bamboo.core.placing.sites import Sites, WorkerSite
+from deepspeed_bamboo.core.placing.solver import decide
 from tests.core.placing_cases import Layout, grids, layouts, sites_of
 
 

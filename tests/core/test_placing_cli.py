@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_bamboo.cli import main
-from deepspeed_bamboo.node_files import read_sites
+from deepspeed_bamboo.cli.main import main
+from deepspeed_bamboo.cli.node_files import read_sites
 
 ROWS = [["w0", "n0", "a"], ["w1", "n1", "b"], ["w2", "n2", "a"], ["w3", "n3", "b"]]
 

@@ -11,8 +11,8 @@ import pytest
 
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.placement import Placement
-from deepspeed_bamboo.core.placing import Decision, decide
-from deepspeed_bamboo.core.sites import WorkerSite
+from deepspeed_bamboo.core.placing.sites import WorkerSite
+from deepspeed_bamboo.core.placing.solver import Decision, decide
 
 GRID = Grid(50, 20)
 

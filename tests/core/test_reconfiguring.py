@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.placement import Placement
-from deepspeed_bamboo.core.placing import place
+from deepspeed_bamboo.core.placing.sites import WorkerSite
+from deepspeed_bamboo.core.placing.solver import place
 from deepspeed_bamboo.core.reconfiguring import Target, next_target, transfers
-from deepspeed_bamboo.core.sites import WorkerSite
 from tests.core.placing_cases import grids, some_sites
 
 

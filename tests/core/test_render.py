@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_bamboo.config import RedundancyConfig
+from deepspeed_bamboo.cli.schedule import add_parser
+from deepspeed_bamboo.config.section import RedundancyConfig
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.instructions import Op
 from deepspeed_bamboo.core.placement import Placement
@@ -16,7 +17,6 @@ from deepspeed_bamboo.core.render import bubble_share, grid_rows, text_grid
 from deepspeed_bamboo.core.timeline import length
 from deepspeed_bamboo.core.trace import chrome_trace
 from deepspeed_bamboo.core.verify import verify
-from deepspeed_bamboo.schedule_cli import add_parser
 from tests.core.interruptions import initial
 
 

@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_bamboo.core.settlement import Report, keeper, settle
+from deepspeed_bamboo.core.consensus import Report, keeper, settle
 
 # The agreements of two activities, of which everybody has seen a beginning.
 EARLIER, LATER = ("e0", "e1", "e2"), ("l0", "l1")

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from deepspeed_bamboo.coordination import EpochRecord
-from deepspeed_bamboo.elastic.fork_server import ForkRequest, ForkServer, reference
-from deepspeed_bamboo.elastic.harness import Machine, Outcome
 from deepspeed_bamboo.elastic.processes import ProcessIdentity
+from deepspeed_bamboo.testing.fork_server import ForkRequest, ForkServer, reference
+from deepspeed_bamboo.testing.harness import Machine, Outcome
 from tests.coordination.helpers import alive, freeze, stretched, wait_until
 from tests.coordination.manual_etcd import ManualEtcd
 from tests.elastic import interrupted_agent, workers

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
-from deepspeed_bamboo.elastic.fork_server import ForkServer
-from deepspeed_bamboo.elastic.harness import Machine
+from deepspeed_bamboo.testing.fork_server import ForkServer
+from deepspeed_bamboo.testing.harness import Machine
 from tests.coordination.helpers import wait_until
 from tests.elastic import workers
 from tests.elastic.test_agent import ALL_WELL, epoch_of, finish, leased, ranks, short_lease

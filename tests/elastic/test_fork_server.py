@@ -15,8 +15,8 @@ import pytest
 
 from deepspeed_bamboo.elastic import launching
 from deepspeed_bamboo.elastic.errors import LaunchError
-from deepspeed_bamboo.elastic.fork_server import ForkRequest, ForkServer, fork, reference
-from deepspeed_bamboo.elastic.harness import Machine
+from deepspeed_bamboo.testing.fork_server import ForkRequest, ForkServer, fork, reference
+from deepspeed_bamboo.testing.harness import Machine
 from tests.coordination.helpers import alive, stretched, wait_until
 from tests.elastic import workers
 
@@ -90,7 +90,7 @@ def test_a_child_is_killed_when_it_is_abandoned(fork_server: ForkServer, output:
 
 def test_a_child_is_killed_when_its_client_is(fork_server: ForkServer, output: str) -> None:
     code = (
-        "import json, sys, time; from deepspeed_bamboo.elastic.fork_server import ForkRequest, fork; "
+        "import json, sys, time; from deepspeed_bamboo.testing.fork_server import ForkRequest, fork; "
         f"print(fork({fork_server.address!r}, ForkRequest({reference(sleep)!r}, output={output!r})).pid, flush=True); "
         "time.sleep(60)"
     )
@@ -106,7 +106,7 @@ def test_a_child_is_killed_when_its_client_is(fork_server: ForkServer, output: s
 
 def test_server_and_children_end_with_their_owner(output: str) -> None:
     code = (
-        "import time; from deepspeed_bamboo.elastic.fork_server import ForkRequest, ForkServer\n"
+        "import time; from deepspeed_bamboo.testing.fork_server import ForkRequest, ForkServer\n"
         f"server = ForkServer(); child = server.fork(ForkRequest({reference(sleep_stubbornly)!r}, output={output!r}))\n"
         "print(server._process.pid, child.pid, server._folder.name, flush=True); time.sleep(60)"
     )

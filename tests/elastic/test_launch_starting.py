@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from deepspeed_bamboo.cli import main
+from deepspeed_bamboo.cli.main import main
 from tests.coordination.helpers import stretched
 from tests.elastic.launched import LaunchedJob
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from deepspeed_bamboo.cloud.hints import likely_cloud
-from deepspeed_bamboo.config import NoticesConfig
-from deepspeed_bamboo.elastic.fork_server import ForkServer
-from deepspeed_bamboo.elastic.harness import Machine
+from deepspeed_bamboo.config.section import NoticesConfig
 from deepspeed_bamboo.elastic.notices import look_around, notice_plan
+from deepspeed_bamboo.testing.fork_server import ForkServer
+from deepspeed_bamboo.testing.harness import Machine
 from tests.cloud.fake_metadata import FakeMetadata, Reply
 from tests.cloud.services import AWS_ACTION, AWS_REBALANCE, GCP, GOOGLE, HTML, as_aws, as_azure, as_gcp, azure_event
 from tests.coordination.helpers import wait_until

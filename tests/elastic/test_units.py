@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_bamboo.config import BambooConfig, parse_bamboo_section
+from deepspeed_bamboo.config.section import BambooConfig, parse_bamboo_section
 from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobNameTaken
 from deepspeed_bamboo.elastic.boot import Boot
 from deepspeed_bamboo.elastic.command_line import CommandLine, parse_command_line

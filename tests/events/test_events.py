@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_bamboo.errors import ConfigError, EventLogError
-from deepspeed_bamboo.event_files import merge_event_files, merge_events, read_events
-from deepspeed_bamboo.events import EventLog, event_file_name
+from deepspeed_bamboo.eventlog.files import merge_event_files, merge_events, read_events
+from deepspeed_bamboo.eventlog.log import EventLog, event_file_name
 
 WRITER = """
 import sys
-from deepspeed_bamboo.events import EventLog
+from deepspeed_bamboo.eventlog.log import EventLog
 log = EventLog(sys.argv[1], "w0")
 step = 0
 while True:

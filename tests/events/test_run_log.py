@@ -6,10 +6,10 @@ import io
 from pathlib import Path
 from typing import Any
 
-from deepspeed_bamboo.event_files import read_events
-from deepspeed_bamboo.events import EventLog
+from deepspeed_bamboo.eventlog.files import read_events
+from deepspeed_bamboo.eventlog.log import EventLog
+from deepspeed_bamboo.eventlog.run_log import RunLog
 from deepspeed_bamboo.progress import Progress
-from deepspeed_bamboo.run_log import RunLog
 
 
 class StockEngine:

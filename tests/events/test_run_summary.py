@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from deepspeed_bamboo.cli import main
+from deepspeed_bamboo.cli.main import main
 from deepspeed_bamboo.errors import EventLogError
-from deepspeed_bamboo.event_files import merge_event_files
-from deepspeed_bamboo.events import EventLog
-from deepspeed_bamboo.run_summary import RunSummary, differences, load_run, summarize
+from deepspeed_bamboo.eventlog.files import merge_event_files
+from deepspeed_bamboo.eventlog.log import EventLog
+from deepspeed_bamboo.eventlog.summary import RunSummary, differences, load_run, summarize
 
 PAUSE = {"detect": 0.01, "abort": 0.02, "regroup": 0.03, "recompute": 0.04, "total": 0.1}
 

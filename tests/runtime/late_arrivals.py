@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-from deepspeed_bamboo.runtime.channel import Channel, Message
-from deepspeed_bamboo.runtime.deferral import Deferral
-from deepspeed_bamboo.runtime.interruption import EpochChangedError, PeerLostError
-from deepspeed_bamboo.runtime.shadow_steps import LateStep, ShadowSteps
+from deepspeed_bamboo.runtime.comm.channel import Channel, Message
+from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerLostError
+from deepspeed_bamboo.runtime.iteration.speculative_launch import Deferral
+from deepspeed_bamboo.runtime.stock.shadow_steps import LateStep, ShadowSteps
 
 
 class LateArrival:
-    """Stands for :class:`deepspeed_bamboo.runtime.lanes.Arrival`: ``error`` is what its wait will end with."""
+    """Stands for :class:`deepspeed_bamboo.runtime.comm.nccl.Arrival`: ``error`` is what its wait will end with."""
 
     complete = None
 

@@ -23,8 +23,8 @@ import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from deepspeed_bamboo.runtime.offload import HostOffload
-from deepspeed_bamboo.runtime.reconfiguration import Reconfiguration
+from deepspeed_bamboo.runtime.iteration.offload import HostOffload
+from deepspeed_bamboo.runtime.membership.reconfiguration import Reconfiguration
 from tests.runtime import late_arrivals, models
 
 ADAM = {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}

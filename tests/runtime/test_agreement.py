@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from deepspeed_bamboo.runtime.agreement import agree, tree_neighbours
-from deepspeed_bamboo.runtime.channel import Message
+from deepspeed_bamboo.runtime.comm.all_gather import agree, tree_neighbours
+from deepspeed_bamboo.runtime.comm.channel import Message
 
 
 class Wires:

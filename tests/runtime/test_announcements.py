@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from deepspeed_bamboo.errors import ModelError
-from deepspeed_bamboo.runtime.c10d import c10d
-from deepspeed_bamboo.runtime.channel import Channel, Message
-from deepspeed_bamboo.runtime.interruption import Interruption
+from deepspeed_bamboo.runtime.comm.c10d import c10d
+from deepspeed_bamboo.runtime.comm.channel import Channel, Message
+from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption
 
 
 class Lanes:

@@ -12,7 +12,7 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
-from deepspeed_bamboo.checkpoint_place import CheckpointPlace
+from deepspeed_bamboo.storage.place import CheckpointPlace
 from tests.runtime.jobs import JobResult, Jobs
 from tests.runtime.scenarios import Training, train, train_with_checkpoints
 from tests.runtime.test_checkpoints import SCHEDULE

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed_bamboo.runtime.blank import BlankParameters
+from deepspeed_bamboo.runtime.stock.blank import BlankParameters
 
 
 class Projection(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepspeed_bamboo.runtime.bubbles import Bubbles
+from deepspeed_bamboo.runtime.iteration.bubbles import Bubbles
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_bamboo.runtime.captured import CapturedFiles, host_copy
+from deepspeed_bamboo.runtime.stock.captured import CapturedFiles, host_copy
 
 
 def state() -> dict[str, Any]:

@@ -8,10 +8,10 @@ import time
 import pytest
 import torch
 
-from deepspeed_bamboo.runtime.c10d import c10d
-from deepspeed_bamboo.runtime.channel import Channel, Message, network_device
-from deepspeed_bamboo.runtime.connection_errors import cause_of
-from deepspeed_bamboo.runtime.interruption import Interruption, PeerLostError
+from deepspeed_bamboo.runtime.comm.c10d import c10d
+from deepspeed_bamboo.runtime.comm.channel import Channel, Message, network_device
+from deepspeed_bamboo.runtime.comm.connection_errors import cause_of
+from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption, PeerLostError
 
 _OPERATION_SECONDS = 5.0
 

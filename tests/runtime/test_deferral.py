@@ -16,10 +16,10 @@ from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.errors import JobFailedError
-from deepspeed_bamboo.runtime.bubbles import Bubbles
-from deepspeed_bamboo.runtime.executor import Executor
-from deepspeed_bamboo.runtime.interruption import EpochChangedError, Interruption
-from deepspeed_bamboo.runtime.replica import StageReplica
+from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, Interruption
+from deepspeed_bamboo.runtime.iteration.bubbles import Bubbles
+from deepspeed_bamboo.runtime.iteration.executor import Executor
+from deepspeed_bamboo.runtime.stock.replica import StageReplica
 from tests.runtime.jobs import Jobs
 from tests.runtime.scenarios import Training, train_and_train_late
 from tests.runtime.test_losses import BF16, CLIPPED, EAGER, FP16, SPIKES, ZERO, kill

@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 
-from deepspeed_bamboo.runtime.evaluation_position import EvaluationPositions
+from deepspeed_bamboo.runtime.iteration.evaluation_position import EvaluationPositions
 
 
 def numbers() -> Iterator[int]:

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_bamboo.core.grid import Coordinate
-from deepspeed_bamboo.runtime.channel import Message
-from deepspeed_bamboo.runtime.collectives import combine
-from deepspeed_bamboo.runtime.exchanging import CHUNKED_FROM, exchange_requests
-from deepspeed_bamboo.runtime.logical import GroupKey
-from deepspeed_bamboo.runtime.suspended import Request
+from deepspeed_bamboo.runtime.comm.channel import Message
+from deepspeed_bamboo.runtime.stock.collectives import combine
+from deepspeed_bamboo.runtime.stock.exchange import CHUNKED_FROM, exchange_requests
+from deepspeed_bamboo.runtime.stock.logical import GroupKey
+from deepspeed_bamboo.runtime.stock.suspended import Request
 
 SIZES = (1, 7, CHUNKED_FROM - 1, CHUNKED_FROM, 3 * CHUNKED_FROM + 1)
 

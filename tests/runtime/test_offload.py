@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_bamboo.config import RedundancyConfig
+from deepspeed_bamboo.config.section import RedundancyConfig
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.progress import CoordinateProgress
-from deepspeed_bamboo.runtime.offload import HostOffload, SavedTensor, SharedCopies
-from deepspeed_bamboo.runtime.pinned import PinnedMemory
-from deepspeed_bamboo.runtime.redundant import RedundantForwards
+from deepspeed_bamboo.runtime.iteration.offload import HostOffload, SavedTensor, SharedCopies
+from deepspeed_bamboo.runtime.iteration.pinned import PinnedMemory
+from deepspeed_bamboo.runtime.iteration.redundant_forwards import RedundantForwards
 from tests.runtime.jobs import Jobs
 from tests.runtime.scenarios import Training, train_and_train_leaving_out
 from tests.runtime.test_losses import CLIPPED, kill

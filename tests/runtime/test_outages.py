@@ -14,10 +14,10 @@ import pytest
 
 from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobFailure
 from deepspeed_bamboo.errors import JobFailedError
-from deepspeed_bamboo.runtime.insisting import insist
-from deepspeed_bamboo.runtime.interruption import Interruption
-from deepspeed_bamboo.runtime.recovery import Recovery
-from deepspeed_bamboo.runtime.session import WorkerSession
+from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption
+from deepspeed_bamboo.runtime.comm.retry import insist
+from deepspeed_bamboo.runtime.job.session import WorkerSession
+from deepspeed_bamboo.runtime.recovery.regroup import Recovery
 from tests.runtime.jobs import Jobs
 from tests.runtime.scenarios import Training, train
 from tests.runtime.test_losses import kill

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from deepspeed_bamboo.runtime.recovery import PAUSE, agreed_pause
+from deepspeed_bamboo.runtime.recovery.regroup import PAUSE, agreed_pause
 from tests.runtime.jobs import Jobs
 from tests.runtime.scenarios import Training, train
 from tests.runtime.test_losses import kill

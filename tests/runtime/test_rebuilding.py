@@ -12,8 +12,8 @@ import pytest
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.placement import Placement
-from deepspeed_bamboo.runtime import rebuilding
-from deepspeed_bamboo.runtime.rebuilding import with_rebuilt
+from deepspeed_bamboo.runtime.recovery import shadow_rebuild as rebuilding
+from deepspeed_bamboo.runtime.recovery.shadow_rebuild import with_rebuilt
 from tests.runtime.jobs import JobResult, Jobs
 from tests.runtime.scenarios import Training, train_all
 from tests.runtime.test_losses import CHECKED, kill

@@ -12,14 +12,14 @@ import pytest
 from deepspeed_bamboo.coordination import EpochRecord, JobCoordinator
 from deepspeed_bamboo.coordination.memory import MemoryStore
 from deepspeed_bamboo.coordination.records import Change
+from deepspeed_bamboo.core.consensus import Report
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.progress import CoordinateProgress
-from deepspeed_bamboo.core.settlement import Report
-from deepspeed_bamboo.runtime import reports as module
-from deepspeed_bamboo.runtime.insisting import insist
-from deepspeed_bamboo.runtime.interruption import EpochChangedError, Interruption
-from deepspeed_bamboo.runtime.reports import exchange_reports, packed, unpacked
+from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, Interruption
+from deepspeed_bamboo.runtime.comm.retry import insist
+from deepspeed_bamboo.runtime.recovery import reports as module
+from deepspeed_bamboo.runtime.recovery.reports import exchange_reports, packed, unpacked
 
 WORKERS = ("w0", "w1", "w2", "w3")
 

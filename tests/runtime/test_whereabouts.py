@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deepspeed_bamboo.coordination import JobCoordinator
 from deepspeed_bamboo.coordination.memory import MemoryStore
-from deepspeed_bamboo.runtime.whereabouts import Where, Whereabouts
+from deepspeed_bamboo.runtime.job.mismatched_calls import Where, Whereabouts
 
 
 def looking(coordinator: JobCoordinator, worker: str, *places: Where | None) -> None:

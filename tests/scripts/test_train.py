@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_bamboo.run_summary import RunSummary, differences, load_run
+from deepspeed_bamboo.eventlog.summary import RunSummary, differences, load_run
 from deepspeed_bamboo.sweep.job import free_port
 from tests.scripts.loading import SCRIPTS, load_script
 

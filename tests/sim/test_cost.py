@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_bamboo.core.cost import (
+from deepspeed_bamboo.sim.cost import (
     JobProfile,
     LayerCost,
     ProfileError,

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from deepspeed_bamboo.elastic.fork_server import ForkServer
 from deepspeed_bamboo.sweep.forked import PRELOAD
 from deepspeed_bamboo.sweep.job import job_environment
+from deepspeed_bamboo.testing.fork_server import ForkServer
 
 
 @pytest.fixture(scope="module")

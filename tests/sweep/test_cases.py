@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from deepspeed_bamboo.config import parse_bamboo_section
+from deepspeed_bamboo.config.section import parse_bamboo_section
 from deepspeed_bamboo.faults import INSTRUCTIONS, RECOVERY_POINTS
 from deepspeed_bamboo.sweep.cases import PROFILES, select
 from deepspeed_bamboo.sweep.covering import pairwise

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from deepspeed_bamboo.core.grid import Grid
-from deepspeed_bamboo.elastic.fork_server import ForkServer
-from deepspeed_bamboo.elastic.harness import Machine
-from deepspeed_bamboo.event_files import read_events
+from deepspeed_bamboo.eventlog.files import read_events
 from deepspeed_bamboo.sweep.gate import Gate, gated_worker
 from deepspeed_bamboo.sweep.random_run import RandomRun, run_undisturbed, script_of
+from deepspeed_bamboo.testing.fork_server import ForkServer
+from deepspeed_bamboo.testing.harness import Machine
 from tests.cloud.fake_metadata import FakeMetadata
 from tests.cloud.services import as_aws, as_azure, as_gcp
 from tests.coordination.helpers import wait_until

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from deepspeed_bamboo.core.grid import Grid
-from deepspeed_bamboo.elastic.fork_server import ForkServer
 from deepspeed_bamboo.sweep.happenings import draw
 from deepspeed_bamboo.sweep.random_run import RandomRun, run_undisturbed, run_with
+from deepspeed_bamboo.testing.fork_server import ForkServer
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_bamboo.run_summary import RunSummary
+from deepspeed_bamboo.eventlog.summary import RunSummary
 from deepspeed_bamboo.sweep.cases import Case, select
 from deepspeed_bamboo.sweep.forked import ForkedJobs
 from deepspeed_bamboo.sweep.job import job_environment

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_bamboo.config import load_deepspeed_settings
-from deepspeed_bamboo.events import EventLog
+from deepspeed_bamboo.config.section import load_deepspeed_settings
+from deepspeed_bamboo.eventlog.log import EventLog
 from deepspeed_bamboo.faults import FaultScript
 from deepspeed_bamboo.sweep.cases import Case, at_random, select
 from deepspeed_bamboo.sweep.job import PAST_LIMIT, JobResult, run_job

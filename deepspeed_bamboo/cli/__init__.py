@@ -1,0 +1,1 @@
+"""``ds_bamboo``: one file for each subcommand."""

@@ -1,0 +1,211 @@
+"""``ds_bamboo status``, ``drain`` and ``stop``: looking at a running job, and asking something of it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from deepspeed_bamboo.errors import BambooError
+
+if TYPE_CHECKING:
+    from deepspeed_bamboo.coordination import JobCoordinator
+
+_CONNECT_SECONDS = 5.0
+_WATCH_SECONDS = 1.0
+_STOPS_TRAINING = (
+    "is to end at the next iteration boundary. A script that looks at engine.finished leaves its loop there and does "
+    "what follows it; any other ends there without that"
+)
+_STOPS_START = "has not begun to train, so it ends now (with exit code 1)"
+_ELSEWHERE = "For a job that uses your own etcd give --endpoints or --deepspeed_config"
+
+
+class NoSuchJobError(BambooError):
+    """The job, or the node in it, that a command names isn't there; the message lists those that are."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the three commands."""
+    status = subparsers.add_parser("status", help="who takes part in a running job, and what each worker hosts")
+    _add_job_options(status)
+    status.add_argument("--watch", action="store_true", help="show it anew each second until the job is over")
+    status.add_argument("--json", action="store_true", help="print JSON; with --watch one line each second")
+    status.set_defaults(run=run_status)
+
+    drain = subparsers.add_parser("drain", help="have a running job leave a node, without losing anything")
+    drain.add_argument("node", metavar="NODE", help="the node, as ds_bamboo status calls it")
+    _add_job_options(drain)
+    drain.add_argument("--deadline-seconds", type=_positive, metavar="S", help="when the node goes (default: no hurry)")
+    drain.add_argument("--cancel", action="store_true", help="take the request back")
+    drain.set_defaults(run=run_drain)
+
+    stop = subparsers.add_parser(
+        "stop", help="have a running job end at its next iteration boundary, or at once while it starts"
+    )
+    _add_job_options(stop)
+    stop.set_defaults(run=run_stop)
+
+
+def run_status(arguments: argparse.Namespace) -> int:
+    """Print the state of the job. Raises NoSuchJobError and CoordinatorUnavailable."""
+    from deepspeed_bamboo.cli.job_view import lines, look
+
+    with _job(arguments) as coordinator:
+        if arguments.watch:
+            return _watch(coordinator, as_json=arguments.json)
+        view = look(coordinator)
+        print(json.dumps(view.to_json(), indent=2) if arguments.json else "\n".join(lines(view)))
+    return 0
+
+
+def run_drain(arguments: argparse.Namespace) -> int:
+    """Request or take back the drain of a node. Raises NoSuchJobError for one that has no part in the job."""
+    with _job(arguments) as coordinator:
+        if arguments.cancel:
+            coordinator.cancel_drain(arguments.node)
+            print(f"job {coordinator.job}: node {arguments.node} may stay")
+            return 0
+        agents, members = coordinator.agents().values(), coordinator.members().values()
+        nodes = sorted({agent.node for agent in agents} | {member.node for member in members})
+        if arguments.node not in nodes:
+            raise NoSuchJobError(
+                f"no node {arguments.node!r} takes part in job {coordinator.job!r}; its nodes are {', '.join(nodes)}"
+            )
+        coordinator.request_drain(arguments.node, deadline_seconds=arguments.deadline_seconds, reason="ds_bamboo drain")
+        print(f"job {coordinator.job}: node {arguments.node} is to be left at the next iteration boundary")
+    return 0
+
+
+def run_stop(arguments: argparse.Namespace) -> int:
+    """Request the end of the job."""
+    with _job(arguments) as coordinator:
+        trains = coordinator.peek_epoch() is not None
+        coordinator.request_stop("ds_bamboo stop")
+        print(f"job {coordinator.job}: {_STOPS_TRAINING if trains else _STOPS_START}")
+    return 0
+
+
+def _add_job_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--job", metavar="NAME", help="the job's name (default: the only one that runs there)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--endpoints", metavar="HOST:PORT,...", help="its etcd (default: that of a job of yours on this machine)"
+    )
+    where.add_argument(
+        "--deepspeed_config", metavar="FILE", help="the DeepSpeed JSON that it runs with, which says where etcd is"
+    )
+
+
+@contextmanager
+def _job(arguments: argparse.Namespace) -> Iterator[JobCoordinator]:
+    """The job that the options name. Raises NoSuchJobError that lists those that there are."""
+    from deepspeed_bamboo.coordination import DEFAULT_PREFIX, EtcdGuard
+
+    endpoints, prefix, guard = [], DEFAULT_PREFIX, EtcdGuard()
+    if arguments.endpoints:
+        endpoints = arguments.endpoints.split(",")
+    elif arguments.deepspeed_config:
+        from deepspeed_bamboo.elastic.settings_source import load_section
+
+        section = load_section(arguments.deepspeed_config)
+        if section is not None:
+            endpoints, prefix = section.coordinator.endpoints, section.coordinator.prefix
+            guard = EtcdGuard.of(section.coordinator)
+    with contextlib.ExitStack() as opened:
+        if endpoints:
+            yield _find(arguments.job, endpoints, prefix=prefix, guard=guard, opened=opened)
+        else:
+            yield _find_here(arguments.job, opened)
+
+
+def _find(
+    job: str | None, endpoints: list[str], *, prefix: str, guard: Any, opened: contextlib.ExitStack
+) -> JobCoordinator:
+    """The job of that name there; None: the only one."""
+    from deepspeed_bamboo.coordination import JobCoordinator, running_jobs
+    from deepspeed_bamboo.elastic.running_job import open_store
+
+    store = open_store(endpoints, within_seconds=_CONNECT_SECONDS, guard=guard)
+    opened.callback(store.close)
+    where = f"at {','.join(endpoints)} under {prefix}"
+    if job is None:
+        job = _only(running_jobs(store, prefix=prefix), where=where)
+    coordinator = JobCoordinator(store, job=job, prefix=prefix)
+    if not coordinator.agents() and coordinator.peek_epoch() is None and coordinator.failure() is None:
+        raise NoSuchJobError(f"no job {job!r} {where}; {_those(running_jobs(store, prefix=prefix))}")
+    return coordinator
+
+
+def _find_here(job: str | None, opened: contextlib.ExitStack) -> JobCoordinator:
+    """As :func:`_find`, among the jobs on this machine that have an etcd of their own."""
+    from deepspeed_bamboo.coordination.published import published_jobs
+
+    there = sorted({found.job for found in published_jobs()})
+    if job is None:
+        job = _only(there, where="of yours with an etcd of its own on this machine", remedy=_ELSEWHERE)
+    for found in published_jobs(job):
+        with contextlib.suppress(BambooError):
+            return _find(job, [found.endpoint], prefix=found.prefix, guard=None, opened=opened)
+    if job in there:
+        raise NoSuchJobError(f"the job {job!r} on this machine is about to begin or to end; ask again in a moment")
+    raise NoSuchJobError(
+        f"no job {job!r} of yours with an etcd of its own on this machine; {_those(there)}. {_ELSEWHERE}"
+    )
+
+
+def _only(jobs: list[str], *, where: str, remedy: str = "") -> str:
+    """The one job that there is. Raises NoSuchJobError that lists them when it is not one."""
+    if len(jobs) > 1:
+        raise NoSuchJobError(f"there run several jobs {where}: {', '.join(jobs)}; say which with --job NAME")
+    if not jobs:
+        raise NoSuchJobError(f"no job {where}. {remedy}".rstrip())
+    return jobs[0]
+
+
+def _those(jobs: list[str]) -> str:
+    return f"there run {', '.join(jobs)}" if jobs else "no job runs there"
+
+
+def _watch(coordinator: JobCoordinator, *, as_json: bool) -> int:
+    """Show the job until it is over, its etcd is gone, or the user has seen enough."""
+    from deepspeed_bamboo.cli.job_view import lines, look
+    from deepspeed_bamboo.coordination import CoordinatorUnavailable
+
+    with contextlib.suppress(KeyboardInterrupt), _display(as_json=as_json) as show:
+        while True:
+            try:
+                view = look(coordinator)
+            except CoordinatorUnavailable as error:
+                print(f"ds_bamboo: the job's etcd is gone, and probably the job with it: {error}", file=sys.stderr)
+                return 1
+            show(json.dumps(view.to_json()) if as_json else "\n".join(lines(view)))
+            if view.over:
+                return 0
+            time.sleep(_WATCH_SECONDS)
+    return 0
+
+
+@contextmanager
+def _display(*, as_json: bool) -> Iterator[Callable[[str], None]]:
+    """Shows one text in place of the one before; where that is impossible, one after the other."""
+    if as_json or not sys.stdout.isatty():
+        yield lambda text: print(text, flush=True)
+        return
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(auto_refresh=False) as live:
+        yield lambda text: live.update(Text(text), refresh=True)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return value

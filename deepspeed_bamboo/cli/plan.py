@@ -1,0 +1,145 @@
+"""``ds_bamboo plan``: which worker would host what, why, and what the loss of each zone and node would cost."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deepspeed_bamboo.cli.node_files import read_placement, read_sites
+from deepspeed_bamboo.core.grid import Coordinate, Grid
+from deepspeed_bamboo.core.loss_cost import LossCost, loss_cost
+from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.core.placing.solver import Decision, decide
+
+if TYPE_CHECKING:
+    _SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_SHOWN_COORDINATES = 6
+
+
+def add_parser(subparsers: _SubParsers) -> None:
+    """Register ``plan`` with its options; ``args.run(args)`` executes it and returns the exit status."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="show where coordinates and shadows would go, and what losing a zone or a node would cost",
+        description="Place a grid of pipelines and stages on workers, neighbours and shadows apart in nodes and zones.",
+    )
+    parser.add_argument(
+        "--nodes",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="workers: CSV headed worker,node,zone, or JSON",
+    )
+    parser.add_argument("--pipelines", type=int, required=True, metavar="D", help="pipelines")
+    parser.add_argument("--stages", type=int, required=True, metavar="P", help="stages of a pipeline")
+    parser.add_argument(
+        "--current", type=Path, metavar="FILE", help="the placement now (JSON); nothing is placed yet if not given"
+    )
+    parser.add_argument(
+        "--most", type=int, metavar="N", help="the most coordinates a worker may host (default: its fair share)"
+    )
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the placement as JSON, for --current")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan that ``args`` ask for. Returns 0, or 2 after a message for values that can't be."""
+    try:
+        current = read_placement(args.current) if args.current is not None else None
+        grid = Grid(args.pipelines, args.stages)
+        decision = decide(grid, read_sites(args.nodes), current=current, most=args.most)
+        if args.write is not None:
+            args.write.write_text(json.dumps(decision.placement.to_json()) + "\n", encoding="utf-8")
+    except OSError as error:
+        print(f"ds_bamboo plan: --write {args.write}: can't be written ({error.strerror}); give another path",
+              file=sys.stderr)  # fmt: skip
+        return 2
+    except ValueError as error:
+        print(f"ds_bamboo plan: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(plan_lines(decision, current=current)))
+    return 0
+
+
+def plan_lines(decision: Decision, *, current: Placement | None = None) -> list[str]:
+    """The whole output: the table of coordinates, the standbys, the reasons, and the cost of losses."""
+    placement, sites = decision.placement, decision.sites
+    zones = ((name, sites.of_zone(number)) for number, name in enumerate(sites.zones))
+    nodes = ((name, sites.of_node(number)) for number, name in enumerate(sites.nodes))
+    busy = {worker for _, worker in (*placement.owners, *placement.shadows)}
+    standbys = [worker for worker in sites.workers if worker not in busy]
+    return [
+        *_table(("coordinate", "worker", "node", "zone", "shadow", "its node", "its zone", "state"),
+                list(_coordinate_rows(decision, current))),
+        "",
+        f"standby: {', '.join(standbys) if standbys else 'none'}",
+        "",
+        *decision.reason.splitlines(),
+        "",
+        *_table(("loss of zone", *_LOSS_COLUMNS), [_loss_row(placement, name, lost) for name, lost in zones]),
+        "",
+        *_table(("loss of node", *_LOSS_COLUMNS), [_loss_row(placement, name, lost) for name, lost in nodes]),
+        "",
+        *_LEGEND,
+    ]  # fmt: skip
+
+
+_LOSS_COLUMNS = ("workers", "taken over", "copied", "shadow lost", "outcome")
+_LEGEND = (
+    "neighbours: a coordinate and the next stage's in its pipeline (with one stage: the next pipeline's)",
+    "taken over: coordinates that go on at the worker with their shadow. copied: at one with the same stage of another",
+    "pipeline. shadow lost: coordinates that go on where they are, unprotected until they have a new shadow. FATAL:",
+    "nobody has these coordinates any more; the job ends, and goes on from its last checkpoint when started again",
+)
+
+
+def _coordinate_rows(decision: Decision, current: Placement | None) -> Iterator[tuple[str, ...]]:
+    sites = decision.sites
+    where = {
+        worker: (sites.nodes[node], sites.zones[zone])
+        for worker, node, zone in zip(sites.workers, sites.node, sites.zone, strict=True)
+    }
+    shadows = dict(decision.placement.shadows)
+    owned = dict(current.owners) if current is not None else {}
+    shadowed = dict(current.shadows) if current is not None else {}
+    for coordinate, worker in decision.placement.owners:
+        shadow = shadows.get(coordinate)
+        beside = (shadow, *where[shadow]) if shadow is not None else ("-", "-", "-")
+        state = _state(coordinate, worker, owned.get(coordinate), shadowed.get(coordinate))
+        yield (str(coordinate), worker, *where[worker], *beside, state)
+
+
+def _state(coordinate: Coordinate, worker: WorkerId, owner: WorkerId | None, shadow: WorkerId | None) -> str:
+    """Where the new owner has the state from."""
+    if owner is None:
+        return "new"
+    if owner == worker:
+        return "stays"
+    return f"shadow of {owner}'s" if shadow == worker else f"moves from {owner}"
+
+
+def _loss_row(placement: Placement, name: str, lost: Sequence[WorkerId]) -> tuple[str, ...]:
+    cost = loss_cost(placement, lost)
+    counts = (len(cost.taken_over), len(cost.copied), len(cost.unprotected))
+    return name, str(len(lost)), *map(str, counts), _outcome(cost)
+
+
+def _outcome(cost: LossCost) -> str:
+    if cost.fatal:
+        shown = ", ".join(map(str, cost.fatal[:_SHOWN_COORDINATES]))
+        more = len(cost.fatal) - _SHOWN_COORDINATES
+        return f"FATAL: {shown}" + (f" and {more} more" if more > 0 else "")
+    return "survived" if cost.taken_over or cost.copied else "nothing lost"
+
+
+def _table(heading: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (heading, *rows)
+    ]

@@ -1,0 +1,341 @@
+"""The "bamboo" section of a DeepSpeed configuration.
+
+Everything has a default that works on one machine, so ``"bamboo": {}`` turns the plugin on. Keys that
+don't exist are refused with the nearest one that does. ``load_bamboo_section`` reads the section from
+whatever DeepSpeed itself accepts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from deepspeed_bamboo.cloud.scripted import parse_script
+from deepspeed_bamboo.config.messages import describe
+from deepspeed_bamboo.errors import ConfigError
+from deepspeed_bamboo.faults import FaultScript
+from deepspeed_bamboo.storage.folders import location_problem
+from deepspeed_bamboo.suggest import nearest
+
+SECTION = "bamboo"
+
+RedundancyMode = Literal["off", "lazy", "eager", "full", "auto"]
+OffloadTarget = Literal["none", "cpu", "recompute"]
+
+
+def _path_to_text(value: object) -> object:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+# Eleven days: more means "for ever" to nobody, and overflows clocks.
+Seconds = Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)]
+Location = Annotated[str, BeforeValidator(_path_to_text), Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """Base of all parts: unknown keys refused, no silent conversions, immutable."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+class RedundancyConfig(Section):
+    """What each worker keeps and computes for its successor's stage."""
+
+    mode: RedundancyMode = "lazy"
+    """off: no shadows; lazy: a replica, redundant forward only after a loss; eager: redundant forward in
+    the pipeline's bubbles, backward after a loss; full: both always (the paper's upper bound); auto: lazy or eager,
+    whichever loses less time at the rate of losses and with the overhead that the job measures."""
+
+    losses_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """For auto: how many workers an hour you expect to lose; null: only what the job has seen counts."""
+
+    offload: OffloadTarget = "cpu"
+    """Where the redundant forward keeps what its backward needs: none (device memory), cpu, or recompute."""
+
+    overlap: bool = False
+    """For eager: redundant forwards that fit into no bubble run too, beside other work. A loss then repeats less, and
+    every iteration takes longer."""
+
+    memory_limit_gigabytes: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Most memory that redundancy may take in each worker; null: no limit."""
+
+    @model_validator(mode="after")
+    def _check_overlap(self) -> RedundancyConfig:
+        if self.overlap and self.offload == "recompute":
+            raise ValueError(
+                "overlap runs redundant forwards outside of bubbles, and with offload: recompute they keep nothing "
+                "that is worth it; set overlap to false, or offload to cpu or none"
+            )
+        return self
+
+
+class CoordinatorConfig(Section):
+    """The etcd through which workers agree on who is alive."""
+
+    endpoints: list[str] = Field(default_factory=list)
+    """host:port of each member of your etcd; empty: the job starts an etcd of its own on the first node."""
+
+    lease_seconds: Annotated[Seconds, Field(ge=0.1)] = 3.0
+    """A node that is silent for this long counts as lost."""
+
+    connect_timeout_seconds: Seconds = 5.0
+    """How long to try to reach etcd at the start before giving up."""
+
+    suspicion_seconds: Seconds | None = None
+    """How long a transfer may stand still before its peer is suspected; null: lease_seconds."""
+
+    prefix: str = "/deepspeed_bamboo"
+    """Under which etcd keys the job lives; starts with a slash."""
+
+    username: Annotated[str, Field(min_length=1)] | None = None
+    """User of an etcd with authentication; null: it has none."""
+
+    password_env: str | None = None
+    """Name of the environment variable, on every machine, that holds that user's password."""
+
+    ca_cert: Location | None = None
+    """PEM file of the authority that signed etcd's certificate; null: connections are not encrypted."""
+
+    cert: Location | None = None
+    """PEM file of this side's own certificate, if etcd asks for one."""
+
+    key: Location | None = None
+    """PEM file of the private key of ``cert``."""
+
+    @property
+    def suspicion_limit_seconds(self) -> float:
+        """suspicion_seconds with its default filled in."""
+        return self.lease_seconds if self.suspicion_seconds is None else self.suspicion_seconds
+
+    @field_validator("endpoints")
+    @classmethod
+    def _check_endpoints(cls, endpoints: list[str]) -> list[str]:
+        wrong = [f"{endpoint!r} {problem}" for endpoint in endpoints if (problem := endpoint_problem(endpoint))]
+        wrong += [f"{endpoint!r} is listed twice" for endpoint in set(endpoints) if endpoints.count(endpoint) > 1]
+        if wrong:
+            raise ValueError("; ".join(sorted(wrong)))
+        return endpoints
+
+    @field_validator("password_env")
+    @classmethod
+    def _check_password_env(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError("name the environment variable that holds the password, as in ETCD_PASSWORD; not itself")
+        return name
+
+    @model_validator(mode="after")
+    def _check_guards(self) -> CoordinatorConfig:
+        guards = [name for name in ("username", "ca_cert", "cert", "key") if getattr(self, name) is not None]
+        if guards and not self.endpoints:
+            says = "says" if len(guards) == 1 else "say"
+            raise ValueError(f"{', '.join(guards)} {says} how to reach your own etcd; name it in endpoints, too")
+        if (self.username is None) != (self.password_env is None):
+            raise ValueError("username and password_env go together; give both or none")
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("cert and key go together; give both or none")
+        if self.cert is not None and self.ca_cert is None:
+            raise ValueError("cert needs ca_cert as well, with which etcd's own certificate is checked")
+        return self
+
+    @field_validator("prefix")
+    @classmethod
+    def _check_prefix(cls, prefix: str) -> str:
+        if not re.fullmatch(r"(/[^/\s]+)+", prefix):
+            raise ValueError("a prefix starts with a slash, has no empty parts and no blanks, as in /team/jobs")
+        return prefix
+
+
+class TopologyConfig(Section):
+    """Where machines stand, so that neighbours in the pipeline don't vanish together."""
+
+    zones: Annotated[str, Field(min_length=1)] = "auto"
+    """auto: ask BAMBOO_ZONE, then the cloud's metadata service; anything else: this machine's zone."""
+
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """How often a slot replaces a worker that was lost in training (never one whose script failed); 0: never.
+
+    A worker lost before training begins is another matter: then all workers start again, three times at most.
+    """
+
+    restart_seconds: Seconds = 5.0
+    """How long after the first loss of a slot its worker is replaced; twice as long after each further one."""
+
+
+class NoticesConfig(Section):
+    """Who warns that this machine is about to be taken; its workers then leave in time, and nothing is lost."""
+
+    source: Literal["auto", "none", "aws", "gcp", "azure", "scripted"] = "auto"
+    """auto: the cloud that this machine is in, if any; none: nobody; scripted: ``script``, for tests."""
+
+    base_url: Annotated[str, Field(pattern=r"^https?://[^/\s]+$")] | None = None
+    """Where the metadata service of ``source`` is; null: where that cloud has it."""
+
+    poll_seconds: Seconds | None = None
+    """How often to ask; null: as often as the cloud recommends."""
+
+    script: list[Any] | Location | None = None
+    """For ``scripted``: a list of notices, or the path of a JSON file with one (BAMBOO_NOTICES does the same)."""
+
+    rebalance: Literal["tell", "drain"] = "tell"
+    """What to do when a machine is only likelier than others to be taken soon."""
+
+    sigterm: Literal["abort", "drain"] = "abort"
+    """What SIGTERM to an agent means. abort: the job ends; drain: its node is about to go (SLURM, Kubernetes)."""
+
+    grace_seconds: Seconds = 30.0
+    """How long after such a signal, or SIGUSR1, the node goes."""
+
+    @model_validator(mode="after")
+    def _check_source(self) -> NoticesConfig:
+        if self.base_url is not None and self.source not in ("aws", "gcp", "azure"):
+            raise ValueError("base_url is that of one cloud; set source to aws, gcp or azure")
+        if (self.script is not None) != (self.source == "scripted"):
+            raise ValueError("script and source: scripted go together; give both or none")
+        if isinstance(self.script, list):
+            parse_script(self.script, where="notices.script")
+        return self
+
+
+class CheckpointConfig(Section):
+    """Checkpoints taken beside training, read only by a job that starts: when redundancy could not cover a loss."""
+
+    dir: Location | None = None
+    """A directory that all machines see, or s3://bucket/prefix, for this training alone; null: none are written."""
+
+    interval_minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
+    """Time between checkpoints."""
+
+    @field_validator("dir")
+    @classmethod
+    def _check_dir(cls, location: str | None) -> str | None:
+        problem = None if location is None else location_problem(location)
+        if problem is not None:
+            raise ValueError(f"{location!r} {problem}")
+        return location
+
+
+class BambooConfig(Section):
+    """The whole section."""
+
+    enabled: bool = True
+    """false: exactly as if the section were not there."""
+
+    redundancy: RedundancyConfig = Field(default_factory=RedundancyConfig)
+    """What each worker keeps and computes for its successor's stage."""
+
+    coordinator: CoordinatorConfig = Field(default_factory=CoordinatorConfig)
+    """The etcd through which workers agree on who is alive."""
+
+    topology: TopologyConfig = Field(default_factory=TopologyConfig)
+    """Where machines stand."""
+
+    notices: NoticesConfig = Field(default_factory=NoticesConfig)
+    """Who warns that this machine is about to be taken."""
+
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """Checkpoints, for what redundancy can't cover."""
+
+    event_log: Location | None = None
+    """Directory that gets one JSON-lines file per worker; null: no event log."""
+
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    """Seed of the random numbers that forwards draw; null: the seed that torch had at initialize."""
+
+    gradient_norm: Literal["stock", "global"] = "stock"
+    """What gradients are clipped by. stock: DeepSpeed's rule, by logical stage, whoever hosts it (in fp32 only
+    stage 0 contributes to the norm, which clips later stages less); global: the norm over all stages."""
+
+    faults: list[Any] | Location | None = None
+    """Scripted faults for tests: a list, or the path of a JSON file with one (BAMBOO_FAULTS wins)."""
+
+    debug_check_shadows: Annotated[int, Field(ge=0)] = 0
+    """Compare every shadow with its owner each so many steps; 0: never."""
+
+    @field_validator("faults")
+    @classmethod
+    def _check_faults(cls, faults: list[Any] | str | None) -> list[Any] | str | None:
+        if isinstance(faults, list):
+            FaultScript.parse(faults)
+        return faults
+
+
+def endpoint_problem(endpoint: str) -> str | None:
+    """What is wrong with ``endpoint`` as host:port, in words that follow it; None when nothing is."""
+    if "://" in endpoint:
+        return f"has a scheme; write {endpoint.split('://', 1)[1].rstrip('/')!r}"
+    host, separator, port = endpoint.rpartition(":")
+    if not separator or not port.isascii() or not port.isdigit():
+        return "has no port; write host:port, as in 10.0.0.5:2379"
+    if not 1 <= int(port) <= 65535:
+        return f"has port {port}; ports are 1 to 65535"
+    if ":" in host and not re.fullmatch(r"\[[0-9A-Fa-f:.%\w]+\]", host):
+        return "has several colons; write an IPv6 address as [address]:port"
+    if not re.fullmatch(r"[\w.-]+|\[.+\]", host):
+        return "has no usable host name; write host:port, as in 10.0.0.5:2379"
+    return None
+
+
+def parse_bamboo_section(section: object) -> BambooConfig:
+    """Validate the value of the "bamboo" key. Raises ConfigError that lists every problem."""
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"got {section!r}, but the section is an object; write {{}} for all defaults", where=SECTION)
+    try:
+        return BambooConfig.model_validate(dict(section))
+    except ValidationError as error:
+        raise ConfigError(*describe(error, model=BambooConfig, section=SECTION), where='the "bamboo" section') from None
+
+
+def load_bamboo_section(source: Mapping[str, Any] | str | os.PathLike[str]) -> BambooConfig | None:
+    """The validated "bamboo" section of a DeepSpeed configuration, or None when it has none.
+
+    ``source``: what ``deepspeed.initialize(config=...)`` takes: a dict, the path of a JSON file
+    (comments and trailing commas allowed), or base64 of one. It is not changed.
+    Raises ConfigError for a file that isn't there, can't be read or parsed, and for a wrong section.
+    """
+    return bamboo_section_of(load_deepspeed_settings(source))
+
+
+def bamboo_section_of(settings: Mapping[str, Any]) -> BambooConfig | None:
+    """The validated "bamboo" section of an already loaded DeepSpeed configuration, or None when it has none.
+
+    Raises ConfigError for a wrong section, and for a key that looks like a misspelled "bamboo".
+    """
+    if SECTION in settings:
+        return parse_bamboo_section(settings[SECTION])
+    for key in settings:
+        if nearest(key, [SECTION], similarity=0.8):
+            raise ConfigError(f"unknown key {key!r} in the DeepSpeed configuration; did you mean {SECTION!r}?")
+    return None
+
+
+def load_deepspeed_settings(source: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
+    """The whole DeepSpeed configuration as a new dict (its values are shared with ``source``).
+
+    Raises ConfigError for a file that isn't there or can't be read or parsed.
+    """
+    if isinstance(source, Mapping):
+        return dict(source)
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(f"got {type(source).__name__} as DeepSpeed configuration; give a dict, a path or base64")
+    from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+
+    text = os.fspath(source)
+    try:
+        settings = load_ds_config(text)
+    except OSError as error:
+        raise ConfigError(f"{text} can't be read ({error.strerror}); give a JSON file") from error
+    except ValueError as error:
+        if not os.path.exists(text):  # noqa: PTH110 (a base64 string may be too long for a Path)
+            raise ConfigError(f"DeepSpeed configuration {_shorten(text)} does not exist; check the path") from error
+        raise ConfigError(f"{text} is no valid DeepSpeed JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{_shorten(text)} holds no JSON object; a DeepSpeed configuration is {{...}}")
+    return settings
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -1,0 +1,1 @@
+"""The placement solver: which worker hosts what, and who holds which shadow. Pure."""

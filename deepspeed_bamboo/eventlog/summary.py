@@ -1,0 +1,124 @@
+"""What a run came to, from its merged events, and whether two runs are bitwise the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deepspeed_bamboo.errors import EventLogError
+from deepspeed_bamboo.eventlog.files import MERGED_NAME, merge_events, read_events, read_worker_files
+
+PAUSE_PARTS = ("detect", "abort", "regroup", "recompute", "total")
+
+
+@dataclass(frozen=True)
+class FailoverSummary:
+    """One failover, as the worker that took over saw it."""
+
+    step: int
+    epoch: int
+    lost: tuple[str, ...]
+    pause_seconds: Mapping[str, float]
+    kill_to_recompute_seconds: float | None  # from a scripted fault to the first recomputed instruction
+    recomputed: Mapping[str, int] = field(default_factory=dict)  # "forwards" and "backwards" done again
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One run: losses by step, its end, and its failovers in order."""
+
+    losses: Mapping[int, float]
+    final_step: int | None  # None: the run did not finish
+    digest: str | None
+    failovers: tuple[FailoverSummary, ...]
+
+    @property
+    def fall(self) -> float:
+        """By which share the loss fell from the first to the last step: 0.3 is 30 %."""
+        steps = sorted(self.losses)
+        return 1 - self.losses[steps[-1]] / self.losses[steps[0]] if steps else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """A value that ``json`` can write."""
+        return {**asdict(self), "losses": {str(step): loss for step, loss in self.losses.items()}}
+
+
+def load_run(directory: str | os.PathLike[str]) -> RunSummary:
+    """The summary of the run whose event log is ``directory``, merged or not. Raises EventLogError when it has none."""
+    folder = Path(directory)
+    if (folder / MERGED_NAME).exists():
+        return summarize(read_events(folder / MERGED_NAME))
+    files = read_worker_files(folder)
+    if not files:
+        raise EventLogError(
+            f"there is no event log in {folder}; give the directory that was bamboo.event_log in a run's configuration"
+        )
+    return summarize(merge_events(files))
+
+
+def summarize(events: Iterable[Mapping[str, Any]]) -> RunSummary:
+    """The summary of merged ``events``."""
+    everything = list(events)
+    finished = [event for event in everything if event["event"] == "finished"]
+    return RunSummary(
+        losses={event["step"]: event["loss"] for event in everything if event["event"] == "step"},
+        final_step=finished[-1]["step"] if finished else None,
+        digest=finished[-1].get("digest") if finished else None,
+        failovers=_failovers(everything),
+    )
+
+
+def differences(reference: RunSummary, other: RunSummary) -> list[str]:
+    """In what ``other`` is not bitwise what ``reference`` is, one sentence each; empty when in nothing."""
+    found = []
+    for step in sorted({*reference.losses, *other.losses}):
+        one, another = reference.losses.get(step), other.losses.get(step)
+        if repr(one) != repr(another):  # as text, so that NaN equals itself and -0.0 is not 0.0
+            found.append(f"loss of step {step}: {_text(one)} and {_text(another)}")
+    if reference.final_step is None or reference.final_step != other.final_step:
+        found.append(f"last step: {_text(reference.final_step)} and {_text(other.final_step)}")
+    if reference.digest is None and other.digest is None:
+        found.append(
+            "neither run says its digest: let your script end with engine.log_event('finished', "
+            "digest=engine.state_digest())"
+        )
+    elif reference.digest is None or reference.digest != other.digest:
+        found.append(f"digest: {_text(reference.digest)} and {_text(other.digest)}")
+    return found
+
+
+def _failovers(events: Iterable[Mapping[str, Any]]) -> tuple[FailoverSummary, ...]:
+    """One per epoch: of all survivors' reports the one of a worker that took over, or else the longest."""
+    reports: dict[int, Mapping[str, Any]] = {}
+    faults = [event for event in events if event["event"] == "fault"]
+    for event in events:
+        if event["event"] != "failover":
+            continue
+        best = reports.get(event["epoch"])
+        if best is None or _weight(event) > _weight(best):
+            reports[event["epoch"]] = event
+    return tuple(_failover(report, faults=faults) for _, report in sorted(reports.items()))
+
+
+def _failover(report: Mapping[str, Any], *, faults: Iterable[Mapping[str, Any]]) -> FailoverSummary:
+    recomputed = report.get("first_recomputed_t")
+    struck = [fault["t"] for fault in faults if recomputed is not None and fault["t"] <= recomputed]
+    return FailoverSummary(
+        step=report["step"],
+        epoch=report["epoch"],
+        lost=tuple(report.get("lost", ())),
+        pause_seconds=dict(report.get("pause_seconds", {})),
+        kill_to_recompute_seconds=recomputed - max(struck) if struck and recomputed is not None else None,
+        recomputed=dict(report.get("recomputed", {})),
+    )
+
+
+def _weight(report: Mapping[str, Any]) -> tuple[bool, float]:
+    return bool(report.get("taken_over")), report.get("pause_seconds", {}).get("total", 0.0)
+
+
+def _text(value: object) -> str:
+    return "none" if value is None else repr(value) if isinstance(value, float) else str(value)

@@ -1,0 +1,54 @@
+"""Writing a checkpoint's files beside training, in a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+from deepspeed_bamboo.errors import CheckpointError
+from deepspeed_bamboo.storage.folders import Fill
+
+
+class BackgroundWriter:
+    """Does one thing after another. Its thread never keeps a process from ending."""
+
+    def __init__(self, write: Callable[[str, Fill], None]) -> None:
+        """``write`` makes a file of that name; it raises CheckpointError when it can't."""
+        self._write = write
+        self._thread: threading.Thread | None = None
+
+    def write(self, files: Mapping[str, Fill], *, done: Callable[[str], None]) -> None:
+        """Write ``files``; see :meth:`call` for the rest."""
+
+        def run() -> None:
+            for name, fill in files.items():
+                self._write(name, fill)
+
+        self.call(run, done=done)
+
+    def call(self, function: Callable[[], None], *, done: Callable[[str], None]) -> None:
+        """Call ``function`` after what there is to do already, then ``done`` with what went wrong ("": nothing).
+
+        Both are called in the writer's thread; this returns at once.
+        """
+        before = self._thread
+
+        def run() -> None:
+            if before is not None:
+                before.join()
+            try:
+                function()
+            except CheckpointError as error:
+                done(str(error))
+            except Exception as error:  # noqa: BLE001 - whatever it is, training goes on and somebody has to hear of it
+                done(f"{type(error).__name__}: {error}")
+            else:
+                done("")
+
+        self._thread = threading.Thread(target=run, name="bamboo-checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until all is done."""
+        if self._thread is not None:
+            self._thread.join()

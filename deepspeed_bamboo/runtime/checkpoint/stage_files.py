@@ -1,0 +1,284 @@
+"""DeepSpeed's checkpoints with stages that change hands: a worker saves and loads every stage that it owns.
+
+The files are stock's, by stage and not by worker, so a checkpoint of a job that has lost workers is read by a whole
+one, by stock DeepSpeed too, and the other way round. A loss in between is survived: whoever owns the lost stage then
+saves (or loads) it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
+
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.errors import CheckpointError
+from deepspeed_bamboo.runtime.recovery.state_transfer import refresh_shadows
+from deepspeed_bamboo.runtime.stock.captured import CapturedFiles
+from deepspeed_bamboo.runtime.stock.replica import COUNTERS, StageReplica
+from deepspeed_bamboo.storage.folders import Fill
+
+
+class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
+    """The part of the engine that saves and loads; see the module."""
+
+    checkpoint_engine: Any  # stock's constructor sets it; it has no types
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As stock's, and surviving losses; every worker calls it. Returns True.
+
+        The file ``latest`` changes, at once, only when all stages are on disk.
+        """
+        started = time.perf_counter()
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        decoupled = self.checkpoint_engine.is_decoupled()  # it commits later, and then writes the file itself
+        super().save_checkpoint(
+            os.fspath(save_dir),
+            tag=tag,
+            client_state={} if client_state is None else client_state,
+            save_latest=save_latest and decoupled,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )
+        if save_latest and not decoupled:
+            self._name_latest(Path(save_dir), tag)
+        self._tell("saved", Path(save_dir) / tag, started)
+        self.failover.protect_again()  # if somebody was lost meanwhile
+        return True
+
+    def _name_latest(self, folder: Path, tag: str) -> None:
+        def write() -> None:
+            if self.is_reporter:
+                new = folder / f"latest.{os.getpid()}"
+                new.write_text(tag, encoding="utf-8")
+                new.replace(folder / "latest")
+
+        self.agree_on("latest", write)
+
+    def _save_checkpoint(self, save_dir: str, tag: str, **options: Any) -> None:
+        """Called by stock in the middle of saving: all files of all stages, those of ZeRO included."""
+        saved: set[Coordinate] = set()
+
+        def save_owned() -> None:
+            for replica in self.host.owners():
+                if replica.coordinate not in saved:
+                    with _said_what_failed(replica.coordinate, save_dir, tag):
+                        self._save_replica(replica, save_dir, tag, **options)
+                    saved.add(replica.coordinate)
+
+        self.agree_on("save", save_owned)
+        self.activate_first()
+
+    def _save_replica(self, replica: StageReplica, save_dir: str, tag: str, **options: Any) -> None:
+        self.strike_if_scripted(replica.coordinate, "save", None)
+        with self.host.hosting(replica):
+            self._create_checkpoint_file(save_dir, tag, False)
+            super()._save_checkpoint(save_dir, tag, **options)
+            if self.save_zero_checkpoint:
+                super()._save_zero_checkpoint(save_dir, tag)
+
+    def capture(self, replica: StageReplica, tag: str, *, client_state: dict[str, Any]) -> dict[str, Fill]:
+        """The files of ``replica`` that :meth:`save_checkpoint` would write, by path below its directory.
+
+        Between iterations, on its owner; no other worker takes part. Raises RuntimeError for lack of memory.
+        """
+        captured, stock = CapturedFiles(), self.checkpoint_engine
+        self.checkpoint_engine = captured
+        try:
+            self._save_replica(replica, "", tag, client_state=client_state)
+        finally:
+            self.checkpoint_engine = stock
+        return captured.files
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        """Stock's; it writes into the directory itself, which what is captured does not have."""
+        if not isinstance(self.checkpoint_engine, CapturedFiles):
+            super()._copy_recovery_script(save_path)
+
+    def _save_zero_checkpoint(self, save_path: str, tag: str) -> None:
+        """Called by stock after the above, which has done it."""
+
+    def load_checkpoint(
+        self, load_dir: str | os.PathLike[str], *arguments: Any, **options: Any
+    ) -> tuple[str | None, Any]:
+        """As stock's, and surviving losses; every worker calls it, between iterations. Shadows get what owners read.
+
+        Raises CheckpointError when some workers find a checkpoint and others none, or another one.
+        """
+        started = time.perf_counter()
+        load = super().load_checkpoint
+        loaded: list[tuple[str | None, Any]] = []
+
+        def load_owned() -> dict[str, Any] | None:
+            loaded.clear()
+            for replica in self.host.owners():
+                self.strike_if_scripted(replica.coordinate, "load", None)
+                replica.settle()
+                with self.host.hosting(replica), _tied_from_files(self, replica.module):
+                    loaded.append(load(os.fspath(load_dir), *arguments, **options))
+            self.host.save()
+            refresh_shadows(self, label=f"{self.activity.index}/load")
+            return self._reading(loaded)
+
+        readings = self.agree_on("load", load_owned)
+        self.activate_first()
+        _check_readings(readings, load_dir)
+        first = next((value for _, value in sorted(readings.items()) if value is not None), None)
+        if not loaded and first is not None:
+            # Nothing is owned here, but this worker counts with the others and its script sees what theirs do.
+            self.__dict__.update(first["counters"])
+            loaded.append((first["path"], first["client_state"]))
+        path, client_state = loaded[0] if loaded else (None, None)
+        if path is not None:
+            self.data.resume_at(self.global_steps)
+            self._tell("loaded", path, started)
+        self.failover.protect_again()
+        return path, client_state
+
+    def refresh_shadows(self) -> None:
+        """Give shadows the state of their owners; collective, between iterations.
+
+        Needed only where a script changes weights or optimizer state itself after ``initialize``: training and
+        ``load_checkpoint`` keep shadows up to date.
+        """
+        self.agree_on("refresh", lambda: refresh_shadows(self, label=f"{self.activity.index}/refresh"))
+
+    def _tell(self, action: str, path: str | os.PathLike[str], started: float) -> None:
+        seconds = time.perf_counter() - started
+        self.log_event("checkpoint", action=action, path=os.fspath(path), seconds=seconds)
+
+    def _reading(self, loaded: list[tuple[str | None, Any]]) -> dict[str, Any] | None:
+        """What this worker tells the others of what it has read; nothing if it owns nothing."""
+        if not loaded:
+            return None
+        path, client_state = loaded[0]
+        wanted = not set(self.session.interruption.active.members) <= set(self.placement.workers)
+        return {
+            "path": None if any(path is None for path, _ in loaded) else str(path),
+            "counters": {name: self.__dict__[name] for name in COUNTERS},
+            "client_state": client_state if wanted else None,
+        }
+
+    def _load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str,
+        load_optimizer_states: bool = True,
+        load_module_only: bool = False,
+        **options: Any,
+    ) -> tuple[str | None, Any]:
+        """Stock's; and for bf16 without ZeRO what stock (0.19.8) stumbles over, though it saves it: KeyError: 0.
+
+        The bf16 optimizer is saved in files by pipeline as ZeRO is, and has to be read from them as ZeRO is.
+        Raises CheckpointError where stock has an assertion without a word: no such tag, files that are missing.
+        """
+        _check_there(Path(load_dir), tag)
+        apart = isinstance(self.optimizer, BF16_Optimizer) and not self.zero_optimization()
+        try:
+            path, client_state = super()._load_checkpoint(
+                load_dir,
+                tag,
+                load_optimizer_states=load_optimizer_states and not apart,
+                load_module_only=load_module_only,
+                **options,
+            )
+        except AssertionError as error:
+            raise CheckpointError(
+                f"the checkpoint {os.path.join(load_dir, tag)!r} lacks files of stage {self.stage_id}"  # noqa: PTH118
+                f"{f' ({error})' if str(error) else ''}: it is incomplete, or of a model with other stages; pass the "
+                "tag of another one"
+            ) from error
+        if apart and path is not None and not load_module_only:
+            if isinstance(client_state, dict) and load_optimizer_states:
+                client_state.pop("optimizer", None)  # it was read by another way, so it is no state of the user's
+            if not (load_optimizer_states and self._load_zero_checkpoint(load_dir, tag)):
+                self.optimizer._restore_from_bit16_weights()
+        return path, client_state
+
+
+@contextmanager
+def _said_what_failed(coordinate: Coordinate, folder: str, tag: str) -> Iterator[None]:
+    """Inside, a file that can't be written raises CheckpointError; torch has odd words for a full disk."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(
+            f"stage {coordinate} can't be saved as {tag!r} in {folder!r}: {error}. Is there room, may it be written? "
+            "The file latest still names the checkpoint before"
+        ) from error
+
+
+def _check_there(folder: Path, tag: str) -> None:
+    """Raise CheckpointError unless there is a checkpoint called ``tag``."""
+    if tag and (folder / tag).is_dir():
+        return
+    found = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    what = (
+        f"there is no checkpoint {tag!r} in {str(folder)!r}" if tag else f"the file latest in {str(folder)!r} is empty"
+    )
+    raise CheckpointError(f"{what}; pass the tag of one that there is: {', '.join(found) or 'none is'}")
+
+
+@contextmanager
+def _tied_from_files(engine: Any, module: PipelineModule) -> Iterator[None]:
+    """Inside, what stock does with tied weights when it has read its layers needs no other worker.
+
+    A tied layer with a function of its own for its forward (the head, mostly) is not saved: stock sends it the weights
+    of the first stage that has the layer. Here they are read from that layer's file.
+    """
+
+    def read() -> None:
+        for key, comm in module.tied_comms.items():
+            path = _file_of_tied(module, key, engine._curr_ckpt_path)
+            if path is None or not Path(path).is_file():
+                continue
+            state = engine.checkpoint_engine.load(path, map_location=torch.device("cpu"))
+            with torch.no_grad():
+                for name in comm["weight_attr"]:
+                    module._recursive_getattr(comm["module"], name).copy_(state[name])
+
+    module._synchronize_tied_weights = read
+    try:
+        yield
+    finally:
+        del module._synchronize_tied_weights
+
+
+def _file_of_tied(module: PipelineModule, key: str, folder: str) -> str | None:
+    """The file with the weights of tied layer ``key``: of the first place in the model that is saved."""
+    for index, spec in enumerate(module._layer_specs):
+        if isinstance(spec, TiedLayerSpec) and spec.key == key and spec.forward_fn is None:
+            path: str = module.ckpt_layer_path(folder, index - module._local_start)
+            return path
+    return None
+
+
+def _check_readings(readings: Any, folder: str | os.PathLike[str]) -> None:
+    """Raise CheckpointError unless all who own something have read the same, or all nothing."""
+    found = {worker: value for worker, value in sorted(readings.items()) if value is not None}
+    steps = {value["counters"]["global_steps"] for value in found.values()}
+    missing = [worker for worker, value in found.items() if value["path"] is None]
+    if missing and len(missing) < len(found):
+        raise CheckpointError(
+            f"workers {', '.join(missing)} found no checkpoint in {os.fspath(folder)!r}, others did; every worker may "
+            "come to own any stage, so the folder must be one that all machines see"
+        )
+    if len(steps) > 1:
+        raise CheckpointError(
+            f"the workers read different checkpoints from {os.fspath(folder)!r}: of steps {sorted(steps)}; the folder "
+            "must be one that all machines see, or pass the same tag everywhere"
+        )

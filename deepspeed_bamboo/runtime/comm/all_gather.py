@@ -1,0 +1,71 @@
+"""All workers hand in a value and get everybody's: nobody sees the result before all have handed in.
+
+That is the agreement of architecture 5 (commit rule): whoever has seen it knows that every worker had come this
+far. It goes up a tree to the first worker of the epoch, and the result down again; so no worker talks to more
+than FAN_OUT others below it, however many there are, and up to FAN_OUT + 1 workers need one hop each way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.runtime.comm.channel import Message
+from deepspeed_bamboo.runtime.comm.encoding import decode, encode
+from deepspeed_bamboo.runtime.comm.peers import Links
+
+FAN_OUT = 8
+
+
+def expected_of(me: WorkerId, workers: Sequence[WorkerId]) -> Sequence[WorkerId]:
+    """From whom ``me`` gets a message in one agreement among ``workers``."""
+    above, below = tree_neighbours(workers, me)
+    return below if above is None else (above, *below)
+
+
+def agree(
+    value: Any,
+    *,
+    links: Links,
+    me: WorkerId,
+    workers: Sequence[WorkerId],
+    label: str,
+    fan_out: int = FAN_OUT,
+    meanwhile: Callable[[], None] | None = None,
+) -> dict[WorkerId, Any]:
+    """Return every worker's ``value``. ``workers`` is the same list everywhere; its first one has all first.
+
+    ``meanwhile`` is called once, before the result is known here; where nobody hands in below, after handing in.
+
+    Raises PeerLostError or what interrupts the wait; then some workers may have seen the result and others
+    not, which recovery settles.
+    """
+    above, below = tree_neighbours(workers, me, fan_out=fan_out)
+    collected = {me: value}
+    if meanwhile is not None and (below or above is None):
+        meanwhile()
+    for worker in below:
+        collected.update(decode(links.receive(worker, f"{label}/in").data))
+    if above is None:
+        result = {worker: collected[worker] for worker in workers}
+        packed = encode(result)
+    else:
+        links.send(above, Message(f"{label}/in", data=encode(collected)))
+        if meanwhile is not None and not below:
+            meanwhile()
+        packed = links.receive(above, f"{label}/out").data
+        result = decode(packed)
+    for worker in below:
+        links.send(worker, Message(f"{label}/out", data=packed))
+    return result
+
+
+def tree_neighbours(
+    workers: Sequence[WorkerId], me: WorkerId, *, fan_out: int = FAN_OUT
+) -> tuple[WorkerId | None, tuple[WorkerId, ...]]:
+    """The worker above ``me`` in the tree (None for the first one), and those below."""
+    place = workers.index(me)
+    above = workers[(place - 1) // fan_out] if place else None
+    first = place * fan_out + 1
+    return above, tuple(workers[first : first + fan_out])

@@ -1,0 +1,298 @@
+"""A FIFO of messages between two workers on a process group of their own, with waits that can be interrupted.
+
+Gloo's receive cannot be aborted from another thread while the peer lives, so a helper thread sits in it
+and the main thread waits on a condition. On a change of epoch the main thread leaves at once; the helper
+is released by the peer's death, or by the peer's farewell message, and its late result is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import struct
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from deepspeed_bamboo.errors import ModelError
+from deepspeed_bamboo.runtime.comm.c10d import c10d
+from deepspeed_bamboo.runtime.comm.connection_errors import cause_of
+from deepspeed_bamboo.runtime.comm.encoding import decode, encode
+from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption, PeerLostError
+from deepspeed_bamboo.runtime.comm.nccl import Arrival, Description, DeviceLanes
+
+_Form = tuple[Any, Description]  # plain data, and dtype and shape of every tensor
+
+# Every message starts with one block: two lengths, then the header if it fits.
+_BLOCK_BYTES = 4096
+_LENGTHS = struct.Struct("=qq")
+_LENGTHS_BYTES = _LENGTHS.size
+_FAREWELL = "the peer has dropped the channel"
+_BLOCK_TAG, _HEADER_TAG, _PAYLOAD_TAG = 1, 2, 3
+
+
+@dataclass
+class Message:
+    """One message: a key that says what it is, plain data, and tensors."""
+
+    key: str
+    data: Any = None
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    arrival: Arrival | None = None  # while its tensors are still on their way over a lane
+    by_lane: bool = False  # received over a lane: the tensors are nobody else's
+    kind: str | None = None  # what it has in common with other messages of the same form, see Channel.announce
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+class Channel:
+    """Both directions between this worker and ``peer``; messages of each direction stay in order.
+
+    Keys, plain data and host tensors travel over gloo; device tensors over ``lanes`` where there are any,
+    and by way of the host where there are none.
+
+    Args:
+        store: a store that both sides see, under a prefix that only this pair and epoch use.
+        first: True on the side with rank 0 of the pair.
+        peer: the other worker's id, for errors.
+        interruption: ends waits; also notified when a message arrives.
+        timeout_seconds: bound of every single operation.
+        network: gloo's device, which all channels of a process may share; None: one of its own.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        *,
+        first: bool,
+        peer: str,
+        interruption: Interruption,
+        timeout_seconds: float,
+        network: Any = None,
+    ) -> None:
+        self.peer = peer
+        self.lanes: DeviceLanes | None = None
+        self._interruption = interruption
+        self._other = 1 if first else 0
+        self._group = _group_of_two(store, 0 if first else 1, timeout_seconds=timeout_seconds, network=network)
+        self._sending: list[tuple[Any, torch.Tensor]] = []
+        self._sent_before: list[tuple[Any, torch.Tensor]] = []
+        self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._arrived: list[Message] = []
+        self._forms: dict[str, _Form] = {}
+        self._announced: dict[str, _Form] = {}
+        self._error: str | None = None
+        self._outstanding = 0
+        self._closed = False
+        self._reader = threading.Thread(target=self._read, name=f"bamboo-from-{peer}", daemon=True)
+        self._reader.start()
+
+    def send(self, message: Message) -> None:
+        """Queue ``message``; never blocks on the peer. About its tensors see :meth:`drain`."""
+        description = [(tensor.dtype, tuple(tensor.shape)) for tensor in message.tensors]
+        if message.key in self._announced:
+            self._keep_promise(message, description)
+            return
+        lanes = self.lanes if any(tensor.device.type != "cpu" for tensor in message.tensors) else None
+        parts = [] if lanes is not None else [_as_bytes(tensor.to("cpu")) for tensor in message.tensors]
+        size = sum(part.numel() for part in parts)
+        header = encode((message.key, message.data, description, lanes is not None))
+        self._send_header(header, payload_bytes=size)
+        if size:
+            self._post(parts[0] if len(parts) == 1 else torch.cat(parts), _PAYLOAD_TAG)
+        if lanes is not None:
+            lanes.send([tensor.detach() for tensor in message.tensors])
+            if message.kind is not None:
+                self._forms[message.kind] = (message.data, description)
+
+    def announce(self, key: str, *, kind: str) -> None:
+        """Send the header of message ``key`` before its tensors exist, so that the peer is receiving when they do.
+
+        Only where a message of this ``kind`` has been sent over a lane before, whose form is promised again:
+        without ``dynamic_shape`` shapes are the same in every micro-batch. Otherwise nothing happens.
+        """
+        form = self._forms.get(kind)
+        if form is None or self.lanes is None:
+            return
+        self._announced[key] = form
+        self._send_header(encode((key, *form, True)), payload_bytes=0)
+
+    def _keep_promise(self, message: Message, description: Description) -> None:
+        """Send the tensors of an announced message. Raises ModelError if they are not as announced."""
+        form = self._announced.pop(message.key)
+        if form != (message.data, description) or self.lanes is None:
+            raise ModelError(
+                f"a stage sends {description} where it sent {form[1]} before. Shapes and types between stages must "
+                "stay the same, or PipelineModule must be given dynamic_shape=True"
+            )
+        self.lanes.send([tensor.detach() for tensor in message.tensors])
+
+    def expect(self, count: int) -> None:
+        """``count`` messages are sure to come: read them as soon as they are sent, ahead of :meth:`receive`.
+
+        Of device tensors only the header: a lane's receive is posted by :meth:`receive`.
+        """
+        self._outstanding += count
+        for _ in range(count):
+            self._wanted.put(True)
+
+    def receive(self, *, unseen: str | None = None, started: str | None = None) -> Message:
+        """The next message from the peer. Raises PeerLostError, or what interrupts the wait.
+
+        Message ``unseen`` is returned once its header is there. If it still has its ``arrival`` then, its tensors are
+        to be confirmed by that. Of message ``started`` the tensors are to be taken from that, too.
+        """
+        if self._outstanding == 0:
+            self._outstanding += 1
+            self._wanted.put(True)
+        self._interruption.wait_until(lambda: bool(self._arrived) or self._error is not None)
+        if self._arrived:
+            self._outstanding -= 1
+            message = self._arrived.pop(0)
+            if message.arrival is not None and message.key == unseen:
+                message.tensors = message.arrival.begin()
+            elif message.arrival is not None and message.key == started:
+                message.arrival.start()
+            elif message.arrival is not None:
+                message.tensors = message.arrival.wait(self._interruption)
+                message.arrival = None
+            return message
+        raise PeerLostError(self.peer, self._error or "closed", farewell=self._error == _FAREWELL)
+
+    def drain(self) -> None:
+        """Let go of what was sent before the previous call; called after an agreement, in which everybody took part.
+
+        A send ends when the receiver asks for it, perhaps never. What came before the last but one agreement was
+        asked for by all who are alive, so this never waits for a peer. Tensors must stay unchanged up to the
+        agreement after which they are certain to be received.
+        """
+        for work, _tensor in self._sent_before:
+            with contextlib.suppress(RuntimeError):
+                work.wait()
+        self._sent_before, self._sending = self._sending, []
+
+    def flush(self, *, within_seconds: float) -> None:
+        """Wait until everything sent is received, for no longer than that: before this process ends."""
+
+        def wait() -> None:
+            for work, _tensor in (*self._sent_before, *self._sending):
+                with contextlib.suppress(RuntimeError):
+                    work.wait()
+
+        waiting = threading.Thread(target=wait, name=f"bamboo-flush-{self.peer}", daemon=True)
+        waiting.start()
+        waiting.join(within_seconds)
+
+    def close(self) -> None:
+        """Drop the channel: release the peer's helper thread if it sits in a receive, then let go. Never blocks."""
+        if self._closed:
+            return
+        self._closed = True
+        self._wanted.put(False)
+        if self.lanes is not None:
+            self.lanes.abort()
+        farewell = torch.zeros(1, dtype=torch.uint8)
+        for tag in (_BLOCK_TAG, _HEADER_TAG, _PAYLOAD_TAG):
+            try:
+                self._sending.append((self._group.send([farewell], self._other, tag), farewell))
+            except RuntimeError:
+                break  # the peer is gone already, which releases everything too
+
+    def _send_header(self, header: bytes, *, payload_bytes: int) -> None:
+        block = bytearray(_BLOCK_BYTES)
+        _LENGTHS.pack_into(block, 0, len(header), payload_bytes)
+        inline = len(header) <= _BLOCK_BYTES - _LENGTHS_BYTES
+        if inline:
+            block[_LENGTHS_BYTES : _LENGTHS_BYTES + len(header)] = header
+        self._post(torch.frombuffer(block, dtype=torch.uint8), _BLOCK_TAG)
+        if not inline:
+            self._post(torch.frombuffer(bytearray(header), dtype=torch.uint8), _HEADER_TAG)
+
+    def _post(self, tensor: torch.Tensor, tag: int) -> None:
+        try:
+            self._sending.append((self._group.send([tensor], self._other, tag), tensor))
+        except RuntimeError as error:
+            raise PeerLostError(self.peer, cause_of(error)) from error
+
+    def _read(self) -> None:
+        while self._wanted.get() and not self._closed:
+            try:
+                message = self._read_one()
+            except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
+                self._error = cause_of(error)
+                self._interruption.notify()
+                return
+            self._arrived.append(message)
+            self._interruption.notify()
+
+    def _read_one(self) -> Message:
+        block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)
+        self._take(block, _BLOCK_TAG)
+        header_bytes, size = _LENGTHS.unpack(block[:_LENGTHS_BYTES].numpy().tobytes())
+        if header_bytes <= 0:
+            raise RuntimeError(_FAREWELL)
+        header = block[_LENGTHS_BYTES : _LENGTHS_BYTES + header_bytes]
+        if header_bytes > _BLOCK_BYTES - _LENGTHS_BYTES:
+            header = torch.empty(header_bytes, dtype=torch.uint8)
+            self._take(header, _HEADER_TAG)
+        key, data, description, on_lane = decode(header.numpy().tobytes())
+        if on_lane:
+            if self.lanes is None:
+                raise RuntimeError("it sends device tensors, but there is no lane to receive them")
+            return Message(key, data, arrival=self.lanes.receive(description), by_lane=True)
+        tensors: list[torch.Tensor] = []
+        if description:
+            payload = torch.empty(size, dtype=torch.uint8)
+            if size:
+                self._take(payload, _PAYLOAD_TAG)
+            tensors = _split(payload, description)
+        return Message(key, data, tensors)
+
+    def _take(self, tensor: torch.Tensor, tag: int) -> None:
+        self._group.recv([tensor], self._other, tag).wait()
+
+
+def network_device(environment: Mapping[str, str] | None = None) -> Any:
+    """gloo's device on the interface named by GLOO_SOCKET_IFNAME (the first one), as torch's own groups use it.
+
+    Without that variable, which an agent sets, the one that this machine's name leads to: loopback on many. Raises
+    RuntimeError when there is no such interface.
+    """
+    names = (os.environ if environment is None else environment).get("GLOO_SOCKET_IFNAME", "")
+    interface = names.split(",")[0].strip()
+    gloo = c10d.ProcessGroupGloo
+    return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
+
+
+def _group_of_two(store: Any, rank: int, *, timeout_seconds: float, network: Any) -> Any:
+    """A gloo group with the peer. Raises RuntimeError when the peer does not come."""
+    options = c10d.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=timeout_seconds)
+    options._devices = [network or network_device()]
+    options._threads = 1  # for collectives, of which there are none
+    return c10d.ProcessGroupGloo(store, rank, 2, options)
+
+
+def _split(payload: torch.Tensor, description: Description) -> list[torch.Tensor]:
+    tensors = []
+    offset = 0
+    for dtype, shape in description:
+        count = 1
+        for extent in shape:
+            count *= extent
+        size = count * dtype.itemsize
+        piece = payload[offset : offset + size]
+        # A view of another dtype needs an aligned start; a copy has one.
+        if offset % max(dtype.itemsize, 1):
+            piece = piece.clone()
+        tensors.append(piece.view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype))
+        offset += size
+    return tensors

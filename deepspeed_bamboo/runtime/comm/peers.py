@@ -1,0 +1,250 @@
+"""All channels of one worker in one epoch: made together, looked up by worker, dropped together."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from deepspeed_bamboo.coordination import Member
+from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.runtime.comm.c10d import c10d
+from deepspeed_bamboo.runtime.comm.channel import Channel, Message, network_device
+from deepspeed_bamboo.runtime.comm.connection_errors import cause_of
+from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption, PeerLostError
+from deepspeed_bamboo.runtime.comm.nccl import DeviceLanes
+
+
+class Links:
+    """Messages between this worker and the others it has to talk to, found by key.
+
+    A message that arrives before it is wanted is put aside, so the order in which two workers ask need not
+    match. A message to oneself (a worker that hosts both coordinates) never leaves the process.
+    """
+
+    def __init__(
+        self, me: WorkerId, *, interruption: Interruption, timeout_seconds: float, device: torch.device
+    ) -> None:
+        self._me = me
+        self._device = device
+        self._interruption = interruption
+        self._timeout_seconds = timeout_seconds
+        self._members: dict[WorkerId, Member] = {}
+        self._order: tuple[WorkerId, ...] = ()
+        self._name = ""
+        self._channels: dict[WorkerId, Channel] = {}
+        # Gloo's device, made with the first channel. It has a thread that wakes up a hundred times a second, so one
+        # for each channel would slow down whoever shares a processor with many workers.
+        self._network: Any = None
+        # Clients of other workers' stores that nobody is using, by address and port.
+        self._idle_clients: dict[tuple[str, int], list[Any]] = defaultdict(list)
+        self._aside: dict[WorkerId, dict[str, Message]] = defaultdict(dict)
+
+    def beside(self, interruption: Interruption, *, name: str) -> Links:
+        """Other channels in the same epoch, without lanes: for another thread, whose waits ``interruption`` ends.
+
+        Both sides of each use the same ``name``.
+        """
+        other = Links(
+            self._me, interruption=interruption, timeout_seconds=self._timeout_seconds, device=torch.device("cpu")
+        )
+        other._network, other._idle_clients = self._network, self._idle_clients
+        other.extend(members=self._members, order=self._order, name=f"{self._name}/{name}")
+        return other
+
+    def enter(self, *, members: Mapping[WorkerId, Member], order: Sequence[WorkerId], name: str) -> None:
+        """Drop the channels of the previous epoch; later ones are made at the store of each pair's first in ``order``.
+
+        Every worker of the epoch calls this with the same ``order`` and ``name`` (job and epoch).
+        """
+        self.close()
+        self.extend(members=members, order=order, name=name)
+
+    def extend(self, *, members: Mapping[WorkerId, Member], order: Sequence[WorkerId], name: str) -> None:
+        """Go on with the channels there are; those to workers outside ``order`` are dropped, new ones made as above.
+
+        Every worker of the new epoch calls this with the same ``order`` and ``name``, at an iteration boundary.
+        """
+        gone = {peer: channel for peer, channel in self._channels.items() if peer not in order}
+        for peer in gone:
+            del self._channels[peer]
+            self._aside.pop(peer, None)
+        _close(gone)
+        self._members = dict(members)
+        self._order = tuple(order)
+        self._name = name
+
+    def connect(self, peers: Iterable[WorkerId], *, with_lanes: Iterable[WorkerId] = ()) -> None:
+        """Build a channel to every worker in ``peers``, all at once; each of them does the same for this one.
+
+        The ones in ``with_lanes`` get lanes for device tensors too, also where there was a channel without. Raises
+        PeerLostError, or what interrupts the wait; what was half built is dropped.
+        """
+        peers = [peer for peer in dict.fromkeys(peers) if peer != self._me]
+        wanted = [peer for peer in peers if peer not in self._channels]
+        fast = self._without_lanes(set(peers) & set(with_lanes))
+        if wanted and self._network is None:
+            self._network = network_device()
+        made: dict[WorkerId, Channel] = {}
+        lanes: dict[WorkerId, DeviceLanes] = {}
+        opening: dict[WorkerId, DeviceLanes] = {}
+        errors: dict[WorkerId, str] = {}
+
+        def attempt(peer: WorkerId, build: Callable[[], None]) -> None:
+            try:
+                build()
+            except (RuntimeError, ValueError) as error:
+                errors[peer] = cause_of(error)
+            self._interruption.notify()
+
+        def build_channel(peer: WorkerId) -> None:
+            attempt(peer, lambda: made.update({peer: self._channel_to(peer)}))
+
+        def build_lanes() -> None:
+            # One after the other, in an order common to all workers: a communicator is made by both sides at
+            # once, and inside one process NCCL makes only one at a time.
+            for peer in sorted(fast, key=lambda peer: sorted(map(self._order.index, (self._me, peer)))):
+                if not errors:
+                    attempt(peer, lambda peer=peer: open_lanes(peer))  # type: ignore[misc]
+
+        def open_lanes(peer: WorkerId) -> None:
+            lanes[peer] = self._open_lanes(peer, opening)
+
+        for peer in wanted:
+            threading.Thread(target=build_channel, args=(peer,), name=f"bamboo-link-{peer}", daemon=True).start()
+        threading.Thread(target=build_lanes, name="bamboo-lanes", daemon=True).start()
+        try:
+            self._interruption.wait_until(lambda: bool(errors) or len(made) + len(lanes) == len(wanted) + len(fast))
+        finally:
+            self._channels.update(made)
+            for peer in set(lanes) & set(self._channels):
+                self._channels[peer].lanes = lanes[peer]
+            for half_open in list(opening.values()):
+                half_open.abort()
+        for peer, error in errors.items():
+            raise PeerLostError(peer, error)
+
+    def meet(self, peers: Iterable[WorkerId]) -> None:
+        """Channels to all of ``peers`` that there are none to yet. Each of them does the same for this worker.
+
+        All at once: if each was made when it is first used, workers could wait for each other in a circle.
+        """
+        missing = set(peers) - self._channels.keys() - {self._me}
+        if missing:
+            self.connect(missing)
+
+    def _without_lanes(self, peers: set[WorkerId]) -> list[WorkerId]:
+        """Those of ``peers`` that lanes are yet to be made to, in an order of no meaning."""
+        if self._device.type != "cuda":
+            return []
+        return [peer for peer in peers if peer not in self._channels or self._channels[peer].lanes is None]
+
+    @contextmanager
+    def _store_for(self, peer: WorkerId) -> Iterator[tuple[Any, bool]]:
+        """A store that only this pair uses in this epoch, and whether this worker is the first of the pair.
+
+        One client per use: a thread that waits in a client blocks every other use of it. One that served is kept
+        for the next epoch, since making one may take a name server's time-out; one that failed may be waiting still.
+        """
+        pair = sorted((self._me, peer), key=self._order.index)
+        host = self._members[pair[0]]
+        idle = self._idle_clients[host.address, host.store_port]
+        store = (
+            idle.pop()
+            if idle
+            else c10d.TCPStore(
+                host.address,
+                host.store_port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=self._timeout_seconds),
+            )
+        )
+        yield c10d.PrefixStore(f"{self._name}/{pair[0]}/{pair[1]}", store), pair[0] == self._me
+        idle.append(store)
+
+    def _channel_to(self, peer: WorkerId) -> Channel:
+        with self._store_for(peer) as (store, first):
+            return Channel(
+                store,
+                first=first,
+                peer=peer,
+                interruption=self._interruption,
+                timeout_seconds=self._timeout_seconds,
+                network=self._network,
+            )
+
+    def _open_lanes(self, peer: WorkerId, opening: dict[WorkerId, DeviceLanes]) -> DeviceLanes:
+        with self._store_for(peer) as (store, first):
+            opening[peer] = DeviceLanes(
+                c10d.PrefixStore("lanes", store),
+                first=first,
+                device=self._device,
+                timeout_seconds=self._timeout_seconds,
+            )
+            opening[peer].open()
+        return opening.pop(peer)
+
+    def send(self, worker: WorkerId, message: Message) -> None:
+        """Send without waiting. Tensors must stay unchanged up to the next agreement."""
+        if worker == self._me:
+            self._aside[worker][message.key] = message
+        else:
+            self._channel(worker).send(message)
+
+    def receive(self, worker: WorkerId, key: str, *, unseen: bool = False, started: bool = False) -> Message:
+        """The message ``key`` from ``worker``; waits for it. Raises PeerLostError or what interrupts the wait.
+
+        ``unseen``, ``started``: its tensors need not be there yet, see :meth:`Channel.receive`.
+        """
+        aside = self._aside[worker]
+        while key not in aside:
+            if worker == self._me:
+                raise RuntimeError(f"message {key!r} to oneself was never sent: the plan is wrong")
+            message = self._channel(worker).receive(unseen=key if unseen else None, started=key if started else None)
+            aside[message.key] = message
+        return aside.pop(key)
+
+    def announce(self, worker: WorkerId, key: str, *, kind: str) -> None:
+        """The next message to ``worker`` will be ``key``, most likely like the last one of its ``kind``."""
+        if worker != self._me:
+            self._channel(worker).announce(key, kind=kind)
+
+    def expect(self, messages: Mapping[WorkerId, int]) -> None:
+        """So many messages are sure to come from each worker: receive them ahead of their use."""
+        for worker, count in messages.items():
+            if worker != self._me:
+                self._channel(worker).expect(count)
+
+    def drain(self) -> None:
+        """Let go of what everybody has received for certain; after an agreement. Never waits for a peer."""
+        for channel in self._channels.values():
+            channel.drain()
+
+    def flush(self, *, within_seconds: float) -> None:
+        """Wait until everything sent is received, for no longer than that for each peer: before this process ends."""
+        for channel in self._channels.values():
+            channel.flush(within_seconds=within_seconds)
+
+    def close(self) -> None:
+        """Drop all channels and whatever was put aside. Never blocks."""
+        channels, self._channels = self._channels, {}
+        self._aside.clear()
+        _close(channels)
+
+    def _channel(self, worker: WorkerId) -> Channel:
+        if worker not in self._channels:
+            self.connect([worker])
+        return self._channels[worker]
+
+
+def _close(channels: dict[WorkerId, Channel]) -> None:
+    """Close them, and let go of what is behind them in another thread: gloo takes 10 ms and more for each."""
+    for channel in channels.values():
+        channel.close()
+    threading.Thread(target=channels.clear, name="bamboo-burial").start()

@@ -1,0 +1,36 @@
+"""Asking the coordinator what a worker can't go on without: through an outage, as long as that takes.
+
+Training needs no coordinator while nobody is lost. What a loss or a reconfiguration asks of it has to wait for its
+return; an error here would end the job of a user whose etcd restarts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from deepspeed.utils import logger
+
+from deepspeed_bamboo.coordination import CoordinatorUnavailable
+from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption
+
+T = TypeVar("T")
+
+_PAUSE_SECONDS = 0.2
+
+
+def insist(call: Callable[[], T], *, interruption: Interruption) -> T:
+    """What ``call`` returns, made again until the coordinator answers; it must bear being made twice.
+
+    Raises what interrupts a wait (see :class:`Interruption`): the agent ends the job when the job's own etcd stays
+    away, and the user may at any time.
+    """
+    said = False
+    while True:
+        try:
+            return call()
+        except CoordinatorUnavailable as error:
+            if not said:
+                logger.warning(f"waiting for the coordinator, without which this can't go on: {error}")
+            said = True
+        interruption.wait_until(lambda: False, timeout_seconds=_PAUSE_SECONDS)

@@ -1,0 +1,74 @@
+"""Where this worker stands in the sequence of activities, and what it reports of that after a change of epoch."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed_bamboo.core.consensus import Report
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.progress import CoordinateProgress
+from deepspeed_bamboo.core.schedule import Plan
+
+Round = Mapping[str, Any]
+"""One agreement: every worker's value, by worker."""
+
+
+def encode_round(agreed: Round) -> str:
+    """Text form of an agreement, for reports."""
+    return base64.b64encode(pickle.dumps(agreed)).decode("ascii")
+
+
+def decode_round(text: str) -> Round:
+    """Inverse of :func:`encode_round`; only ever applied to what a worker of this job published."""
+    agreed: Round = pickle.loads(base64.b64decode(text))
+    return agreed
+
+
+@dataclass
+class ActivityState:
+    """The activity in progress, or the next one while ``kind`` is None.
+
+    ``rounds`` are the agreements seen in it, ``delivered`` how many of them were acted upon.
+    ``plan`` is what recovery laid down for activity ``planned``; used instead of a fresh one.
+    """
+
+    index: int = 0
+    kind: str | None = None
+    rounds: list[Round] = field(default_factory=list)
+    previous: list[Round] = field(default_factory=list)
+    delivered: int = 0
+    planned: int = -1
+    plan: Plan | None = None
+
+    def finish(self) -> None:
+        """The activity is over; the next one has not started."""
+        self.previous = self.rounds
+        self.rounds = []
+        self.delivered = 0
+        self.index += 1
+        self.kind = None
+
+    def report(
+        self,
+        progress: Mapping[Coordinate, CoordinateProgress],
+        *,
+        redundant: Mapping[Coordinate, CoordinateProgress],
+    ) -> Report:
+        """What the other survivors need to know."""
+        return Report(
+            activity=self.index,
+            kind=self.kind,
+            rounds=tuple(encode_round(agreed) for agreed in self.rounds),
+            previous=tuple(encode_round(agreed) for agreed in self.previous),
+            progress=progress,
+            redundant=redundant,
+        )
+
+    def adopt(self, agreed: Mapping[int, tuple[str, ...]]) -> None:
+        """Take over agreements of the current activity that others have seen and this worker has not."""
+        for text in agreed.get(self.index, ())[len(self.rounds) :]:
+            self.rounds.append(decode_round(text))

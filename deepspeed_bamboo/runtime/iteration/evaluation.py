@@ -1,0 +1,127 @@
+"""``eval_batch``: forwards only, repeated from the start when a loss interrupts them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.runtime.iteration.losses import mean_over_pipelines, to_host
+from deepspeed_bamboo.runtime.stock.replica import StageReplica
+
+if TYPE_CHECKING:
+    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """The arguments of ``eval_batch``, see there."""
+
+    micro_batches: int
+    return_logits: bool
+    compute_loss: bool
+    reduce_output: str | None
+    broadcast: bool
+
+
+def go_on_as_others(engine: BambooPipelineEngine, iterator: Iterator[Any] | None) -> None:
+    """Bring a late worker's ``iterator`` to where the others' are, which have served evaluations before; collective.
+
+    Otherwise inputs and labels of different samples would meet, if it hosts one end of a pipeline and not the other.
+    """
+    own = engine.evaluated.of(iterator)
+    positions = engine.agree_on("evaluation position", lambda: own)
+    engine.evaluated.skip(iterator, max(positions.values()) - own)
+
+
+def evaluate(engine: BambooPipelineEngine, request: EvaluationRequest) -> Any:
+    """Evaluate one batch; collective. Returns what stock's ``eval_batch`` returns for these arguments.
+
+    The result goes to everybody only if it is asked for (``broadcast``) or pipelines are averaged; else
+    the hosts of a last stage have theirs, and the others get None.
+    """
+    kept: dict[Coordinate, Any] = {}
+    shared = request.compute_loss and (request.broadcast or engine.monitor.enabled)
+    shared = shared or (request.reduce_output is not None and engine.is_data_parallel)
+
+    def outputs_here() -> dict[str, Any]:
+        kept.clear()
+        _run_forwards(engine, request)
+        for replica in _last_stages(engine):
+            engine.host.activate(replica)
+            outputs = engine.fwd_outputs
+            kept[replica.coordinate] = engine._reduce_outputs(
+                outputs, reduce=request.reduce_output, reduce_dp=False, micro_batches=request.micro_batches
+            )
+        return {"outputs": {c: to_host(output) for c, output in kept.items()}} if shared else {}
+
+    _prepare(engine, request)
+    engine.evaluated_micro_batches = request.micro_batches
+    engine.agree_on("evaluate", outputs_here)
+    if engine.protects and engine.evaluation_data is not None:
+        # Every worker's iterator goes on by as much, since each may have to feed a stage the next time.
+        engine.evaluation_data.complete(request.micro_batches, step=engine.global_steps, transform=engine.batch_fn)
+    result = _result(engine, request, kept=kept, shared=shared)
+    logits = next((replica.attributes.get("outputs") for replica in _last_stages(engine)), None)
+    _clean_up(engine, request)
+    if engine.global_rank == 0 and engine.monitor.enabled:
+        engine.summary_events = [("Train/Samples/eval_loss", result.mean().item(), engine.global_samples)]
+        engine.monitor.write_events(engine.summary_events)
+    return (result, logits) if request.return_logits else result
+
+
+def _prepare(engine: BambooPipelineEngine, request: EvaluationRequest) -> None:
+    engine.eval_return_logits = request.return_logits
+    engine._compute_loss = request.compute_loss
+
+
+def _run_forwards(engine: BambooPipelineEngine, request: EvaluationRequest) -> None:
+    for replica in engine.host.owners():
+        engine.host.restart(replica, micro_batches=request.micro_batches, training=False)
+    context = engine.context(training=False, micro_batches=request.micro_batches)
+    with torch.no_grad():
+        for instruction in engine.instructions(training=False):
+            engine.executor.execute(instruction, context)
+    engine.host.save()
+
+
+def _last_stages(engine: BambooPipelineEngine) -> list[StageReplica]:
+    return [replica for replica in engine.host.owners() if replica.coordinate.stage == engine.num_stages - 1]
+
+
+def _result(
+    engine: BambooPipelineEngine, request: EvaluationRequest, *, kept: dict[Coordinate, Any], shared: bool
+) -> Any:
+    own = next(iter(kept.values()), None)
+    if shared:
+        agreed: dict[Coordinate, Any] = {}
+        for value in engine.activity.previous[0].values():
+            agreed.update(value.get("outputs", {}))
+        contributed = [agreed[Coordinate(d, engine.num_stages - 1)] for d in range(engine.job_grid.pipelines)]
+        everywhere = request.compute_loss and (request.broadcast or engine.monitor.enabled)
+        if request.reduce_output is not None and (everywhere or own is not None):
+            own = _to_device(mean_over_pipelines(contributed), engine.device)
+        elif everywhere and own is None:
+            own = _to_device(contributed[0], engine.device)
+    return own
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    return [_to_device(item, device) for item in value] if isinstance(value, list) else value.to(device)
+
+
+def _clean_up(engine: BambooPipelineEngine, request: EvaluationRequest) -> None:
+    engine.eval_return_logits = False
+    engine.links.drain()
+    for replica in engine.host.replicas():
+        # Stock counts evaluated micro-batches like trained ones where it seeds layers; and goes on so.
+        replica.micro_offset += request.micro_batches
+        replica.attributes["outputs"] = None
+        replica.start_iteration()
+        with engine.host.hosting(replica):
+            engine.outputs = None
+            engine.fwd_outputs = []
+    engine.activate_first()

@@ -1,0 +1,413 @@
+"""Carries out instructions: each op of ``core.instructions`` by the stock engine's own methods where there is one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepspeed_bamboo.core.communication import peer
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.instructions import RECEIVES, SENDS, Instruction, Op
+from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.errors import ModelError
+from deepspeed_bamboo.runtime.comm.all_gather import expected_of
+from deepspeed_bamboo.runtime.comm.channel import Message
+from deepspeed_bamboo.runtime.comm.peers import Links
+from deepspeed_bamboo.runtime.iteration.recompute import recompute_if_dropped
+from deepspeed_bamboo.runtime.iteration.redundant_forwards import RedundantForwards
+from deepspeed_bamboo.runtime.iteration.speculative_launch import Deferral
+from deepspeed_bamboo.runtime.stock.hosting import StageHost
+from deepspeed_bamboo.runtime.stock.randomness import ModelGenerators, forward_seed
+from deepspeed_bamboo.runtime.stock.replica import StageReplica, Tensors
+
+if TYPE_CHECKING:
+    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+_PRODUCERS = frozenset({Op.FNC, Op.BNC})
+# Where a scripted fault strikes: the names of faults.py for the instructions of a micro-batch.
+FAULT_POINTS = {
+    Op.FNC: "forward",
+    Op.BNC: "backward",
+    Op.SEND_ACTIVATION: "send_activation",
+    Op.SEND_GRAD: "send_grad",
+}
+_REDUNDANT = frozenset({Op.FRC, Op.BRC})
+
+
+@dataclasses.dataclass(frozen=True)
+class IterationContext:
+    """What is constant during one pass over a program."""
+
+    placement: Placement
+    activity: int
+    step: int
+    training: bool
+    micro_batches: int
+    for_shadow: bool = False
+
+
+class Executor:
+    """Executes the per-micro-batch instructions of one worker.
+
+    Args:
+        engine: whose stock methods do the computing.
+        host: the replicas.
+        links: messages to other workers.
+        me: this worker's id.
+        seed: returns the job's seed for forwards.
+        before: called before every instruction with the instruction and the replica it concerns.
+        after: called after it.
+        redundant: which redundant forwards are done, and how.
+    """
+
+    def __init__(
+        self,
+        engine: BambooPipelineEngine,
+        *,
+        host: StageHost,
+        links: Links,
+        me: WorkerId,
+        seed: Callable[[], int],
+        before: Callable[[Instruction, StageReplica], None],
+        after: Callable[[Instruction, StageReplica], None],
+        redundant: RedundantForwards,
+    ) -> None:
+        self._engine = engine
+        self._host = host
+        self._links = links
+        self._me = me
+        self._seed = seed
+        self._before = before
+        self._after = after
+        self._redundant = redundant
+        self._deferral = Deferral(engine, host=host, interruption=engine.session.interruption)
+        self._generators = ModelGenerators(engine.device)
+        self._followed_by: dict[tuple[Op, Coordinate | None, int | None], list[Instruction]] = {}
+        self._methods: dict[Op, Callable[[StageReplica, int, IterationContext], None]] = {
+            Op.LOAD: self._load,
+            Op.FNC: self._forward,
+            Op.BNC: self._backward,
+            Op.FRC: self._redundant_forward,
+            Op.BRC: self._redundant_backward,
+            Op.SEND_ACTIVATION: self._send_activation,
+            Op.RECV_ACTIVATION: self._receive_activation,
+            Op.SEND_GRAD: self._send_gradient,
+            Op.RECV_GRAD: self._receive_gradient,
+        }
+
+    def execute(self, instruction: Instruction, context: IterationContext) -> None:
+        """Carry out one instruction of a coordinate. Raises what interrupts a wait, and user errors."""
+        if instruction.micro_batch is None:
+            raise ValueError(f"{instruction} is not an instruction of a coordinate")
+        replica = self._replica(instruction)
+        deferred = self._deferral.covers(instruction, replica)
+        if not deferred:
+            self._deferral.confirm()
+        if instruction.op is not Op.SEND_GRAD:
+            self._host.gradient_updates.flush()
+        self._before(instruction, replica)
+        for send in self._followed_by.get((instruction.op, instruction.coordinate, instruction.micro_batch), ()):
+            self._announce(send, context)
+        self._host.activate(replica)
+        if instruction.op in (Op.FNC, Op.BNC):
+            self._redundant.bubbles.ends()
+        if instruction.to_shadow:
+            context = dataclasses.replace(context, for_shadow=True)
+        with self._deferral.launching(instruction) if deferred else nullcontext():
+            self._methods[instruction.op](replica, instruction.micro_batch, context)
+        self._after(instruction, replica)
+        if instruction.op is Op.SEND_ACTIVATION:
+            self._engine.iteration_end.launch_late_steps()
+
+    def attempt(self, body: Callable[[], None]) -> None:
+        """Call ``body``, which executes instructions, and :meth:`leave_passes`, whatever it raised."""
+        try:
+            body()
+            self.leave_passes()
+        except BaseException as error:
+            self._deferral.end(error)
+            raise
+        finally:
+            self.leave_passes()
+
+    def expect(self, program: Sequence[Instruction], context: IterationContext) -> None:
+        """Say what ``program`` receives, so that it is received as soon as it is sent; look ahead to what it sends."""
+        messages = {(i.op, i.coordinate, i.to_shadow): i for i in program if i.op in SENDS | RECEIVES}
+        self._links.meet(peer(message, placement=context.placement) for message in messages.values())
+        placement = context.placement
+        expected = Counter(placement.owner(_sender(i)) for i in program if i.op in RECEIVES)
+        ops = {instruction.op for instruction in program}
+        if Op.MIRROR in ops:
+            expected.update(placement.owner(coordinate) for coordinate in placement.shadowed_by(self._me))
+        record = self._engine.session.interruption.active
+        if Op.COMMIT in ops and record is not None:
+            expected.update(expected_of(self._me, record.members))
+        self._links.expect(expected)
+        self._followed_by = {} if self._engine.dynamic_shape else _sends_behind(program)
+
+    def _announce(self, send: Instruction, context: IterationContext) -> None:
+        """Before the pass whose result ``send`` sends, so that the receiver is ready when the result is."""
+        if send.coordinate is None or send.micro_batch is None:
+            return
+        context = dataclasses.replace(context, for_shadow=send.to_shadow)
+        name = "activation" if send.op is Op.SEND_ACTIVATION else "gradient"
+        step = 1 if send.op is Op.SEND_ACTIVATION else -1
+        receiver = _holder(Coordinate(send.coordinate.pipeline, send.coordinate.stage + step), context)
+        key = _key(name, send.coordinate, send.micro_batch, context)
+        self._links.announce(receiver, key, kind=_kind(name, send.coordinate, context))
+
+    def leave_passes(self) -> None:
+        """Before other code runs: gradients are accumulated, and random number generators are the user's again.
+
+        Raises what interrupts the wait for what was used and not yet seen to arrive.
+        """
+        self._deferral.confirm()
+        self._host.gradient_updates.flush()
+        self._generators.give_back()
+
+    def _seed_generators(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
+        seed = forward_seed(
+            self._seed(),
+            step=context.step if context.training else replica.micro_offset,
+            coordinate=replica.coordinate,
+            micro_batch=micro_batch,
+            training=context.training,
+        )
+        self._generators.seed(seed)
+
+    def _replica(self, instruction: Instruction) -> StageReplica:
+        """The replica whose state the instruction uses: the shadow for redundant work and what feeds it."""
+        coordinate = instruction.coordinate
+        if coordinate is None:
+            raise ValueError(f"{instruction} is not an instruction of a coordinate")
+        owned, shadow = self._host.owned.get(coordinate), self._host.shadows.get(coordinate)
+        redundant = instruction.op in _REDUNDANT or (instruction.to_shadow and instruction.op in RECEIVES)
+        replica = shadow if redundant or owned is None else owned
+        if replica is not None:
+            replica.settle()
+        if replica is None:
+            raise RuntimeError(f"{instruction}: worker {self._me} holds no replica of {coordinate} for it")
+        return replica
+
+    def _load(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
+        # The user's iterator may draw, too.
+        self._generators.give_back()
+        self._engine.next_micro_batch = micro_batch
+        self._engine._exec_load_micro_batch(buffer_id=micro_batch)
+        _advance(replica, loaded=micro_batch + 1)
+
+    def _forward(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
+        engine = self._engine
+        engine.module.micro_offset = replica.micro_offset + micro_batch
+        self._seed_generators(replica, micro_batch, context)
+        self._deferral.note_buffers(replica, micro_batch)
+        engine.stock_forward(buffer_id=micro_batch)
+        outputs = engine.pipe_buffers["outputs"][micro_batch]
+        if engine.is_last_stage():
+            replica.losses[micro_batch] = engine.loss
+            if not context.training:
+                engine.pipe_buffers["outputs"][micro_batch] = None
+        else:
+            if context.training and torch.is_grad_enabled():
+                _check_outputs(outputs, replica.coordinate)
+            replica.retained_outputs[micro_batch] = _detached(outputs)
+        if not context.training:
+            engine.pipe_buffers["inputs"][micro_batch] = None
+            engine.pipe_buffers["outputs"][micro_batch] = None
+        _advance(replica, forwards=micro_batch + 1)
+
+    def _redundant_forward(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
+        """The shadow's forward; its input is what the predecessor, hosted here, has just produced (architecture 1)."""
+        due = self._redundant.due(replica, micro_batch)
+        if due is None:
+            return
+        bubbles = self._redundant.bubbles
+        if self._redundant.optional and not bubbles.fits((replica.coordinate, micro_batch), program=context.placement):
+            return
+        micro_batch = due
+        before = Coordinate(replica.coordinate.pipeline, replica.coordinate.stage - 1)
+        if replica.coordinate.stage > 0 and self._engine.pipe_buffers["inputs"][micro_batch] is None:
+            outputs = self._host.owned[before].retained_outputs[micro_batch]
+            self._engine.pipe_buffers["inputs"][micro_batch] = _as_inputs(outputs)
+        self._redundant.run(replica, micro_batch, lambda: self._forward(replica, micro_batch, context))
+        bubbles.done()
+
+    def _redundant_backward(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
+        """The shadow's backward; its gradient is a message, or the input gradient of a successor hosted here."""
+        after = self._host.owned.get(Coordinate(replica.coordinate.pipeline, replica.coordinate.stage + 1))
+        if after is not None and micro_batch not in replica.received_gradients:
+            gradients = after.retained_gradients[micro_batch]
+            single = isinstance(replica.retained_outputs[micro_batch], torch.Tensor)
+            replica.received_gradients[micro_batch] = gradients[0] if single else gradients
+        self._backward(replica, micro_batch, context)
+
+    def _backward(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
+        engine = self._engine
+        recompute_if_dropped(engine, replica, micro_batch, lambda: self._forward(replica, micro_batch, context))
+        if engine.is_last_stage():
+            engine.loss = replica.losses.pop(micro_batch)
+        else:
+            engine.grad_layer = replica.received_gradients.pop(micro_batch)
+        self._seed_generators(replica, micro_batch, context)
+        engine.stock_backward(buffer_id=micro_batch)
+        if not engine.is_first_stage():
+            inputs = engine.pipe_buffers["inputs"][micro_batch]
+            replica.retained_gradients[micro_batch] = _input_gradients(inputs, replica.coordinate)
+        if not self._deferral.holds(replica, micro_batch):
+            self._host.drop_micro_batch(replica, micro_batch)
+        engine.grad_layer = None
+        _advance(replica, backwards=micro_batch + 1)
+
+    def _send_activation(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
+        outputs = replica.retained_outputs[micro_batch]
+        single = isinstance(outputs, torch.Tensor)
+        receiver = _holder(Coordinate(replica.coordinate.pipeline, replica.coordinate.stage + 1), context)
+        self._links.send(
+            receiver,
+            Message(
+                _key("activation", replica.coordinate, micro_batch, context),
+                kind=_kind("activation", replica.coordinate, context),
+                data=single,
+                tensors=[outputs] if isinstance(outputs, torch.Tensor) else list(outputs),
+            ),
+        )
+
+    def _receive_activation(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
+        sender = Coordinate(replica.coordinate.pipeline, replica.coordinate.stage - 1)
+        key = _key("activation", sender, micro_batch, context)
+        message = self._links.receive(context.placement.owner(sender), key, unseen=self._deferral.allows(replica))
+        received = tuple(tensor.to(self._engine.device).detach() for tensor in message.tensors)
+        # Else it may be a piece of a message, or belong to this worker's other coordinate.
+        inputs = _as_inputs(received[0] if message.data else received, copy=not message.by_lane)
+        self._engine.pipe_buffers["inputs"][micro_batch] = inputs
+        if message.arrival is not None:
+            self._deferral.begin(replica, micro_batch, receive=Op.RECV_ACTIVATION, arrival=message.arrival)
+            self._redundant.bubbles.arrives(message.arrival.complete)
+        _advance(replica, activations_received=micro_batch + 1)
+
+    def _send_gradient(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
+        receiver = _holder(Coordinate(replica.coordinate.pipeline, replica.coordinate.stage - 1), context)
+        self._links.send(
+            receiver,
+            Message(
+                _key("gradient", replica.coordinate, micro_batch, context),
+                kind=_kind("gradient", replica.coordinate, context),
+                tensors=list(replica.retained_gradients[micro_batch]),
+            ),
+        )
+
+    def _receive_gradient(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
+        sender = Coordinate(replica.coordinate.pipeline, replica.coordinate.stage + 1)
+        key = _key("gradient", sender, micro_batch, context)
+        message = self._links.receive(context.placement.owner(sender), key, unseen=self._deferral.allows(replica))
+        gradients = [tensor.to(self._engine.device) for tensor in message.tensors]
+        single = isinstance(replica.retained_outputs.get(micro_batch), torch.Tensor)
+        replica.received_gradients[micro_batch] = gradients[0] if single else gradients
+        if message.arrival is not None:
+            self._deferral.begin(replica, micro_batch, receive=Op.RECV_GRAD, arrival=message.arrival)
+            self._redundant.bubbles.arrives(message.arrival.complete)
+        _advance(replica, gradients_received=micro_batch + 1)
+
+
+def _key(kind: str, sender: Coordinate, micro_batch: int, context: IterationContext) -> str:
+    suffix = "/shadow" if context.for_shadow else ""
+    return f"{context.activity}/{kind}/{sender}/{micro_batch}{suffix}"
+
+
+def _kind(name: str, sender: Coordinate, context: IterationContext) -> str:
+    return f"{name}/{sender}/{context.training}/{context.for_shadow}"
+
+
+def _sends_behind(program: Sequence[Instruction]) -> dict[tuple[Op, Coordinate | None, int | None], list[Instruction]]:
+    """For every pass of ``program`` the sends that come right after it."""
+    result: dict[tuple[Op, Coordinate | None, int | None], list[Instruction]] = {}
+    last: Instruction | None = None
+    for instruction in program:
+        if instruction.op not in SENDS:
+            last = instruction
+        elif last is not None and last.op in _PRODUCERS and _same_result(last, instruction):
+            result.setdefault((last.op, last.coordinate, last.micro_batch), []).append(instruction)
+    return result
+
+
+def _same_result(produced: Instruction, send: Instruction) -> bool:
+    return produced.coordinate == send.coordinate and produced.micro_batch == send.micro_batch
+
+
+def _sender(receive: Instruction) -> Coordinate:
+    """The coordinate whose output or gradient the instruction ``receive`` receives."""
+    if receive.coordinate is None:
+        raise ValueError(f"{receive} is not an instruction of a coordinate")
+    step = -1 if receive.op is Op.RECV_ACTIVATION else 1
+    return Coordinate(receive.coordinate.pipeline, receive.coordinate.stage + step)
+
+
+def _holder(receiver: Coordinate, context: IterationContext) -> WorkerId:
+    """The worker for which a message to ``receiver`` is meant: its owner, or its shadow's holder."""
+    if not context.for_shadow:
+        return context.placement.owner(receiver)
+    holder = context.placement.shadow(receiver)
+    if holder is None:
+        raise RuntimeError(f"a message for the shadow of {receiver}, which has none: the plan is wrong")
+    return holder
+
+
+def _as_inputs(outputs: Tensors, *, copy: bool = True) -> Tensors:
+    """A stage's outputs, by default copies of them, as leaves: what a stage receives over a channel."""
+    single = isinstance(outputs, torch.Tensor)
+    copies = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    if copy:
+        copies = [tensor.clone() for tensor in copies]
+    for tensor in copies:
+        tensor.requires_grad = tensor.is_floating_point()
+    return copies[0] if single else tuple(copies)
+
+
+def _advance(replica: StageReplica, **counts: int) -> None:
+    replica.progress = replica.progress._replace(**counts)
+
+
+def _detached(outputs: Any) -> Tensors:
+    if isinstance(outputs, torch.Tensor):
+        return outputs.detach()
+    if isinstance(outputs, (tuple, list)):
+        return tuple(output.detach() for output in outputs)
+    raise ModelError(
+        f"a stage's output is a {type(outputs).__name__}; the last layer of a stage must return a tensor or a tuple "
+        "of tensors, since that is what travels to the next stage"
+    )
+
+
+def _check_outputs(outputs: Any, coordinate: Coordinate) -> None:
+    for slot, tensor in enumerate([outputs] if isinstance(outputs, torch.Tensor) else outputs):
+        if not isinstance(tensor, torch.Tensor):
+            raise ModelError(
+                f"stage {coordinate.stage} returns a {type(tensor).__name__} in slot {slot} of its output; "
+                "only tensors travel between stages"
+            )
+        if tensor.is_floating_point() and not tensor.requires_grad:
+            raise ModelError(
+                f"stage {coordinate.stage} sends a tensor without gradient: slot {slot}, {tensor.dtype}, shape "
+                f"{tuple(tensor.shape)}. DeepSpeed expects a gradient for every floating-point tensor between "
+                "stages; send it as an integer or boolean tensor, or compute it inside the next stage."
+            )
+
+
+def _input_gradients(inputs: Tensors, coordinate: Coordinate) -> list[torch.Tensor]:
+    gradients = []
+    for slot, tensor in enumerate([inputs] if isinstance(inputs, torch.Tensor) else inputs):
+        if not tensor.is_floating_point():
+            continue
+        if tensor.grad is None:
+            raise ModelError(
+                f"stage {coordinate.stage} does not use its input in slot {slot} ({tensor.dtype}, shape "
+                f"{tuple(tensor.shape)}), so there is no gradient for the stage before it. Use the tensor, or do not "
+                "send it as a floating-point tensor."
+            )
+        gradients.append(tensor.grad)
+    return gradients

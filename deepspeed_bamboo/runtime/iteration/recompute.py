@@ -1,0 +1,75 @@
+"""Redundant forwards that keep only their input: what a backward needs is computed again if it comes to that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from deepspeed_bamboo.runtime.stock.replica import StageReplica
+
+if TYPE_CHECKING:
+    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+
+@dataclass(frozen=True)
+class BufferState:
+    """A module's buffers at one moment, with the count of changes that torch keeps for each."""
+
+    values: tuple[torch.Tensor, ...]
+    versions: tuple[int, ...]
+
+
+def buffer_state(module: torch.nn.Module, *, previous: BufferState | None) -> BufferState:
+    """Copies of ``module``'s buffers; those unchanged since ``previous`` are shared with it."""
+    values, versions = [], []
+    for index, buffer in enumerate(module.buffers()):
+        unchanged = previous is not None and previous.versions[index] == buffer._version
+        values.append(previous.values[index] if unchanged and previous is not None else buffer.clone())
+        versions.append(buffer._version)
+    return BufferState(tuple(values), tuple(versions))
+
+
+def keep_only_input(replica: StageReplica, micro_batch: int, forward: Callable[[], None]) -> None:
+    """Run ``forward`` of ``micro_batch`` without a graph, and note what the module's buffers were before it."""
+    previous = next(reversed(replica.without_graph.values()), None)
+    state = buffer_state(replica.module, previous=previous)
+    with torch.no_grad():
+        forward()
+    replica.without_graph[micro_batch] = state
+
+
+def recompute_if_dropped(
+    engine: BambooPipelineEngine, replica: StageReplica, micro_batch: int, forward: Callable[[], None]
+) -> None:
+    """Run ``forward`` of ``micro_batch`` again, with a graph, if it had none; it leaves no other trace."""
+    state = replica.without_graph.pop(micro_batch, None)
+    if state is None:
+        return
+    progress = replica.progress
+    totals = engine.total_loss, engine.total_additional_losses, engine.fwd_outputs
+    engine.total_loss, engine.total_additional_losses, engine.fwd_outputs = None, None, []
+    with _buffers_as_in(state, replica.module):
+        forward()
+    engine.total_loss, engine.total_additional_losses, engine.fwd_outputs = totals
+    replica.progress = progress
+
+
+@contextmanager
+def _buffers_as_in(state: BufferState, module: torch.nn.Module) -> Iterator[None]:
+    current = buffer_state(module, previous=None)
+    restore_buffers(state, module)
+    try:
+        yield
+    finally:
+        restore_buffers(current, module)
+
+
+def restore_buffers(state: BufferState, module: torch.nn.Module) -> None:
+    """Give ``module``'s buffers the values that they had at ``state``."""
+    with torch.no_grad():
+        for buffer, value in zip(module.buffers(), state.values, strict=True):
+            buffer.copy_(value)

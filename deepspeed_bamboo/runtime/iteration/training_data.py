@@ -1,0 +1,51 @@
+"""A data set given to ``initialize(training_data=...)``, readable from any global step and for any pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed.runtime.dataloader import RepeatingLoader
+
+from deepspeed_bamboo.runtime.iteration.micro_batches import DataFactory
+
+if TYPE_CHECKING:
+    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+
+class PositionedSampler(torch.utils.data.Sampler[int]):
+    """``sampler`` without its first ``skipped`` samples in the first pass; whole in every later one."""
+
+    def __init__(self, sampler: Any, *, skipped: int) -> None:
+        self._sampler = sampler
+        self._skipped = skipped
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        skipped, self._skipped = self._skipped, 0
+        for position, index in enumerate(self._sampler):
+            if position >= skipped:
+                yield index
+
+
+def data_set_factory(engine: BambooPipelineEngine, dataset: Any) -> DataFactory:
+    """Iterators over ``dataset``: the samples, in the order, that DeepSpeed's own engine gives each pipeline."""
+
+    # As it is while the engine is built: scripts replace it around ``initialize`` to choose loader workers.
+    loader_for = engine.deepspeed_io
+
+    def make(pipeline: int, step: int) -> Iterator[Any]:
+        def loader(skipped: int) -> Any:
+            sampler: Any = torch.utils.data.distributed.DistributedSampler(
+                dataset, num_replicas=engine.job_grid.pipelines, rank=pipeline, shuffle=False
+            )
+            return loader_for(dataset, data_sampler=PositionedSampler(sampler, skipped=skipped))
+
+        whole_pass = len(loader(0))
+        micro_batch = (step * engine.micro_batches) % whole_pass
+        return iter(RepeatingLoader(loader(micro_batch * engine.micro_batch_size)))
+
+    return make

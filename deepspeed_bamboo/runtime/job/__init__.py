@@ -1,0 +1,1 @@
+"""What connects one worker process to its job: session, status, what it prints."""

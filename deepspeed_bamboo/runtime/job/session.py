@@ -1,0 +1,262 @@
+"""What connects one worker process to its job: identity, coordinator, epoch monitor, event log, fault script."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from deepspeed_bamboo.config.section import BambooConfig
+from deepspeed_bamboo.coordination import (
+    Change,
+    CoordinatorUnavailable,
+    Drain,
+    EpochRecord,
+    JobCoordinator,
+    Member,
+    Registration,
+)
+from deepspeed_bamboo.coordination.server import PrivateEtcd
+from deepspeed_bamboo.errors import BambooError, ConfigError
+from deepspeed_bamboo.eventlog.log import EventLog
+from deepspeed_bamboo.faults import Fault, FaultScript
+from deepspeed_bamboo.runtime.comm.c10d import c10d
+from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption
+from deepspeed_bamboo.runtime.comm.retry import insist
+from deepspeed_bamboo.runtime.job.status import StatusTeller
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class WorkerIdentity:
+    """Who this worker is, as its agent told it through the environment."""
+
+    job: str
+    worker: str
+    node: str
+    zone: str
+    endpoints: tuple[str, ...]
+    prefix: str
+    address: str
+    joining: bool = False
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> WorkerIdentity:
+        """Raises ConfigError when the process was not started by an agent."""
+        endpoints = tuple(part for part in environment.get("BAMBOO_ENDPOINTS", "").split(",") if part)
+        if not endpoints or "BAMBOO_JOB" not in environment:
+            raise ConfigError(
+                "bamboo is enabled, but this process has no agent: BAMBOO_ENDPOINTS and BAMBOO_JOB are not set. "
+                "Start the script with: deepspeed --module deepspeed_bamboo.launch your_script.py ..., or set "
+                '"enabled": false in the "bamboo" section.'
+            )
+        return cls(
+            job=environment["BAMBOO_JOB"],
+            worker=environment["BAMBOO_WORKER"],
+            node=environment.get("BAMBOO_NODE", socket.gethostname()),
+            zone=environment.get("BAMBOO_ZONE", "unknown"),
+            endpoints=endpoints,
+            prefix=environment.get("BAMBOO_PREFIX", "/deepspeed_bamboo"),
+            address=environment.get("BAMBOO_ADDRESS") or _own_address(environment.get("MASTER_ADDR", "127.0.0.1")),
+            joining=environment.get("BAMBOO_JOINING") == "1",
+        )
+
+
+def _own_address(master: str) -> str:
+    """The address under which the other workers reach this one: that of the interface that leads to the master."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((master, 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+class WorkerSession:
+    """One worker's connection to its job, from registration to withdrawal."""
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        *,
+        coordinator: JobCoordinator,
+        config: BambooConfig,
+        etcd: PrivateEtcd | None = None,
+    ) -> None:
+        self.identity = identity
+        # In a standalone job on rank 0: the job's server, which goes with this object.
+        self._etcd = etcd
+        self.coordinator = coordinator
+        self.config = config
+        self.interruption = Interruption()
+        self.faults = FaultScript.of_job(config.faults)
+        self.events = EventLog(config.event_log, identity.worker)
+        self._status = StatusTeller(coordinator, worker=identity.worker)
+        # Rendezvous server of every epoch in which this worker is the first one.
+        self.store = c10d.TCPStore(
+            identity.address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        self._registration: Registration | None = None
+        # What the watch has told last; read by the main thread.
+        self._present: dict[str, Member] = {}
+        self._draining: dict[str, Drain] = {}
+        self._stop: str | None = None
+        self._finished = False
+        self._published: dict[int, dict[str, dict[str, Any]]] = {}
+        self._watch: Any = None
+        self.closed = False
+
+    @property
+    def worker(self) -> str:
+        """This worker's id."""
+        return self.identity.worker
+
+    def register(self, *, rank: int) -> None:
+        """Become visible to the others, and start to watch epochs."""
+        self._watch = self.coordinator.watch(self._on_change)
+        self._registration = self.coordinator.register(
+            Member(
+                worker=self.worker,
+                node=self.identity.node,
+                zone=self.identity.zone,
+                address=self.identity.address,
+                store_port=self.store.port,
+                pid=os.getpid(),
+                rank=rank,
+                joining=self.identity.joining,
+            ),
+            lease_seconds=self.config.coordinator.lease_seconds,
+        )
+
+    def members(self, *, expected: int, timeout_seconds: float = 60.0) -> dict[str, Member]:
+        """All registered workers, once there are ``expected`` of them. Raises BambooError after the time-out."""
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            members = self.coordinator.members()
+            if len(members) >= expected:
+                return members
+            if time.monotonic() > deadline:
+                raise BambooError(
+                    f"{len(members)} of {expected} workers registered within {timeout_seconds:.0f} s: "
+                    f"{sorted(members)}; look at the output of the missing ones"
+                )
+            self.interruption.check()
+            time.sleep(0.02)
+
+    def insist(self, call: Callable[[], T]) -> T:
+        """What ``call`` gets from the coordinator, through an outage as long as that takes; see :func:`insist`."""
+        return insist(call, interruption=self.interruption)
+
+    @property
+    def present(self) -> dict[str, Member]:
+        """The registered workers, as last heard of; those that wait to be taken in among them."""
+        return dict(self._present)
+
+    @property
+    def draining(self) -> dict[str, Drain]:
+        """The nodes that are to be left, as last heard of."""
+        return dict(self._draining)
+
+    def published(self, epoch: int) -> dict[str, dict[str, Any]]:
+        """What was published as progress of ``epoch``, by name, as last heard of."""
+        return dict(self._published.get(epoch, {}))
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the job is to end at the next boundary, as last heard of; None: it is not."""
+        return self._stop
+
+    @property
+    def finished(self) -> bool:
+        """Whether the job has been declared complete, as last heard of."""
+        return self._finished
+
+    def log(self, event: str, *, step: int, **fields: Any) -> None:
+        """Write an event to this worker's event log; what onlookers want to know is told to them, too."""
+        self.events.log(event, epoch=self.interruption.epoch, step=step, **fields)
+        record = self.interruption.active
+        reporter = record is not None and record.members[0] == self.worker
+        self._status.note(event, step=step, reporter=reporter, fields=fields)
+
+    def strike(self, fault: Fault, *, step: int) -> None:
+        """Carry out a scripted fault on this process: the signal reaches it before this returns (or never).
+
+        Once in a job: whoever was hit at the start of a step may have been ahead of all others, for whom the step in
+        which they take its coordinate over then looks like the first time that it is there.
+        """
+        if not self._is_first_to_cause(fault):
+            return
+        self.log("fault", step=step, fault=fault.to_json())
+        number = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP, "TERM": signal.SIGTERM}.get(fault.signal)
+        if number is not None:
+            os.kill(os.getpid(), number)
+        elif fault.signal == "NOTICE":
+            self.coordinator.request_drain(
+                self.identity.node, deadline_seconds=fault.seconds, reason=f"scripted notice at step {step}"
+            )
+
+    def _is_first_to_cause(self, fault: Fault) -> bool:
+        try:
+            return self.coordinator.claim_fault(fault.name)
+        except CoordinatorUnavailable:
+            return True  # a script is for tests; one that also takes the coordinator away means this fault, too
+
+    def finish(self, *, step: int) -> None:
+        """Tell the job that it is complete. Out of reach of the coordinator that is left to the agents.
+
+        They know it once the scripts of all members have ended, and are told so by those scripts' exit codes.
+        """
+        with contextlib.suppress(CoordinatorUnavailable):
+            self.coordinator.finish({"step": step})
+
+    def close(self) -> None:
+        """Withdraw and stop watching. The job goes on without this worker."""
+        self.closed = True
+        self._status.close()
+        if self._watch is not None:
+            self._watch.stop()
+        if self._registration is not None:
+            self._registration.withdraw()
+        self.events.close()
+
+    def _on_change(self, change: Change) -> None:
+        if change.kind in ("epoch", "resync"):
+            record = change.value if isinstance(change.value, EpochRecord) else self.coordinator.epoch()
+            taken_in = self.identity.joining and record is not None and self.worker in record.members
+            if record is not None and (self.interruption.epoch >= 0 or taken_in):
+                self.interruption.announce_epoch(record)
+                if self.worker not in record.members and not self.interruption.foresees(record):
+                    self.interruption.announce_expulsion()
+        self._note_who_comes_and_goes(change)
+        if change.kind in ("failure", "resync"):
+            failure = self.coordinator.failure()
+            if failure is not None:
+                self.interruption.announce_failure(failure)
+        self.interruption.notify()
+
+    def _note_who_comes_and_goes(self, change: Change) -> None:
+        if change.kind == "member":
+            self._present = _changed(self._present, change)
+        elif change.kind == "drain":
+            self._draining = _changed(self._draining, change)
+        elif change.kind == "stop":
+            self._stop = change.value
+        elif change.kind == "finished":
+            self._finished = change.value is not None
+        elif change.kind == "progress" and change.value is not None:
+            recent = {number: found for number, found in self._published.items() if number >= change.epoch - 1}
+            known = recent.get(change.epoch, {})
+            self._published = {**recent, change.epoch: {**known, change.worker: change.value}}
+
+
+def _changed(known: dict[str, Any], change: Change) -> dict[str, Any]:
+    """A new mapping, since another thread may be reading the one there is."""
+    rest = {name: value for name, value in known.items() if name != change.worker}
+    return rest if change.value is None else {**rest, change.worker: change.value}

@@ -1,0 +1,1 @@
+"""Workers come and go at iteration boundaries."""

@@ -1,0 +1,103 @@
+"""A worker that comes to a running job: its script runs from the top, and it is taken in at an iteration boundary.
+
+Until then the script sees a process group of the job's size in which this worker is alone: collectives give back what
+they are given. What stock DeepSpeed builds with it is a stage that this worker may be given; its values come from the
+others (``reconfiguration.py`` has their side, ``late_engine.py`` the moment).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from deepspeed_bamboo.coordination import EpochRecord, JobCoordinator, Member
+from deepspeed_bamboo.core.grid import Grid
+from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.core.reconfiguring import Target
+from deepspeed_bamboo.errors import BambooError, ConfigError, ExpelledError, JobStoppedError
+from deepspeed_bamboo.runtime.comm.c10d import c10d
+from deepspeed_bamboo.runtime.job.session import WorkerIdentity
+from deepspeed_bamboo.runtime.membership.reconfiguration import WELCOME, expected_coordinate
+from deepspeed_bamboo.runtime.stock.world import AloneGroup, replace_default_group
+
+if TYPE_CHECKING:
+    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+# How often a worker that waits looks whether the job has ended meanwhile.
+_LOOK_SECONDS = 0.5
+
+
+@contextmanager
+def alone_in_the_group(environment: Mapping[str, str], coordinator: JobCoordinator) -> Iterator[None]:
+    """Inside, torch's default process group looks like the job's, and nobody else is asked.
+
+    Its size is that of the job's grid, and this worker's rank in it is that of the coordinate that it will most
+    likely be given. ``torch.distributed.init_process_group``, which many scripts call, does nothing inside.
+    Raises BambooError when the job has no epoch to join.
+    """
+    record = coordinator.epoch()
+    if record is None:
+        raise BambooError(f"job {coordinator.job} has not begun to train, so nobody can join it yet; try again later")
+    identity = WorkerIdentity.from_environment(environment)
+    me = Member(identity.worker, identity.node, identity.zone, identity.address, 0, os.getpid(), 0, joining=True)
+    rank = record.placement.grid.rank(expected_coordinate(record, coordinator.members().values(), me))
+    replace_default_group(AloneGroup(rank, len(record.placement.grid)))
+    stock = c10d.init_process_group
+    c10d.init_process_group = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        c10d.init_process_group = stock
+
+
+def join(engine: BambooPipelineEngine) -> None:
+    """Register, wait to be taken in, and take part in that; returns when this worker is one of the job's.
+
+    The engine is at the job's global step then. Raises JobStoppedError when the job ends first, and as the job's own
+    activities do.
+    """
+    session, interruption = engine.session, engine.session.interruption
+    engine.host.set_aside()
+    session.register(rank=int(os.environ.get("RANK", "0")))
+    while not interruption.wait_until(lambda: interruption.record is not None, timeout_seconds=_LOOK_SECONDS):
+        if session.finished:
+            raise JobStoppedError(f"job {session.identity.job} was complete before this worker could join it")
+    record = interruption.record
+    if record is None or record.lost or record.placement.hosted_by(session.worker):
+        raise ExpelledError(f"worker {session.worker} was not taken in as planned; its agent starts another one")
+    welcome = session.coordinator.progress(record.number).get(WELCOME)
+    if welcome is None:
+        raise ExpelledError(f"worker {session.worker} came too late for epoch {record.number}")
+    target = Target.from_json(welcome["target"])
+    _take_over_facts(engine, record=record, welcome=welcome)
+    engine.links.enter(
+        members=session.coordinator.members(), order=record.members, name=f"{session.identity.job}/{record.number}"
+    )
+    # The others have had an agreement before this worker came.
+    engine.activity.rounds.append({})
+    engine.reconfiguration.carry_out(record.number, target)
+
+
+def check_grid(engine: BambooPipelineEngine, built: Grid) -> None:
+    """Raise ConfigError for a script with other arguments, before the job hears of this worker."""
+    record = engine.session.coordinator.epoch()
+    needed = built if record is None else record.placement.grid
+    if built != needed:
+        raise ConfigError(
+            f"this script builds a grid of {built.pipelines} x {built.stages} (pipelines x stages), but the job that "
+            f"it joins has {needed.pipelines} x {needed.stages}; run the same script with the same arguments"
+        )
+
+
+def _take_over_facts(engine: BambooPipelineEngine, *, record: EpochRecord, welcome: Mapping[str, Any]) -> None:
+    placement = Placement.from_json(welcome["placement"])
+    engine.session.interruption.enter(record)
+    engine.placement = placement
+    engine.forward_seed = welcome["seed"]
+    engine.activity.index = welcome["activity"]
+    engine.__dict__.update(welcome["counters"])
+    engine.failover.modes.take(welcome["modes"])
+    engine.host.save()
+    engine.data.start_at(engine.global_steps, micro_batches=engine.micro_batches)

@@ -1,0 +1,339 @@
+"""Workers come and go at an iteration boundary: a planned change of placement (architecture 6).
+
+One worker decides, its wish travels with the agreement of an iteration, so that all know it at the same boundary,
+and all carry it out there as one activity:
+
+1. those who join become members (an epoch in which nobody owns anything new);
+2. state goes from its owners to who will own or shadow it, and everybody agrees that it has arrived;
+3. the new placement becomes the next epoch, and roles change. Nobody has to be heard of any more for that: each
+   takes it from the coordinator, and those who leave may be gone by then.
+
+Until 3 nothing is given up, so a loss meanwhile leaves things as they were: the wish is dropped, and the next
+iteration brings another. After 3 a loss is a loss in the new placement.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.utils import logger
+
+from deepspeed_bamboo.coordination import EpochRecord, Member
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.core.placing.sites import WorkerSite
+from deepspeed_bamboo.core.reconfiguring import Target, next_target, transfers
+from deepspeed_bamboo.errors import DrainedError, JobStoppedError
+from deepspeed_bamboo.runtime.comm.all_gather import tree_neighbours
+from deepspeed_bamboo.runtime.job.news import tell, tell_once
+from deepspeed_bamboo.runtime.recovery.regroup import peers_of, tensor_peers
+from deepspeed_bamboo.runtime.recovery.state_transfer import receive_replica, send_replica
+from deepspeed_bamboo.runtime.stock.replica import COUNTERS
+
+if TYPE_CHECKING:
+    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+_UNKNOWN_ZONE = "unknown"
+_FINAL = "final"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """``target`` is to be reached from epoch ``epoch``; ``stop`` is why the job is to end instead."""
+
+    epoch: int
+    target: Target | None = None
+    stop: str | None = None
+
+
+class Reconfiguration:
+    """Both sides of it in one worker: having wishes, and carrying out those of all."""
+
+    def __init__(self, engine: BambooPipelineEngine) -> None:
+        self._engine = engine
+        self._wish: Wish | None = None
+        self._arranged = False
+        # Workers that were taken in once. One of them that is no member any more was lost, and never comes back.
+        self._taken_in: set[WorkerId] = set()
+        self._noticed_at: float | None = None
+        self._said_why_not = False
+        self.stop_agreed = False
+        self._moved_seconds = 0.0
+
+    # -- wishes ------------------------------------------------------------------------------------
+
+    def wish(self) -> Wish | None:
+        """What this worker hands in with the agreement of an iteration; only the reporter ever wishes."""
+        engine, session = self._engine, self._engine.session
+        self._log_notice()
+        record = session.interruption.active
+        self._taken_in.update(() if record is None else record.members)
+        if record is None or not engine.is_reporter:
+            return None
+        if session.stop_reason is not None:
+            return Wish(record.number, stop=session.stop_reason)
+        present, draining = session.present, session.draining
+        members = [site_of(present[worker]) for worker in record.members if worker in present]
+        if len(members) < len(record.members):
+            return None  # somebody is about to be found lost
+        waiting = [m for worker, m in sorted(present.items()) if m.joining and worker not in self._taken_in]
+        if engine.confined:
+            self._say_why_not(waiting, draining)
+            return None
+        movable = engine.protects
+        # The launcher's ranks know nothing of zones; once, at the start of a job, that is put right.
+        first, self._arranged = not self._arranged and record.number == 0, True
+        target = next_target(
+            engine.placement,
+            members=members,
+            joining=[site_of(member) for member in waiting] if movable else [],
+            draining=draining,
+            protected=engine.protects,
+            rearrange=first and movable,
+        )
+        return None if target is None else Wish(record.number, target=target)
+
+    def _say_why_not(self, waiting: Sequence[Member], draining: Container[str]) -> None:
+        """Whoever got a coordinate of another pipeline would find no data for it, so everybody stays where he is."""
+        engine = self._engine
+        leaving = [worker for worker, member in engine.session.present.items() if member.node in draining]
+        told = [
+            *([f"workers {', '.join(member.worker for member in waiting)} are not taken in"] if waiting else []),
+            *([f"what {', '.join(sorted(leaving))} hold is not moved elsewhere"] if leaving else []),
+        ]
+        if told and not self._said_why_not:
+            self._said_why_not = True
+            logger.warning(
+                f"{' and '.join(told)}: with {engine.job_grid.pipelines} pipelines others may get a coordinate of any, "
+                "and an iterator has the data of one only. Call engine.set_data_source(lambda pipeline, step: "
+                "iterator) on every rank before training, or pass training_data to initialize"
+            )
+
+    def _log_notice(self) -> None:
+        """Write the event of a notice that this worker's node has been given, once."""
+        session = self._engine.session
+        drain = session.draining.get(session.identity.node)
+        if drain is not None and drain.time_seconds != self._noticed_at:
+            self._noticed_at = drain.time_seconds
+            self._engine.log_event(
+                "notice", node=drain.node, deadline_seconds=drain.deadline_seconds, reason=drain.reason
+            )
+
+    def note(self) -> None:
+        """Remember what was wished in the iteration that just ended, the same on every worker."""
+        self._engine.failover.modes.note(value for _, value in sorted(self._engine.activity.previous[0].items()))
+        wishes = [value.get("wish") for _, value in sorted(self._engine.activity.previous[0].items())]
+        self._wish = next((wish for wish in wishes if wish is not None), None)
+        self.stop_agreed = self._wish is not None and self._wish.stop is not None
+
+    # -- carrying them out -------------------------------------------------------------------------
+
+    def run_if_wished(self) -> None:
+        """At an iteration boundary, on every worker.
+
+        Raises DrainedError on a worker that leaves, once it is of no more use, and JobStoppedError everywhere when
+        the job is to end.
+        """
+        wish, self._wish = self._wish, None
+        if wish is None:
+            return
+        if wish.stop is not None:
+            raise JobStoppedError(
+                f"the job was asked to stop: {wish.stop}. The script asked for another iteration, so what comes after "
+                "its loop (saving a checkpoint, say) is not done; a loop `while not engine.finished` is left instead"
+            )
+        if wish.target is not None:
+            self.carry_out(wish.epoch, wish.target)
+
+    def carry_out(self, epoch: int, target: Target) -> None:
+        """Bring the job from ``epoch`` to ``target``, or leave it as it is when somebody is lost meanwhile."""
+        engine = self._engine
+        started = time.perf_counter()
+        engine.failover.modes.disturb()
+        try:
+            engine.perform("reconfigure", lambda: self._body(epoch, target))
+        finally:
+            engine.session.interruption.expect(None)
+        record = engine.activity.previous[-1]
+        final = next((value[_FINAL] for value in record.values() if value.get(_FINAL) is not None), None)
+        if final is not None:
+            self._tell(target, seconds=time.perf_counter() - started)
+        if final is not None and engine.session.worker in target.leaving:
+            raise DrainedError(f"this worker was drained ({final.reason}); everything it held is elsewhere")
+
+    def _body(self, epoch: int, target: Target) -> None:
+        engine = self._engine
+        if engine.activity.rounds and any(_FINAL in value for value in engine.activity.rounds[-1].values()):
+            return
+        current = engine.session.interruption.active
+        if current is None:
+            raise RuntimeError("no epoch has been entered")
+        if current.number != epoch:
+            engine.activity.rounds.append(engine.agree({_FINAL: None}))
+            return
+        self._reach(current, target)
+
+    def _reach(self, current: EpochRecord, target: Target) -> None:
+        engine, session = self._engine, self._engine.session
+        session.interruption.expect(target.members, target.placement)
+        record = current
+        if target.joining and session.worker not in target.joining:
+            record = self._take_in(current, target)
+        started = time.perf_counter()
+        self._move(record, target)
+        self._moved_seconds = time.perf_counter() - started
+        engine.activity.rounds.append(engine.agree({"copied": True}))
+        final = self._propose(record, members=target.members, reason=target.reason, target=target)
+        if final is None:
+            final = session.interruption.wait_for_expected(after=record.number)
+        engine.activity.rounds.append({session.worker: {_FINAL: final}})
+        self._adopt(final, target)
+
+    def _take_in(self, current: EpochRecord, target: Target) -> EpochRecord:
+        """Make those who join members. They hear of it through the coordinator, with what they need to know."""
+        engine, session = self._engine, self._engine.session
+        proposed = None
+        if engine.is_reporter:
+            welcome = {
+                "target": target.to_json(),
+                "activity": engine.activity.index,
+                "seed": engine.forward_seed,
+                "modes": engine.failover.modes.to_json(),
+                "placement": engine.placement.to_json(),
+                "counters": {name: engine.__dict__[name] for name in COUNTERS},
+            }
+            number = self._newest_number(current) + 1
+            session.insist(lambda: session.coordinator.publish_progress(number, WELCOME, welcome))
+            members = (*current.members, *target.joining)
+            proposed = self._propose(current, members=members, reason=f"to join: {', '.join(target.joining)}")
+        agreed = engine.agree({"joined": proposed})
+        engine.activity.rounds.append(agreed)
+        record: EpochRecord = next(value["joined"] for value in agreed.values() if value["joined"] is not None)
+        self._taken_in.update(target.joining)
+        session.interruption.enter(record)
+        engine.links.extend(
+            members=session.insist(session.coordinator.members),
+            order=record.members,
+            name=f"{session.identity.job}/{record.number}",
+        )
+        return record
+
+    def _propose(
+        self, base: EpochRecord, *, members: tuple[WorkerId, ...], reason: str, target: Target | None = None
+    ) -> EpochRecord | None:
+        """As the reporter: make the next epoch. When somebody else made one first, wait to be interrupted by it."""
+        engine, session = self._engine, self._engine.session
+        if base.members[0] != session.worker:
+            return None
+        number = self._newest_number(base)
+        record = EpochRecord(
+            number=number + 1,
+            members=members,
+            placement=engine.placement if target is None else target.placement,
+            reason=reason,
+            lost=(),
+            proposer=session.worker,
+            time_seconds=time.time(),
+        )
+        if not session.insist(lambda: session.coordinator.propose(record, expected=number)):
+            newest = session.insist(session.coordinator.epoch)
+            if newest is not None:
+                session.interruption.announce_epoch(newest)
+            session.interruption.wait_until(lambda: False)
+        return record
+
+    def _newest_number(self, base: EpochRecord) -> int:
+        """Of the epoch that is ``base`` but for new shadows. Raises what interrupts when there is another one."""
+        newest = self._engine.session.insist(self._engine.session.coordinator.epoch)
+        if newest is None:
+            raise RuntimeError("the job has no epoch any more")
+        self._engine.session.interruption.announce_epoch(newest)
+        self._engine.session.interruption.check()
+        return newest.number
+
+    def _move(self, record: EpochRecord, target: Target) -> None:
+        """Send and receive the state that has to move, over channels that are made first."""
+        engine, me = self._engine, self._engine.session.worker
+        moves = transfers(engine.placement, target.placement)
+        partners = {m.source for m in moves if m.destination == me} | {m.destination for m in moves if m.source == me}
+        engine.links.connect(self._peers(record, target, partners), with_lanes=partners)
+        engine.host.save()
+        for move in moves:
+            if move.destination == me:
+                engine.host.shadows[move.coordinate] = engine.host.build(
+                    move.coordinate, process_rank=engine.global_rank
+                )
+        label = f"{engine.activity.index}/reconfigure"
+        for move in moves:
+            if move.source == me:
+                send_replica(engine, move.coordinate, to=move.destination, label=label)
+        for move in moves:
+            if move.destination == me:
+                receive_replica(engine, move.coordinate, source=move.source, label=label)
+
+    def _peers(self, record: EpochRecord, target: Target, partners: Iterable[WorkerId]) -> list[WorkerId]:
+        """Those that state comes from or goes to, and those through which the agreements with who joins go."""
+        above, below = tree_neighbours(record.members, self._engine.session.worker)
+        through = below if above is None else (above, *below)
+        return sorted({*partners, *through} - {self._engine.session.worker})
+
+    def _adopt(self, record: EpochRecord, target: Target) -> None:
+        """Everybody has agreed: roles change, and the channels of the new placement are made."""
+        engine, session = self._engine, self._engine.session
+        engine.host.take_roles(
+            owned=record.placement.hosted_by(session.worker), shadows=record.placement.shadowed_by(session.worker)
+        )
+        engine.placement = record.placement
+        engine.activate_first()
+        session.interruption.enter(record)
+        session.interruption.expect(None)
+        if session.worker in target.leaving:
+            return
+        engine.links.extend(
+            members=session.insist(session.coordinator.members),
+            order=record.members,
+            name=f"{session.identity.job}/{record.number}",
+        )
+        engine.links.connect(
+            peers_of(record.placement, session.worker, members=record.members),
+            with_lanes=tensor_peers(record.placement, session.worker),
+        )
+        engine.failover.enter_world(record)
+
+    def _tell(self, target: Target, *, seconds: float) -> None:
+        engine = self._engine
+        hosted = [str(c) for c in target.placement.hosted_by(engine.session.worker)]
+        tell_once(
+            engine, f"step {engine.global_steps}: {target.reason}; {len(target.members)} workers, {seconds:.2f} s"
+        )
+        if engine.session.worker in target.joining and not hosted:
+            tell(engine, "stands by: every stage has a worker; it takes over for one that is lost or leaves")
+        fields: dict[str, Any] = {
+            "reason": target.reason,
+            "joining": list(target.joining),
+            "leaving": list(target.leaving),
+            "seconds": seconds,
+            "transfer_seconds": self._moved_seconds,
+            "hosted": hosted,
+        }
+        engine.log_event("joined" if engine.session.worker in target.joining else "reconfigured", **fields)
+
+
+WELCOME = "welcome"
+"""Under which name what those who join have to know is published; no worker has it."""
+
+
+def site_of(member: Member) -> WorkerSite:
+    """Where a worker is, as placement wants it."""
+    return WorkerSite(member.worker, member.node, "" if member.zone == _UNKNOWN_ZONE else member.zone)
+
+
+def expected_coordinate(record: EpochRecord, members: Iterable[Member], me: Member) -> Coordinate:
+    """What a worker that joins will most likely be given; any of the grid when it will stand by at first."""
+    sites = [site_of(member) for member in members if member.worker in record.members]
+    target = next_target(record.placement, members=sites, joining=[site_of(me)])
+    hosted = () if target is None else target.placement.hosted_by(me.worker)
+    return hosted[0] if hosted else next(iter(record.placement.grid))

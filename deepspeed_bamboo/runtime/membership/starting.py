@@ -1,0 +1,86 @@
+"""How a job begins: its seed, its first shadows and its first epoch."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from deepspeed import comm as deepspeed_comm
+
+from deepspeed_bamboo.coordination import EpochRecord, Member
+from deepspeed_bamboo.core.grid import Grid
+from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.errors import BambooError
+from deepspeed_bamboo.runtime.comm.all_gather import agree
+from deepspeed_bamboo.runtime.comm.epoch_monitor import PeerLostError
+from deepspeed_bamboo.runtime.job.standalone import is_standalone
+from deepspeed_bamboo.runtime.membership.own_facts import common_facts, own_facts
+from deepspeed_bamboo.runtime.recovery.regroup import peers_of, tensor_peers
+from deepspeed_bamboo.runtime.recovery.state_transfer import copy_shadows
+
+if TYPE_CHECKING:
+    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+
+def agreed_seed(configured: int | None, *, device: torch.device) -> int:
+    """The seed of all forwards: ``configured``, else that of the first worker's generator; collective."""
+    seed = torch.tensor([configured if configured is not None else torch.initial_seed() % 2**63]).to(device)
+    deepspeed_comm.broadcast(seed, src=0)
+    return int(seed.item())
+
+
+def enter_first_epoch(engine: BambooPipelineEngine, grid: Grid) -> Placement:
+    """Meet the other workers, make shadows, enter epoch 0; collective. Raises BambooError when one does not come."""
+    session = engine.session
+    session.register(rank=deepspeed_comm.get_rank())
+    members = session.members(expected=len(grid))
+    order = tuple(sorted(members, key=lambda worker: members[worker].rank))
+    record = _build_initial_shadows(engine, members=members, order=order, grid=grid)
+    session.interruption.enter(record)
+    # Stock's groups have done their work; none of them may be left to hang on a lost peer.
+    if not is_standalone(os.environ):
+        engine.failover.enter_world(record)
+    return record.placement
+
+
+def _build_initial_shadows(
+    engine: BambooPipelineEngine, *, members: Mapping[WorkerId, Member], order: tuple[WorkerId, ...], grid: Grid
+) -> EpochRecord:
+    """Make every worker's first shadows and the job's first epoch; collective. Returns the epoch.
+
+    Raises BambooError when a worker dies meanwhile: nothing has been trained, so nothing is lost.
+    """
+    session = engine.session
+    # Without shadows too: where another pipeline holds the same, nothing has to be kept for a loss. As ZeRO does,
+    # DeepSpeed's bf16 optimizer spreads its fp32 weights and moments over the pipelines.
+    alike = not engine.zero_optimization() and not engine.using_bf16_optimizer
+    placement = Placement.initial(grid, order, protected=engine.protects, alike=alike)
+    record = EpochRecord(
+        number=0,
+        members=order,
+        placement=placement,
+        reason="start",
+        lost=(),
+        proposer=session.worker,
+        time_seconds=time.time(),
+    )
+    engine.links.enter(members=members, order=order, name=f"{session.identity.job}/start")
+    try:
+        engine.links.connect(
+            peers_of(placement, session.worker, members=order), with_lanes=tensor_peers(placement, session.worker)
+        )
+        copy_shadows(engine, placement, shadows=dict(placement.shadows), label="start")
+        facts = agree(own_facts(engine), links=engine.links, me=session.worker, workers=order, label="start/copied")
+        common = common_facts(facts)
+        if order[0] == session.worker:
+            session.coordinator.publish_facts(common.to_json())
+        if order[0] == session.worker and not session.coordinator.propose(record, expected=None):
+            raise BambooError(f"job {session.identity.job} has an epoch already; give this job another name (--job)")
+        agree(None, links=engine.links, me=session.worker, workers=order, label="start/proposed")
+        engine.links.drain()
+    except PeerLostError as error:
+        raise BambooError(f"a worker was lost before training began: {error}") from error
+    return record

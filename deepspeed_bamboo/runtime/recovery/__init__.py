@@ -1,0 +1,1 @@
+"""After a loss: abort, consensus, take-over, shadow rebuild and state transfer."""

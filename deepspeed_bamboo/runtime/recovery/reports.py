@@ -1,0 +1,99 @@
+"""How the survivors of a loss get each other's reports: through the coordinator, for they have no channels yet.
+
+The first member collects the reports and publishes them as one. If everybody heard of each of them, that would grow
+with the square of the workers. It is a member like any other: when it is lost, there is a new epoch, and a new start.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from deepspeed_bamboo.coordination import EpochRecord
+from deepspeed_bamboo.core.consensus import Report, keeper
+from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.runtime.job.session import WorkerSession
+
+# A watch tells of what is published at once; this bounds the damage of a lost one, and of a coordinator that lost data.
+_LOOK_AGAIN_SECONDS = 2.0
+# Between two looks at the reports that have been handed in: so long, or so many times what the look took.
+_NAP_SECONDS, _NAP_SHARE = 0.001, 2.0
+# Under which names everybody's reports and the whole report of the keeper are published; no worker has them.
+_EVERYBODYS, _KEEPERS = "everybodys", "keepers"
+
+
+def exchange_reports(
+    own: Report, record: EpochRecord, *, session: WorkerSession, handed_in: Callable[[], None] = lambda: None
+) -> dict[WorkerId, Report]:
+    """Hand in ``own``; return everybody's, with the texts of agreements that this worker has missed.
+
+    ``handed_in`` is called once the report is out. Raises what interrupts a wait.
+    """
+    coordinator, number = session.coordinator, record.number
+    outline = own.outline().to_json()
+
+    def hand_in() -> None:
+        session.insist(lambda: coordinator.hand_in_report(number, session.worker, outline))
+
+    hand_in()
+    handed_in()
+    if record.members[0] == session.worker:
+        everybodys = _collected(session, number, record.members, again=hand_in)
+        session.insist(lambda: coordinator.publish_progress(number, _EVERYBODYS, packed(everybodys)))
+    else:
+        everybodys = unpacked(_published(session, number, _EVERYBODYS, again=hand_in))
+    reports = {worker: Report.from_json(everybodys[worker]) for worker in record.members}
+    most, needing = keeper(reports)
+    if most == session.worker:
+        session.insist(lambda: coordinator.publish_progress(number, _KEEPERS, own.to_json()))
+    elif most is not None and session.worker in needing:
+        reports[most] = Report.from_json(_published(session, number, _KEEPERS))
+    return reports
+
+
+def _collected(
+    session: WorkerSession, epoch: int, workers: Sequence[WorkerId], *, again: Callable[[], None]
+) -> dict[WorkerId, dict[str, Any]]:
+    """The reports of all ``workers``, once they are there. ``again`` is called now and then until they are."""
+    began = time.monotonic()
+    while True:
+        looked = time.monotonic()
+        if looked - began > _LOOK_AGAIN_SECONDS:
+            again()
+            began = looked
+        reports = session.insist(lambda: session.coordinator.reports(epoch))
+        if all(worker in reports for worker in workers):
+            return reports
+        nap = max(_NAP_SECONDS, _NAP_SHARE * (time.monotonic() - looked))
+        session.interruption.wait_until(lambda: False, timeout_seconds=nap)
+
+
+def _published(
+    session: WorkerSession, epoch: int, name: str, *, again: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """What is published under ``name``, once it is. ``again`` is called now and then until it is."""
+    seen = session.interruption.changes
+    published: Mapping[str, dict[str, Any]] = session.published(epoch)
+    while name not in published:
+        if session.interruption.wait_for_change(since=seen, timeout_seconds=_LOOK_AGAIN_SECONDS):
+            seen = session.interruption.changes
+            published = session.published(epoch)
+        else:
+            again()
+            published = session.insist(lambda: session.coordinator.progress(epoch))
+    return published[name]
+
+
+def packed(reports: Mapping[WorkerId, Mapping[str, Any]]) -> dict[str, Any]:
+    """``reports`` as one value, compressed: they are much alike, and every worker gets it."""
+    text = json.dumps(reports, separators=(",", ":"))
+    return {"zlib": base64.b64encode(zlib.compress(text.encode())).decode("ascii")}
+
+
+def unpacked(value: Mapping[str, Any]) -> dict[WorkerId, dict[str, Any]]:
+    """Inverse of :func:`packed`."""
+    return dict(json.loads(zlib.decompress(base64.b64decode(value["zlib"]))))

@@ -1,0 +1,279 @@
+"""Shadows that a loss has left missing come back while the interrupted iteration goes on (architecture 5, point 6).
+
+State is constant up to the step. So as soon as work goes on, whoever owns an unprotected coordinate sends its state to
+the new holder, in a thread and over channels of their own. When the iteration's gradients are mirrored, the holder
+has what every other shadow has at that moment. It says so with the agreement of the iteration, and from there on
+everybody counts it as a shadow: it takes the step with all others.
+
+What is not there in time is given up, and copied at the iteration boundary (``Failover.protect_again``).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed.utils import logger
+
+from deepspeed_bamboo.coordination import EpochRecord
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.errors import ExpelledError
+from deepspeed_bamboo.runtime.comm.channel import Message
+from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption, PeerLostError
+from deepspeed_bamboo.runtime.comm.peers import Links
+from deepspeed_bamboo.runtime.iteration.activity import Round
+from deepspeed_bamboo.runtime.recovery.stage_state import PackedState, checksum, pack_state
+from deepspeed_bamboo.runtime.recovery.state_transfer import complete_replica
+from deepspeed_bamboo.runtime.stock.replica import StageReplica
+
+if TYPE_CHECKING:
+    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+REBUILT = "rebuilt"
+"""Under which name a holder hands in what it has rebuilt: the epoch, and coordinates."""
+
+_PIECE_BYTES = 32 * 2**20
+_WORTH_WAITING_FOR = 0.5
+
+
+@dataclass
+class _Arriving:
+    """The state of one coordinate on its way to this worker."""
+
+    source: WorkerId
+    structure: Any = None
+    total_bytes: int = 0
+    arrived_bytes: int = 0
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    complete: bool = False
+
+    @property
+    def share(self) -> float:
+        """How much of it has arrived, 0 to 1."""
+        return self.arrived_bytes / self.total_bytes if self.total_bytes else 0.0
+
+
+@dataclass
+class _Work:
+    """What this worker has to do for the missing shadows of one epoch."""
+
+    record: EpochRecord
+    target: Placement
+    links: Links
+    interruption: Interruption
+    ready: Any  # the CUDA event after which what is sent may be read
+    sending: list[tuple[Coordinate, WorkerId, PackedState]]
+    arriving: dict[Coordinate, _Arriving]
+    built: dict[Coordinate, StageReplica] = field(default_factory=dict)
+    rebuilt: list[Coordinate] = field(default_factory=list)
+    prepared: bool = False
+    stopped: bool = False
+    started_seconds: float = field(default_factory=time.perf_counter)
+    waited_seconds: float = 0.0
+
+    @property
+    def partners(self) -> set[WorkerId]:
+        """The workers that state goes to or comes from."""
+        return {holder for _, holder, _ in self.sending} | {state.source for state in self.arriving.values()}
+
+
+class Rebuilding:
+    """One worker's part of it. All methods are called in the main thread.
+
+    Args:
+        engine: whose ``placement`` lacks shadows.
+    """
+
+    def __init__(self, engine: BambooPipelineEngine) -> None:
+        self._engine = engine
+        self._work: _Work | None = None
+
+    def begin(self) -> None:
+        """At the start of an iteration, or of what is left of one: send and receive what is missing, once an epoch."""
+        engine = self._engine
+        record = engine.session.interruption.active
+        if record is None or not engine.protects or self._work is not None:
+            return
+        target = engine.protected(record.members)
+        if target == engine.placement:
+            return
+        self._work = self._planned(record, target)
+        if self._work.partners:
+            threading.Thread(target=self._exchange, args=(self._work,), name="bamboo-rebuilding", daemon=True).start()
+        for replica in engine.host.owners():
+            engine.strike_if_scripted(replica.coordinate, "protect", None)
+
+    def _planned(self, record: EpochRecord, target: Placement) -> _Work:
+        engine, me = self._engine, self._engine.session.worker
+        missing = target.shadows_beyond(engine.placement)
+        engine.host.save()
+        interruption = Interruption()
+        interruption.enter(record)
+        return _Work(
+            record=record,
+            target=target,
+            links=engine.links.beside(interruption, name="state"),
+            interruption=interruption,
+            ready=torch.cuda.current_stream().record_event() if engine.device.type == "cuda" else None,
+            sending=[
+                (coordinate, holder, pack_state(engine.host.owned[coordinate]))
+                for coordinate, holder in missing.items()
+                if target.owner(coordinate) == me
+            ],
+            arriving={c: _Arriving(target.owner(c)) for c, holder in missing.items() if holder == me},
+        )
+
+    def takes_part(self) -> bool:
+        """True on a worker that will hold one of the missing shadows."""
+        return self._work is not None and bool(self._work.arriving)
+
+    def prepare(self) -> None:
+        """When this worker's passes are done: build the replicas, and channels for their gradients. Raises what
+        interrupts that."""
+        engine, work = self._engine, self._work
+        if work is None or work.prepared:
+            return
+        if work.partners:
+            engine.links.connect(sorted(work.partners), with_lanes=work.partners)
+        for coordinate in work.arriving:
+            replica = engine.host.build(coordinate, process_rank=engine.global_rank)
+            engine.host.restart(replica, micro_batches=engine.micro_batches)
+            work.built[coordinate] = replica
+        engine.activate_first()
+        work.prepared = True
+
+    def mirrored(self, placement: Placement) -> Placement:
+        """``placement`` with the shadows that are being rebuilt, which get mirrored gradients already."""
+        return placement if self._work is None else self._work.target
+
+    def finish(self) -> None:
+        """Before gradients are mirrored: make shadows of what has arrived. Raises what interrupts the wait."""
+        engine, work = self._engine, self._work
+        if work is None:
+            return
+        started = time.perf_counter()
+        for coordinate, state in work.arriving.items():
+            if not self._await(work, state):
+                logger.warning(
+                    f"{engine.session.worker}: {state.share:.0%} of the new shadow of {coordinate} was there when the "
+                    "iteration ended; it is copied before the next one"
+                )
+                continue
+            replica = work.built.pop(coordinate)
+            complete_replica(engine, replica, PackedState(state.structure, state.tensors))
+            state.tensors = []
+            engine.host.shadows[coordinate] = replica
+            work.rebuilt.append(coordinate)
+        work.waited_seconds = time.perf_counter() - started
+
+    def _await(self, work: _Work, state: _Arriving) -> bool:
+        """Whether the state is there. Where copying it again would not be faster, what is missing is waited for."""
+        patient = self._engine.device.type == "cpu" or state.share >= _WORTH_WAITING_FOR
+        if patient:
+            self._engine.session.interruption.wait_until(lambda: state.complete or work.stopped)
+        return state.complete
+
+    def contribution(self) -> dict[str, Any]:
+        """What this worker hands in with the agreement of the iteration."""
+        work = self._work
+        return {REBUILT: (work.record.number, tuple(work.rebuilt))} if work is not None and work.rebuilt else {}
+
+    def end(self) -> tuple[float, float] | None:
+        """The iteration is over, or the epoch: the thread's waits end. Returns seconds since this began, and waited
+        for; None if nothing was to be rebuilt."""
+        work, self._work = self._work, None
+        if work is None:
+            return None
+        work.interruption.announce_expulsion()
+        work.links.close()
+        return time.perf_counter() - work.started_seconds, work.waited_seconds
+
+    # ---- in a thread of its own -----------------------------------------------------------------------
+
+    def _exchange(self, work: _Work) -> None:
+        session = self._engine.session
+        try:
+            work.links.connect(work.partners)
+            for coordinate, holder, packed in work.sending:
+                _send(work, coordinate, holder, packed, device=self._engine.device)
+            for coordinate, state in work.arriving.items():
+                _receive(work, coordinate, state)
+                session.interruption.notify()
+        except ExpelledError:
+            work.links.close()  # the main thread has given it up
+        except (PeerLostError, RuntimeError, ValueError, MemoryError) as error:
+            # The iteration goes on, and what is missing is copied at its end, where errors count.
+            work.links.close()  # so that the others do not wait
+            logger.warning(f"{session.worker}: new shadows can't be copied beside the iteration ({error})")
+        finally:
+            work.stopped = True
+            session.interruption.notify()
+
+
+def with_rebuilt(placement: Placement, agreed: Round, *, epoch: int) -> Placement:
+    """``placement`` with the shadows that ``agreed`` says were rebuilt in ``epoch``."""
+    shadows = {
+        coordinate: worker
+        for worker, value in agreed.items()
+        for coordinate in _rebuilt_in(value, epoch=epoch)
+        if placement.shadow(coordinate) is None
+    }
+    return placement.with_shadows(shadows) if shadows else placement
+
+
+def _rebuilt_in(value: Mapping[str, Any], *, epoch: int) -> Sequence[Coordinate]:
+    number, coordinates = value.get(REBUILT, (-1, ()))
+    return coordinates if number == epoch else ()
+
+
+def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The tensors in order, some together, so that no piece of several is large."""
+    piece: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if piece and size + tensor.nbytes > _PIECE_BYTES:
+            yield piece
+            piece, size = [], 0
+        piece.append(tensor)
+        size += tensor.nbytes
+    if piece:
+        yield piece
+
+
+def _send(work: _Work, coordinate: Coordinate, holder: WorkerId, packed: PackedState, *, device: torch.device) -> None:
+    pieces = list(_pieces(packed.tensors))
+    total_bytes = sum(tensor.nbytes for tensor in packed.tensors)
+    work.links.send(holder, Message(f"state/{coordinate}", (packed.structure, total_bytes, len(pieces))))
+    for index, piece in enumerate(pieces):
+        work.interruption.check()
+        copies = _on_host(piece, device=device, ready=work.ready)
+        work.links.send(holder, Message(f"state/{coordinate}/{index}", checksum(copies), copies))
+
+
+def _on_host(tensors: Sequence[torch.Tensor], *, device: torch.device, ready: Any) -> list[torch.Tensor]:
+    """Copies in host memory, made beside what the main thread's stream does."""
+    if device.type != "cuda":
+        return list(tensors)
+    cuda: Any = torch.cuda
+    stream = cuda.Stream(device)
+    stream.wait_event(ready)
+    with torch.cuda.stream(stream):
+        return [tensor.to("cpu") for tensor in tensors]
+
+
+def _receive(work: _Work, coordinate: Coordinate, state: _Arriving) -> None:
+    header = work.links.receive(state.source, f"state/{coordinate}").data
+    state.structure, state.total_bytes, pieces = header
+    for index in range(pieces):
+        message = work.links.receive(state.source, f"state/{coordinate}/{index}")
+        arrived = checksum(message.tensors)
+        if arrived != message.data:
+            raise PeerLostError(state.source, f"state of {coordinate} arrived damaged: {arrived}, not {message.data}")
+        state.tensors.extend(message.tensors)
+        state.arrived_bytes += sum(tensor.nbytes for tensor in message.tensors)
+    state.complete = True

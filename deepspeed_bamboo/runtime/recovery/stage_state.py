@@ -1,0 +1,151 @@
+"""Copies of a stage's whole state, for a replica on another worker, and digests of it."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed_bamboo.runtime.stock.gradients import accept_scale_state, master_weights, scale_state
+from deepspeed_bamboo.runtime.stock.replica import COUNTERS, StageReplica
+
+_COUNTERS = (*COUNTERS, "skipped_steps")
+
+
+@dataclass(frozen=True)
+class PackedState:
+    """A stage's state for the way: ``tensors`` on the worker's device, and all else with a :class:`Slot` for each."""
+
+    structure: Any
+    tensors: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands for tensor number ``index``."""
+
+    index: int
+
+
+def pack_state(replica: StageReplica) -> PackedState:
+    """Everything that makes ``replica`` what it is between two iterations.
+
+    The tensors are the replica's own: whoever sends them waits until they are received before it changes them. Only
+    buffers are copies, since a forward may change them.
+    """
+    replica.settle()
+    attributes = replica.attributes
+    module, optimizer = attributes["module"], attributes["optimizer"]
+    scheduler = attributes["lr_scheduler"]
+    state = {
+        "parameters": [parameter.detach() for parameter in module.parameters()],
+        "buffers": [buffer.detach().clone() for buffer in module.buffers()],
+        "masters": [master.detach() for master in master_weights(optimizer)],
+        "optimizer": attributes["basic_optimizer"].state_dict(),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "counters": {name: attributes[name] for name in _COUNTERS},
+        "scale": scale_state(optimizer),
+        "norm": attributes.get("_global_grad_norm"),
+        "micro_offset": replica.micro_offset,
+    }
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    tensors: list[torch.Tensor] = []
+    return PackedState(_take_out(state, tensors, device), tensors)
+
+
+def _take_out(value: Any, tensors: list[torch.Tensor], device: torch.device) -> Any:
+    """``value`` with every tensor on ``device`` moved to ``tensors``; others (a step count, say) stay in place."""
+    if isinstance(value, torch.Tensor):
+        if value.device != device:
+            return value
+        tensors.append(value)
+        return Slot(len(tensors) - 1)
+    if isinstance(value, dict):
+        return {key: _take_out(item, tensors, device) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_take_out(item, tensors, device) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def _put_back(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, Slot):
+        return tensors[value.index]
+    if isinstance(value, dict):
+        return {key: _put_back(item, tensors) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_put_back(item, tensors) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def unpack_state(replica: StageReplica, packed: PackedState) -> None:
+    """Make ``replica`` bitwise equal to the one that was packed. Values are copied into its own tensors."""
+    state: dict[str, Any] = _put_back(packed.structure, packed.tensors)
+    # The optimizer would keep what it is given, which belongs to somebody else.
+    state["optimizer"] = copy.deepcopy(state["optimizer"])
+    attributes = replica.attributes
+    module, optimizer = attributes["module"], attributes["optimizer"]
+    with torch.no_grad():
+        for target, value in zip(module.parameters(), state["parameters"], strict=True):
+            target.copy_(value)
+        for target, value in zip(module.buffers(), state["buffers"], strict=True):
+            target.copy_(value)
+        for target, value in zip(master_weights(optimizer), state["masters"], strict=True):
+            target.copy_(value)
+    attributes["basic_optimizer"].load_state_dict(state["optimizer"])
+    if hasattr(optimizer, "_hp_optimizer_states_linked"):
+        # Stock's links from parameters to optimizer state point to what was there before; it makes them anew.
+        optimizer._hp_optimizer_states_linked = False
+    accept_scale_state(optimizer, state["scale"])
+    attributes["_global_grad_norm"] = state["norm"]
+    if state["scheduler"] is not None:
+        attributes["lr_scheduler"].load_state_dict(state["scheduler"])
+    attributes.update(state["counters"])
+    replica.micro_offset = state["micro_offset"]
+
+
+def checksum(tensors: Sequence[torch.Tensor]) -> int:
+    """A number that tells damaged copies; computed where the tensors are, so that it costs no transfer."""
+    total = torch.zeros((), dtype=torch.int64, device=tensors[0].device if tensors else "cpu")
+    for index, tensor in enumerate(tensors):
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        flat = flat if flat.storage_offset() % 8 == 0 else flat.clone()
+        whole = flat[: flat.numel() // 8 * 8].view(torch.int64)
+        total += (whole.sum() + flat[whole.numel() * 8 :].sum(dtype=torch.int64)) * (2 * index + 1)
+    return int(total.item())
+
+
+def combined_digest(parts: list[str]) -> str:
+    """One digest of the stages' digests, given in grid order."""
+    return hashlib.sha256("".join(parts).encode()).hexdigest()
+
+
+def stage_digest(replica: StageReplica) -> str:
+    """sha256 over a stage's parameters, master weights and optimizer state, in layer order."""
+    replica.settle()
+    attributes = replica.attributes
+    digest = hashlib.sha256()
+    for name, parameter in attributes["module"].named_parameters():
+        _add(digest, name, parameter.detach())
+    for index, master in enumerate(master_weights(attributes["optimizer"])):
+        _add(digest, f"master/{index}", master)
+    state = attributes["basic_optimizer"].state_dict()["state"]
+    for key in sorted(state, key=str):
+        for name in sorted(state[key]):
+            _add(digest, f"state/{key}/{name}", state[key][name])
+    return digest.hexdigest()
+
+
+def _add(digest: Any, name: str, value: Any) -> None:
+    digest.update(name.encode())
+    if isinstance(value, torch.Tensor):
+        data = value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        digest.update(data.numpy().tobytes())
+    else:
+        digest.update(repr(value).encode())

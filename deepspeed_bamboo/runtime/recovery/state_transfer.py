@@ -1,0 +1,100 @@
+"""State of stages on its way from their owners to those that shadow or inherit them (architecture 5, point 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.errors import ShadowError
+from deepspeed_bamboo.runtime.comm.channel import Message
+from deepspeed_bamboo.runtime.recovery.stage_state import PackedState, checksum, pack_state, unpack_state
+from deepspeed_bamboo.runtime.stock.replica import StageReplica
+
+if TYPE_CHECKING:
+    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+
+def copy_shadows(
+    engine: BambooPipelineEngine, placement: Placement, *, shadows: Mapping[Coordinate, WorkerId], label: str
+) -> None:
+    """Build the replicas in ``shadows`` that are for this worker, and move state from owners to holders."""
+    host, me = engine.host, engine.session.worker
+    host.save()
+    for coordinate, holder in shadows.items():
+        if holder == me:
+            host.shadows[coordinate] = host.build(coordinate, process_rank=engine.global_rank)
+    _hand_over(engine, placement, shadows=shadows, label=label)
+
+
+def _hand_over(
+    engine: BambooPipelineEngine, placement: Placement, *, shadows: Mapping[Coordinate, WorkerId], label: str
+) -> None:
+    """Move state from owners to the replicas in ``shadows``, which their holders have."""
+    me = engine.session.worker
+    engine.host.save()
+    for coordinate, holder in shadows.items():
+        if placement.owner(coordinate) == me:
+            send_replica(engine, coordinate, to=holder, label=label)
+    for coordinate, holder in shadows.items():
+        if holder == me:
+            receive_replica(engine, coordinate, source=placement.owner(coordinate), label=label)
+
+
+def send_replica(engine: BambooPipelineEngine, coordinate: Coordinate, *, to: WorkerId, label: str) -> None:
+    """Send the state of ``coordinate``, which this worker owns; it must not change before the next agreement."""
+    packed = pack_state(engine.host.owned[coordinate])
+    data = (packed.structure, checksum(packed.tensors))
+    engine.links.send(to, Message(f"{label}/state/{coordinate}", data, packed.tensors))
+
+
+def receive_replica(engine: BambooPipelineEngine, coordinate: Coordinate, *, source: WorkerId, label: str) -> None:
+    """Bring this worker's shadow of ``coordinate`` to the state that its owner sends.
+
+    Raises ShadowError when what arrives is not what was sent, and what interrupts the wait.
+    """
+    message = engine.links.receive(source, f"{label}/state/{coordinate}")
+    structure, expected = message.data
+    arrived = checksum(message.tensors)
+    if arrived != expected:
+        raise ShadowError(
+            f"the state of {coordinate} from worker {source} arrived damaged: checksum {arrived}, sent with {expected}"
+            "; suspect the network or the memory of one of the two machines"
+        )
+    complete_replica(engine, engine.host.shadows[coordinate], PackedState(structure, message.tensors))
+
+
+def refresh_shadows(engine: BambooPipelineEngine, *, label: str) -> None:
+    """Bring every shadow to its owner's state, which has changed otherwise than by a step; collective.
+
+    Raises what interrupts the wait; then it is for the caller to do it again before the next agreement.
+    """
+    for shadow in engine.host.shadows.values():
+        shadow.settle()
+    _hand_over(engine, engine.placement, shadows=dict(engine.placement.shadows), label=label)
+
+
+def copy_from_other_pipeline(engine: BambooPipelineEngine, coordinate: Coordinate) -> None:
+    """Become the owner of ``coordinate``, lost with its shadow, from the same stage of another pipeline here.
+
+    Parameters, optimizer state, scheduler and counters are equal in all pipelines between two steps. Buffers
+    that a forward changes (batch statistics) are not: they go on from the other pipeline's.
+    """
+    host = engine.host
+    source = engine.placement.copied_from(coordinate, held=host.owned)
+    if source is None:
+        raise RuntimeError(f"nothing here to copy {coordinate} from: the placement is wrong")
+    replica = host.build(coordinate, process_rank=engine.global_rank)
+    host.save()
+    complete_replica(engine, replica, pack_state(host.owned[source]))
+    host.owned[coordinate] = replica
+
+
+def complete_replica(engine: BambooPipelineEngine, replica: StageReplica, packed: PackedState) -> None:
+    """Bring ``replica`` to the state ``packed``. From then on it may stand for its stage."""
+    unpack_state(replica, packed)
+    replica.complete = True
+    # The engine shows a replica's attributes while it is active; make it read what was just written.
+    if engine.host.active is replica:
+        engine.__dict__.update(replica.attributes)

@@ -1,0 +1,319 @@
+"""The stages that one worker holds, and which of them DeepSpeed's engine is working on."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.utils import groups as deepspeed_groups
+
+from deepspeed_bamboo.core.grid import Coordinate, Grid
+from deepspeed_bamboo.runtime.stock import zero_one  # noqa: F401 (registers the optimizer)
+from deepspeed_bamboo.runtime.stock.blank import BlankParameters
+from deepspeed_bamboo.runtime.stock.compiled_adam import make_independent_of_history
+from deepspeed_bamboo.runtime.stock.gradients import clear_gradients, parameters, require_supported
+from deepspeed_bamboo.runtime.stock.grouped_updates import GradientUpdates
+from deepspeed_bamboo.runtime.stock.logical import Exchange, LogicalGrid, LogicalGroup
+from deepspeed_bamboo.runtime.stock.norm_on_host import judge_norm_on_host
+from deepspeed_bamboo.runtime.stock.randomness import generators_untouched
+from deepspeed_bamboo.runtime.stock.replica import (
+    COUNTERS,
+    STAGE_ATTRIBUTES,
+    StageReplica,
+    count_in_global_norm,
+    logical_groups,
+    stage_module,
+    tied_groups,
+)
+
+if TYPE_CHECKING:
+    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+
+class StageHost:
+    """Holds the replicas of one worker and switches the engine between them.
+
+    Args:
+        engine: the engine whose attributes are switched.
+        grid: the job's grid.
+        exchange: serves collectives of stock code, see :class:`LogicalGroup`.
+        gate: called before any optimizer changes a weight.
+    """
+
+    def __init__(
+        self,
+        engine: BambooPipelineEngine,
+        *,
+        grid: Grid,
+        exchange: Callable[[], Exchange],
+        gate: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._grid = grid
+        self._exchange = exchange
+        self._gate = gate
+        self._active: StageReplica | None = None
+        self.building = False
+        self.gradient_updates = GradientUpdates()
+        self.owned: dict[Coordinate, StageReplica] = {}
+        self.shadows: dict[Coordinate, StageReplica] = {}
+        # Built already and not in use: what a worker that joins made at its start.
+        self._spare: dict[Coordinate, StageReplica] = {}
+
+    @property
+    def active(self) -> StageReplica | None:
+        """The replica that the engine's attributes belong to."""
+        return self._active
+
+    def replicas(self) -> list[StageReplica]:
+        """All replicas, owned ones first, each kind in grid order."""
+        return [kind[c] for kind in (self.owned, self.shadows) for c in self._grid if c in kind]
+
+    def owners(self) -> list[StageReplica]:
+        """Replicas of the coordinates that this worker hosts, in grid order."""
+        return [self.owned[c] for c in self._grid if c in self.owned]
+
+    @contextmanager
+    def hosting(self, replica: StageReplica) -> Iterator[None]:
+        """The engine works on ``replica`` inside the block (and until it is switched again)."""
+        self.activate(replica)
+        yield
+
+    def activate(self, replica: StageReplica) -> None:
+        """Put the engine's stage attributes aside and bring those of ``replica``."""
+        if self._active is replica:
+            return
+        self.save()
+        self._engine.__dict__.update(replica.attributes)
+        self._engine._set_client_model(replica.attributes["module"])
+        deepspeed_groups.mpu = replica.attributes["grid"]
+        self._active = replica
+
+    def save(self) -> None:
+        """Bring the active replica's ``attributes`` up to date."""
+        if self._active is not None:
+            state = self._engine.__dict__
+            self._active.attributes.update({name: state.get(name) for name in STAGE_ATTRIBUTES})
+
+    def adopt_primary(self, coordinate: Coordinate, logical: LogicalGrid) -> StageReplica:
+        """Take over the stage that stock DeepSpeed has just built in the engine."""
+        state = self._engine.__dict__
+        replica = StageReplica(coordinate, {}, logical_groups(state["module"], logical))
+        self._active = replica
+        self.save()
+        # A worker that never builds another replica never switches, which would do this.
+        deepspeed_groups.mpu = logical
+        self.owned[coordinate] = replica
+        self._prepare(replica)
+        return replica
+
+    def logical_grid(self, coordinate: Coordinate, *, topology: Any, process_rank: int) -> LogicalGrid:
+        """The grid object through which stock code sees ``coordinate``."""
+        return LogicalGrid(
+            topology=topology,
+            grid=self._grid,
+            coordinate=coordinate,
+            exchange=self._exchange,
+            process_rank=process_rank,
+        )
+
+    def build(self, coordinate: Coordinate, *, process_rank: int) -> StageReplica:
+        """Make a replica of ``coordinate`` with stock DeepSpeed's own means; its weights are not yet the owner's.
+
+        The random number generators are where they were, and no other worker takes part.
+        """
+        engine = self._engine
+        if coordinate in self._spare:
+            spare = self._spare.pop(coordinate)
+            spare.complete = False
+            spare.name_ranks(process_rank)  # the default group may be another one since it was set aside
+            return spare
+        template = next(iter(self.owned.values())) if self.owned else self._active
+        if template is None:
+            raise RuntimeError("a worker without any stage has nothing to build another one from")
+        self.save()
+        previous = self._active
+        module = template.attributes["module"]
+        with generators_untouched(engine.device), _more_threads(engine.device):
+            logical = self.logical_grid(coordinate, topology=module._topo, process_rank=process_rank)
+            with BlankParameters():
+                new_module = stage_module(
+                    module, coordinate=coordinate, grid=self._grid, logical_grid=logical, device=engine.device
+                )
+            new_module.tied_comms = tied_groups(
+                new_module, coordinate=coordinate, grid=self._grid, exchange=self._exchange
+            )
+            if engine.session.config.gradient_norm == "global":
+                count_in_global_norm(new_module)
+            for group in logical_groups(new_module, logical):
+                group.name_ranks(process_rank)
+            replica = StageReplica(
+                coordinate, self._blank_attributes(coordinate, logical), logical_groups(new_module, logical)
+            )
+            self._active = replica
+            engine.__dict__.update(replica.attributes)
+            self.building = True
+            try:
+                self._configure(new_module, logical)
+            finally:
+                self.building = False
+            self.save()
+        if previous is not None:
+            self.activate(previous)
+        self._prepare(replica)
+        replica.complete = False
+        return replica
+
+    def drop_incomplete(self) -> None:
+        """Forget shadows whose state was still to come: nobody may take them for a stage."""
+        for coordinate in [c for c, replica in self.shadows.items() if not replica.complete]:
+            del self.shadows[coordinate]
+
+    def set_aside(self) -> None:
+        """This worker owns nothing yet; what it has built waits to be of use."""
+        self._spare, self.owned = {**self._spare, **self.owned}, {}
+
+    def take_roles(self, *, owned: Iterable[Coordinate], shadows: Iterable[Coordinate]) -> None:
+        """Own and shadow these from now on, with the replicas there are; all others are dropped.
+
+        A coordinate without a replica here is left out: its state has to be copied (see ``copied_from``).
+        """
+        for replica in self.shadows.values():
+            replica.settle()
+        held = {**self.shadows, **self.owned}
+        self.owned = {c: held[c] for c in owned if c in held}
+        self.shadows = {c: held[c] for c in shadows if c in held and c not in self.owned}
+        if self.owned or self.shadows:
+            self._spare.clear()
+
+    def empty_buffers(self, replica: StageReplica) -> None:
+        """Drop inputs, labels, outputs and graphs; stored redundant forwards with them."""
+        buffers = self._engine.pipe_buffers if replica is self._active else replica.attributes["pipe_buffers"]
+        for slots in buffers.values():
+            slots[:] = [None] * len(slots)
+
+    def drop_micro_batch(self, replica: StageReplica, micro_batch: int) -> None:
+        """After its backward: drop what it was computed from."""
+        buffers = self._engine.pipe_buffers if replica is self._active else replica.attributes["pipe_buffers"]
+        for name in ("inputs", "outputs", "labels"):
+            buffers[name][micro_batch] = None
+
+    def forget_gradients(self, replica: StageReplica) -> None:
+        """Drop accumulated gradients, but keep stored forwards."""
+        with self.hosting(replica):
+            clear_gradients(self._engine.optimizer, self._engine.module)
+
+    def restart(self, replica: StageReplica, *, micro_batches: int, training: bool = True) -> None:
+        """Set a replica back to the start of an activity: no losses, no progress, and (training) no gradients."""
+        replica.start_iteration()
+        with self.hosting(replica):
+            if training:
+                clear_gradients(self._engine.optimizer, self._engine.module)
+            self._engine.module.train(training)
+            self._engine._reserve_pipe_buffers(micro_batches)
+            self._engine.total_loss = None
+            self._engine.total_additional_losses = None
+            self._engine.fwd_outputs = []
+            self.empty_buffers(replica)
+
+    def name_ranks(self, process_rank: int) -> None:
+        """Tell torch the group ranks again, after the default process group was replaced."""
+        for replica in self.replicas():
+            replica.name_ranks(process_rank)
+
+    def _configure(self, module: Any, logical: LogicalGrid) -> None:
+        engine = self._engine
+        engine.mpu = logical
+        engine._configure_distributed_model(module)
+        engine.module_forward_pre_hook = engine._create_module_forward_pre_hook()
+        engine.module_forward_post_hook = engine._create_module_forward_post_hook()
+        engine.param_names = {parameter: name for name, parameter in module.named_parameters()}
+        trainable = parameters(module) if engine.trains_only_trainable else list(module.parameters())
+        engine._configure_optimizer(engine.client_optimizer, trainable)
+        engine._configure_lr_scheduler()
+        engine.using_bf16_optimizer = isinstance(engine.optimizer, BF16_Optimizer)
+        if engine._support_torch_style_backward:
+            engine.optimizer.register_grad_acc_post_hook(engine._backward_post_hook)
+        if module.activation_checkpoint_interval > 0:
+            module._precompute_checkpointable_values()
+
+    def _blank_attributes(self, coordinate: Coordinate, logical: LogicalGrid) -> dict[str, Any]:
+        engine = self._engine
+        blank: dict[str, Any] = dict.fromkeys(STAGE_ATTRIBUTES)
+        blank.update(
+            {name: engine.__dict__[name] for name in ("data_parallel_group", "seq_data_parallel_group")},
+            grid=logical,
+            mpu=logical,
+            stage_id=coordinate.stage,
+            prev_stage=coordinate.stage - 1,
+            next_stage=coordinate.stage + 1,
+            module=engine.module,
+            pipe_buffers={name: [] for name in engine.pipe_buffers},
+            num_pipe_buffers=0,
+            loss=torch.tensor(0.0, device=engine.device),
+            _support_torch_style_backward=engine._support_torch_style_backward,
+            **{name: engine.__dict__[name] for name in COUNTERS},
+            skipped_steps=0,
+            checkpoint_mp_rank=coordinate.stage if self._grid.stages > 1 else 0,
+            save_non_zero_checkpoint=engine.checkpoint_engine.is_data_parallel_writer(coordinate.pipeline),
+            save_zero_checkpoint=engine.__dict__["save_zero_checkpoint"],
+            _step_applied=False,
+            fwd_outputs=[],
+        )
+        return blank
+
+    def _prepare(self, replica: StageReplica) -> None:
+        require_supported(replica.attributes["optimizer"])
+        self.gradient_updates.group(replica.attributes["optimizer"])
+        judge_norm_on_host(replica)
+        basic = replica.attributes["basic_optimizer"]
+        if isinstance(basic, torch.optim.Optimizer):
+            make_independent_of_history(basic)
+            basic.register_step_pre_hook(lambda *_: self._gate())
+
+
+@contextmanager
+def _more_threads(device: torch.device) -> Iterator[None]:
+    """Build layers, which happens on the host, with this device's share of its cores.
+
+    Only beside a GPU: there no result depends on the number of host threads.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(before, (os.cpu_count() or 1) // max(1, torch.cuda.device_count())))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def replace_groups(value: Any, replacements: dict[Any, LogicalGroup]) -> Any:
+    """``value`` with each process group that has a logical twin replaced by it, inside lists too."""
+    if isinstance(value, list):
+        return [replace_groups(item, replacements) for item in value]
+    return replacements.get(value, value) if isinstance(value, torch.distributed.ProcessGroup) else value
+
+
+def use_logical_groups(holder: Any, replacements: dict[Any, LogicalGroup]) -> None:
+    """Replace the process groups that ``holder`` keeps in its attributes (an optimizer of DeepSpeed, the engine)."""
+    if holder is None:
+        return
+    for name, value in list(vars(holder).items()):
+        replaced = replace_groups(value, replacements)
+        if replaced is not value and (isinstance(value, list) or replaced in replacements.values()):
+            holder.__dict__[name] = replaced
+
+
+def stock_twins(stock: Any, logical: LogicalGrid) -> OrderedDict[Any, LogicalGroup]:
+    """The process groups that stock's grid object made, each with its logical twin."""
+    twins: OrderedDict[Any, LogicalGroup] = OrderedDict()
+    for name in ("ds_model_proc_group", "dp_proc_group", "pp_proc_group", "slice_proc_group"):
+        twins.setdefault(getattr(stock, name), getattr(logical, name))
+    return twins

@@ -1,0 +1,205 @@
+"""One stage as this worker holds it: its module, optimizer, scheduler, counters and buffers.
+
+DeepSpeed's engine keeps all of that in attributes of one object, for one stage. A worker of this plugin
+holds several stages (the coordinates it hosts, the shadows it keeps), so those attributes are put aside in
+a :class:`StageReplica` and brought back while stock code works on that stage, as DualPipeV does with its
+two phases.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
+
+from deepspeed_bamboo.core.grid import Coordinate, Grid
+from deepspeed_bamboo.core.progress import CoordinateProgress
+from deepspeed_bamboo.runtime.stock.logical import Exchange, GroupKey, LogicalGrid, LogicalGroup
+
+# Every attribute of the stock engine that belongs to a stage rather than to the process.
+STAGE_ATTRIBUTES = (
+    "module",
+    "optimizer",
+    "basic_optimizer",
+    "lr_scheduler",
+    "mpu",
+    "grid",
+    "stage_id",
+    "prev_stage",
+    "next_stage",
+    "global_steps",
+    "global_samples",
+    "micro_steps",
+    "skipped_steps",
+    "losses",
+    "_step_applied",
+    "_global_grad_norm",
+    "pipe_buffers",
+    "num_pipe_buffers",
+    "loss",
+    "total_loss",
+    "total_additional_losses",
+    "fwd_outputs",
+    "outputs",
+    "grad_layer",
+    "param_names",
+    "data_parallel_group",
+    "seq_data_parallel_group",
+    "module_forward_pre_hook",
+    "module_forward_post_hook",
+    "using_bf16_optimizer",
+    "checkpoint_mp_rank",
+    "save_non_zero_checkpoint",
+    "save_zero_checkpoint",
+    "_support_torch_style_backward",
+)
+
+# What stock counts in its optimizer step.
+COUNTERS = ("global_steps", "global_samples", "micro_steps")
+
+Tensors = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+@dataclass
+class StageReplica:
+    """The state of one coordinate on this worker, as owner or as shadow.
+
+    ``attributes`` are the engine's, see STAGE_ATTRIBUTES; they are current only while the replica is not
+    active in the engine. ``retained_outputs`` and ``retained_gradients`` are the boundary tensors of the
+    running iteration by micro-batch, kept to its end so that they can be sent again (architecture 5). ``without_graph``
+    are the micro-batches whose forward has to be repeated before its backward, see ``runtime.recompute``.
+    """
+
+    coordinate: Coordinate
+    attributes: dict[str, Any]
+    groups: list[LogicalGroup]
+    micro_offset: int = 0
+    # False from its building until its owner's state has arrived.
+    complete: bool = True
+    progress: CoordinateProgress = field(default_factory=CoordinateProgress)
+    retained_outputs: dict[int, Tensors] = field(default_factory=dict)
+    retained_gradients: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    received_gradients: dict[int, Tensors | list[torch.Tensor]] = field(default_factory=dict)
+    losses: dict[int, Any] = field(default_factory=dict)
+    without_graph: dict[int, Any] = field(default_factory=dict)
+    buffers_before: dict[int, Any] = field(default_factory=dict)  # the module's, before a micro-batch's forward
+    mirrored: bool = False
+    pending_buffers: list[torch.Tensor] | None = None
+    before_reduction: Callable[[], None] | None = None
+    stepping: Any = None  # the CUDA event at the end of a step on another stream, or a LateStep
+
+    @property
+    def module(self) -> PipelineModule:
+        return self.attributes["module"]
+
+    def settle(self) -> None:
+        """Before the replica's state is read, written or dropped: what this stream gets comes after its last step."""
+        stepping, self.stepping = self.stepping, None
+        if stepping is not None:
+            stepping.wait(torch.cuda.current_stream() if torch.cuda.is_available() else None)
+
+    def name_ranks(self, process_rank: int) -> None:
+        """Tell torch the ranks in the replica's groups; needed again whenever the default group was replaced."""
+        for group in self.groups:
+            group.name_ranks(process_rank)
+
+    def start_iteration(self) -> None:
+        """Forget the previous iteration's boundary tensors and progress."""
+        self.progress = CoordinateProgress()
+        for kept in (self.retained_outputs, self.retained_gradients, self.received_gradients, self.losses):
+            kept.clear()
+        self.without_graph.clear()
+        self.buffers_before.clear()
+        self.mirrored = False
+        self.pending_buffers = None
+        self.before_reduction = None
+
+
+def stage_module(
+    template: PipelineModule, *, coordinate: Coordinate, grid: Grid, logical_grid: LogicalGrid, device: torch.device
+) -> PipelineModule:
+    """A PipelineModule like ``template`` that holds the layers of another stage.
+
+    The layers are built anew from their specs (ready-made modules are copied); callers load weights into
+    them and keep the random number generators out of it. No process group is created.
+    """
+    module = template.__class__.__new__(template.__class__)
+    torch.nn.Module.__init__(module)
+    inherited = torch.nn.Module().__dict__.keys()
+    module.__dict__.update({name: value for name, value in template.__dict__.items() if name not in inherited})
+    module.training = template.training
+    start, stop = template.parts[coordinate.stage], template.parts[coordinate.stage + 1]
+    module._layer_specs = [
+        copy.deepcopy(spec) if start <= index < stop and isinstance(spec, torch.nn.Module) else spec
+        for index, spec in enumerate(template._layer_specs)
+    ]
+    module._grid = logical_grid
+    module.global_rank = grid.rank(coordinate)
+    module.stage_id = coordinate.stage
+    module.forward_funcs = []
+    module.fwd_map = {}
+    module.tied_modules = torch.nn.ModuleDict()
+    module.tied_weight_attrs = {}
+    module.is_checkpointable_results = []
+    module.is_checkpointable_results_interval = None
+    for name, child in template._modules.items():
+        # What a subclass or loss_fn registered besides the layers.
+        if name != "tied_modules" and not name.isdigit():
+            has_state = any(True for _ in child.parameters()) or any(True for _ in child.buffers())
+            module._modules[name] = copy.deepcopy(child) if has_state else child
+    module._set_bounds(start, stop)
+    module._build()
+    module.to(device)
+    module.micro_offset = template.micro_offset
+    return module
+
+
+def tied_groups(
+    module: PipelineModule, *, coordinate: Coordinate, grid: Grid, exchange: Callable[[], Exchange]
+) -> dict[str, dict[str, Any]]:
+    """``tied_comms`` as PipelineModule builds it, with logical groups; marks replicated weights as it does."""
+    if grid.stages == 1:
+        return {}
+    result: dict[str, dict[str, Any]] = {}
+    for key in sorted({spec.key for spec in module._layer_specs if isinstance(spec, TiedLayerSpec)}):
+        stages = sorted(
+            {
+                module.stage_owner(index)
+                for index, spec in enumerate(module._layer_specs)
+                if isinstance(spec, TiedLayerSpec) and spec.key == key
+            }
+        )
+        if coordinate.stage not in stages:
+            continue
+        members = tuple(Coordinate(coordinate.pipeline, stage) for stage in stages)
+        group = LogicalGroup(GroupKey(f"tied:{key}", members), coordinate=coordinate, exchange=exchange)
+        result[key] = {
+            "ranks": [grid.rank(member) for member in members],
+            "group": group,
+            "weight_attr": module.tied_weight_attrs[key],
+            "module": module.tied_modules[key],
+        }
+        if coordinate != members[0]:
+            for parameter in module.tied_modules[key].parameters():
+                parameter.ds_pipe_replicated = True
+    return result
+
+
+def count_in_global_norm(module: PipelineModule) -> None:
+    """Make stock's clipping count a stage's parameters whatever the stage, copies of tied ones excepted.
+
+    Stock counts those of stage 0, and those marked as belonging to one model-parallel rank only, as these do.
+    """
+    for parameter in module.parameters():
+        if not getattr(parameter, "ds_pipe_replicated", False):
+            parameter.model_parallel = True
+
+
+def logical_groups(module: PipelineModule, grid: LogicalGrid) -> list[LogicalGroup]:
+    """Every logical group that a stage uses."""
+    tied = [comm["group"] for comm in module.tied_comms.values()]
+    return [grid.ds_model_proc_group, grid.dp_proc_group, grid.pp_proc_group, grid.slice_proc_group, *tied]

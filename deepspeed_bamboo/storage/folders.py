@@ -1,0 +1,124 @@
+"""Where checkpoints are kept: a directory that all machines see, or a prefix in an S3 bucket (``storage/s3.py``)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from deepspeed_bamboo.errors import CheckpointError
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_PART = ".part"
+
+Fill = Callable[[BinaryIO], object]
+"""Writes what a file is to have into it."""
+
+
+class Folder(Protocol):
+    """Named files, some of them in folders one level down. Every method raises CheckpointError when it can't do it."""
+
+    def read_text(self, name: str) -> str | None:
+        """What the file says; None where there is none."""
+
+    def write(self, name: str, fill: Fill) -> None:
+        """Make the file, or replace it at once: nobody ever sees a part of it. ``name`` may be ``folder/file``.
+
+        What ``fill`` raises of its own is passed on, and the file is as it was.
+        """
+
+    def folders(self) -> list[str]:
+        """The folders in it, in alphabetical order."""
+
+    def remove(self, folder: str) -> None:
+        """Remove ``folder`` with all that is in it."""
+
+    def local(self, folder: str) -> AbstractContextManager[Path]:
+        """Inside the block: a directory of this machine in which ``folder`` is, with all that is in it."""
+
+
+def location_problem(location: str) -> str | None:
+    """What is wrong with ``location`` as the name of a folder, in words that follow it; None: nothing."""
+    found = _SCHEME.fullmatch(location)
+    if found is None:
+        return None
+    scheme, rest = found.groups()
+    if scheme != "s3":
+        return f"begins with {scheme}://; give a directory that all machines see, or s3://bucket/prefix"
+    if not _BUCKET.fullmatch(rest.partition("/")[0]):
+        return "names no bucket (3 to 63 small letters, digits, '.' or '-'); write s3://bucket/prefix"
+    return None
+
+
+def open_folder(location: str) -> Folder:
+    """The folder that ``location`` names; nothing is looked at yet. Raises CheckpointError without boto3 for S3."""
+    if not location.startswith("s3://"):
+        return LocalFolder(Path(location))
+    from deepspeed_bamboo.storage.s3 import S3Folder
+
+    bucket, _, prefix = location.removeprefix("s3://").partition("/")
+    return S3Folder(bucket, prefix.strip("/"))
+
+
+class LocalFolder:
+    """A directory, made when something is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def read_text(self, name: str) -> str | None:
+        """See :class:`Folder`."""
+        with self._explained("read"):
+            try:
+                return (self._path / name).read_text(encoding="utf-8")
+            except FileNotFoundError:
+                return None
+
+    def write(self, name: str, fill: Fill) -> None:
+        """See :class:`Folder`. On disk, not only on its way there, when this returns."""
+        path = self._path / name
+        part = path.with_name(f"{path.name}.{os.getpid()}{_PART}")
+        with self._explained("written"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with part.open("wb") as file:
+                    fill(file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)
+
+    def folders(self) -> list[str]:
+        """See :class:`Folder`."""
+        with self._explained("listed"):
+            if not self._path.is_dir():
+                return []
+            return sorted(path.name for path in self._path.iterdir() if path.is_dir())
+
+    def remove(self, folder: str) -> None:
+        """See :class:`Folder`."""
+        with self._explained("cleared"):
+            shutil.rmtree(self._path / folder)
+
+    @contextmanager
+    def local(self, folder: str) -> Iterator[Path]:
+        """See :class:`Folder`: the directory itself."""
+        yield self._path
+
+    @contextmanager
+    def _explained(self, action: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, UnicodeError) as error:
+            raise CheckpointError(
+                f"{str(self._path)!r} can't be {action} ({error}); is it there, has it room, and may this user use it?"
+            ) from error
