@@ -28,9 +28,8 @@ from typing import Any
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.errors import ConfigError
+from deepspeed_bamboo.protocol import FAULTS
 from deepspeed_bamboo.suggest import choose_from
-
-ENVIRONMENT_VARIABLE = "BAMBOO_FAULTS"
 
 PER_MICRO_BATCH = ("forward", "backward", "send_activation", "send_grad")
 PER_STEP = ("reduce", "step", "idle")
@@ -140,7 +139,7 @@ class FaultScript:
         ``setting`` is the value of ``bamboo.faults``: a list, the path of a file, or None.
         ``environment`` defaults to the process's own. Raises ConfigError.
         """
-        path = (os.environ if environment is None else environment).get(ENVIRONMENT_VARIABLE)
+        path = (os.environ if environment is None else environment).get(FAULTS)
         if path:
             return cls.load(path)
         if setting is None:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from deepspeed_bamboo.faults import ENVIRONMENT_VARIABLE
+from deepspeed_bamboo.protocol import FAULTS
 from deepspeed_bamboo.sweep.forked import PRELOAD, train_worker
 from deepspeed_bamboo.sweep.job import job_environment
 from deepspeed_bamboo.sweep.setups import Setup
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the job. Returns 0 when nothing has grown."""
     arguments = parse_arguments(argv)
     os.environ.update(job_environment())
-    os.environ.pop(ENVIRONMENT_VARIABLE, None)
+    os.environ.pop(FAULTS, None)
     samples = measure(arguments)
     survivors = {s.rank: s.pid for s in samples if s.failover == 0 and s.rank not in KILLED_IN_TURN}
     problems, summary = [], {}

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from deepspeed_bamboo.faults import ENVIRONMENT_VARIABLE
+from deepspeed_bamboo.protocol import FAULTS
 from deepspeed_bamboo.sweep.cases import PROFILES, select
 from deepspeed_bamboo.sweep.forked import ForkedJobs
 from deepspeed_bamboo.sweep.job import job_environment, run_job
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(case.name for case in cases) or f"no case of profile {arguments.profile} matches --only")
         return 0 if cases else 1
     os.environ.update(job_environment())
-    os.environ.pop(ENVIRONMENT_VARIABLE, None)
+    os.environ.pop(FAULTS, None)
     rows: list[Row] = []
     with jobs_of(arguments) as job:
         sweep = Sweep(root=ROOT, folder=arguments.folder.resolve(), job=job)

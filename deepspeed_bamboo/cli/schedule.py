@@ -15,7 +15,8 @@ from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.instructions import COMPUTE, Op
 from deepspeed_bamboo.core.interpret import Execution, interpret
 from deepspeed_bamboo.core.placement import Placement
-from deepspeed_bamboo.core.recovery import bubble_fit, plan_iteration, progress_after_loss, redundant_after_loss
+from deepspeed_bamboo.core.planning import bubble_fit, plan_iteration
+from deepspeed_bamboo.core.recovery import progress_after_loss, redundant_after_loss
 from deepspeed_bamboo.core.redundancy import Fit
 from deepspeed_bamboo.core.render import LEGEND, bubble_share, grid_rows, text_grid
 from deepspeed_bamboo.core.schedule import Mode, Plan

@@ -9,6 +9,7 @@ from deepspeed_bamboo.coordination.endpoints import parse_endpoints
 from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.guard import EtcdGuard
 from deepspeed_bamboo.coordination.job import DEFAULT_PREFIX, JobCoordinator
+from deepspeed_bamboo.protocol import ENDPOINTS, GENERATION, JOB, PREFIX
 
 
 def connect(environment: Mapping[str, str] | None = None) -> JobCoordinator:
@@ -20,8 +21,8 @@ def connect(environment: Mapping[str, str] | None = None) -> JobCoordinator:
     for a malformed one.
     """
     variables = os.environ if environment is None else environment
-    generation = int(variables.get("BAMBOO_GENERATION", "0"))
-    endpoints = parse_endpoints(variables["BAMBOO_ENDPOINTS"].split(","))
+    generation = int(variables.get(GENERATION, "0"))
+    endpoints = parse_endpoints(variables[ENDPOINTS].split(","))
     store = EtcdStore(endpoints, guard=EtcdGuard.from_environment(variables))
-    prefix = variables.get("BAMBOO_PREFIX", DEFAULT_PREFIX)
-    return JobCoordinator(store, job=variables["BAMBOO_JOB"], prefix=prefix, generation=generation)
+    prefix = variables.get(PREFIX, DEFAULT_PREFIX)
+    return JobCoordinator(store, job=variables[JOB], prefix=prefix, generation=generation)

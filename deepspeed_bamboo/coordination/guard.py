@@ -11,8 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from deepspeed_bamboo.coordination.errors import EndpointError
-
-_VARIABLE_PREFIX = "BAMBOO_ETCD_"
+from deepspeed_bamboo.protocol import ETCD_PREFIX
 
 
 @dataclass(frozen=True)
@@ -81,4 +80,4 @@ class EtcdGuard:
 
 
 def _variable(name: str) -> str:
-    return _VARIABLE_PREFIX + name.upper()
+    return ETCD_PREFIX + name.upper()

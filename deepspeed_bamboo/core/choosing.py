@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from deepspeed_bamboo.core.interpret import interpret
 from deepspeed_bamboo.core.placement import Placement
-from deepspeed_bamboo.core.recovery import bubble_fit, plan_iteration
+from deepspeed_bamboo.core.planning import bubble_fit, plan_iteration
 from deepspeed_bamboo.core.schedule import Mode
 from deepspeed_bamboo.core.timeline import Costs, length
 

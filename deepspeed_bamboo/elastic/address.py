@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 
-VARIABLE = "BAMBOO_ADDRESS"
+from deepspeed_bamboo.protocol import ADDRESS
+
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"
 
@@ -18,8 +19,8 @@ def advertised_address(environment: Mapping[str, str], *, master_addr: str, endp
     A launcher of a single machine names loopback as its master; whether others can join from elsewhere
     is then decided by where the coordinator is. Nothing is sent, nobody is asked but the routing table.
     """
-    if environment.get(VARIABLE):
-        return environment[VARIABLE]
+    if environment.get(ADDRESS):
+        return environment[ADDRESS]
     hosts = [master_addr, *(endpoint.rpartition(":")[0].strip("[]") for endpoint in endpoints)]
     found = [_interface_to(host) for host in hosts]
     return next((address for address in found if address and not _is_loopback(address)), _LOOPBACK)

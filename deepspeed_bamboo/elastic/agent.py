@@ -16,14 +16,13 @@ from torch.distributed.elastic.agent.server.api import RunResult, Worker, Worker
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from deepspeed_bamboo import protocol
 from deepspeed_bamboo.coordination import AgentRecord, Change, JobCoordinator, Registration
 from deepspeed_bamboo.coordination.machine_token import MachineToken
 from deepspeed_bamboo.elastic import decisions
-from deepspeed_bamboo.elastic.address import VARIABLE as ADDRESS
 from deepspeed_bamboo.elastic.address import advertised_address, gloo_interface
 from deepspeed_bamboo.elastic.agent_settings import AgentHooks, AgentSettings
 from deepspeed_bamboo.elastic.boot import Boot
-from deepspeed_bamboo.elastic.bootstrap import NOTICE_SIGNALS
 from deepspeed_bamboo.elastic.error_report import ErrorReport
 from deepspeed_bamboo.elastic.leftovers import remove_shared_memory, signal_session
 from deepspeed_bamboo.elastic.mailbox import Mailbox
@@ -328,18 +327,18 @@ class BambooElasticAgent(LocalElasticAgent):
             "LOCAL_WORLD_SIZE": str(min(slot.local_world_size, slot.workers)),
             "MASTER_ADDR": boot.master_addr,
             "MASTER_PORT": str(boot.master_ports[action.generation]),
-            "BAMBOO_JOB": boot.job,
-            "BAMBOO_ENDPOINTS": ",".join(boot.endpoints),
-            "BAMBOO_PREFIX": boot.prefix,
-            "BAMBOO_WORKER": action.worker,
-            "BAMBOO_GENERATION": str(action.generation),
-            "BAMBOO_JOINING": "1" if action.joining else "",
-            ADDRESS: address,
-            NOTICE_SIGNALS: ",".join(str(int(number)) for number in sorted(self._notice_signals)),
-            "BAMBOO_NODE": slot.node,
-            "BAMBOO_ZONE": slot.zone,
-            "BAMBOO_AGENT_PID": str(os.getpid()),
-            "BAMBOO_ERROR_FILE": error_file,
+            protocol.JOB: boot.job,
+            protocol.ENDPOINTS: ",".join(boot.endpoints),
+            protocol.PREFIX: boot.prefix,
+            protocol.WORKER: action.worker,
+            protocol.GENERATION: str(action.generation),
+            protocol.JOINING: "1" if action.joining else "",
+            protocol.ADDRESS: address,
+            protocol.NOTICE_SIGNALS: ",".join(str(int(number)) for number in sorted(self._notice_signals)),
+            protocol.NODE: slot.node,
+            protocol.ZONE: slot.zone,
+            protocol.AGENT_PID: str(os.getpid()),
+            protocol.ERROR_FILE: error_file,
             **gloo_interface(os.environ, address),
             **quiet_grpc(os.environ),
             **dict(self._settings.environment),

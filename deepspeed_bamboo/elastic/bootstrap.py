@@ -20,8 +20,8 @@ from types import TracebackType
 
 from deepspeed_bamboo.elastic.error_report import write_report
 from deepspeed_bamboo.elastic.orphans import die_with_agent
+from deepspeed_bamboo.protocol import NOTICE_SIGNALS
 
-NOTICE_SIGNALS = "BAMBOO_NOTICE_SIGNALS"
 _LINGER_SECONDS = 2.0
 
 

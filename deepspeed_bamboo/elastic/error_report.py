@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-VARIABLE = "BAMBOO_ERROR_FILE"
+from deepspeed_bamboo.protocol import ERROR_FILE
+
 _LIMIT_BYTES = 200_000
 
 
@@ -38,7 +39,7 @@ def write_report(text: str) -> bool:
 
     False when there is no agent to take it; then the caller prints it.
     """
-    path = os.environ.get(VARIABLE)
+    path = os.environ.get(ERROR_FILE)
     if not path:
         return False
     try:

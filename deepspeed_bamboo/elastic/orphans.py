@@ -7,8 +7,8 @@ import os
 import signal
 
 from deepspeed_bamboo.elastic.processes import DeathWatch
+from deepspeed_bamboo.protocol import AGENT_PID
 
-VARIABLE = "BAMBOO_AGENT_PID"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -24,7 +24,7 @@ def die_with_agent() -> None:
     the GIL; and by a thread, for a worker that somebody else forked. Without the variable nothing is
     arranged. An agent that is gone already ends this process at once.
     """
-    text = os.environ.get(VARIABLE)
+    text = os.environ.get(AGENT_PID)
     if not text:
         return
     agent = int(text)

@@ -7,21 +7,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 from deepspeed_bamboo.coordination.records import FailureKind
-
-# Exit codes of a worker that mean something here; the runtime has the same numbers.
-EXIT_JOB_FAILED = 3  # the job failed elsewhere
-EXIT_EXPELLED = 4  # the job went on without it
-EXIT_DRAINED = 5  # it left at a boundary, as it was asked to
+from deepspeed_bamboo.protocol import EXIT_TRY_AGAIN
 
 # How often all workers start again when one is lost before the job has its first epoch.
 MAX_RESTARTS = 3
 
 # Ends of a job that the agent which records them tells of on its machine.
 TOLD_BY_ONE: frozenset[FailureKind] = frozenset({"interrupted", "slots_lost"})
-
-# What an agent, and so its launcher, ends with when machines were wanting and the script did nothing wrong: the same
-# command, given again, may do better (EX_TEMPFAIL of sysexits.h).
-EXIT_TRY_AGAIN = 75
 
 
 def exit_code(failure: FailureKind, *, if_interrupted: int | None) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from deepspeed_bamboo.elastic.errors import LaunchError
+from deepspeed_bamboo.protocol import NODE, ZONE
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,8 @@ def slot_from_environment(environment: Mapping[str, str], *, local_rank: int | N
         local_rank=_number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else fallback,
         world_size=world_size,
         local_world_size=local_world_size,
-        node=key_part(environment.get("BAMBOO_NODE") or socket.gethostname()),
-        zone=(environment.get("BAMBOO_ZONE") or "unknown") if zone == "auto" else zone,
+        node=key_part(environment.get(NODE) or socket.gethostname()),
+        zone=(environment.get(ZONE) or "unknown") if zone == "auto" else zone,
         master_addr=environment.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else 29500,
         passed_local_rank=local_rank is not None,

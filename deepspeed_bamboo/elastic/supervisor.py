@@ -45,17 +45,10 @@ from deepspeed_bamboo.elastic.gathering import GONE, MISSING, Gathering
 from deepspeed_bamboo.elastic.interruptions import before_training, by_lost_launcher, by_signal
 from deepspeed_bamboo.elastic.own import Own
 from deepspeed_bamboo.elastic.replacing import RESTART, replace_later
-from deepspeed_bamboo.elastic.rules import (
-    EXIT_DRAINED,
-    EXIT_EXPELLED,
-    EXIT_JOB_FAILED,
-    TOLD_BY_ONE,
-    Entry,
-    Rules,
-    exit_code,
-)
+from deepspeed_bamboo.elastic.rules import TOLD_BY_ONE, Entry, Rules, exit_code
 from deepspeed_bamboo.elastic.slot import Slot
 from deepspeed_bamboo.elastic.wording import of_drain, of_early_end, of_loss
+from deepspeed_bamboo.protocol import EXIT_DRAINED, EXIT_EXPELLED, EXIT_JOB_FAILED
 
 # Whoever signals a process tree reaches the worker a moment before its agent.
 _SIGNALS_OF_THE_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})

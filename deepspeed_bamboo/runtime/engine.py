@@ -15,7 +15,7 @@ import torch
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.core.placement import Placement, WorkerId
-from deepspeed_bamboo.core.recovery import plan_inference
+from deepspeed_bamboo.core.planning import plan_inference
 from deepspeed_bamboo.core.schedule import Plan
 from deepspeed_bamboo.eventlog.log import EventLog
 from deepspeed_bamboo.runtime.checkpoint.automatic import automatic_checkpoints

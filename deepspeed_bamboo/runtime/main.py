@@ -20,15 +20,12 @@ import deepspeed
 import deepspeed_bamboo
 from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobFailure, connect
 from deepspeed_bamboo.errors import DrainedError, ExpelledError, JobFailedError, JobStoppedError
+from deepspeed_bamboo.protocol import ERROR_FILE, EXIT_DRAINED, EXIT_EXPELLED, EXIT_JOB_FAILED, EXIT_USER_ERROR, JOINING
 from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 from deepspeed_bamboo.runtime.initialize import initialize_with
 from deepspeed_bamboo.runtime.job import garbage
 from deepspeed_bamboo.runtime.membership.joining import alone_in_the_group
 
-EXIT_USER_ERROR = 1
-EXIT_JOB_FAILED = 3
-EXIT_EXPELLED = 4
-EXIT_DRAINED = 5
 _NOT_FOR_SCRIPTS = (EXIT_JOB_FAILED, EXIT_EXPELLED, EXIT_DRAINED)  # they tell the agent something else
 
 
@@ -108,7 +105,7 @@ def supervised(function: Callable[[], Any]) -> int:
 @contextlib.contextmanager
 def _joining_if_told() -> Iterator[None]:
     """In a worker that comes to a running job, the script sees the job's process group without taking part in it."""
-    if os.environ.get("BAMBOO_JOINING") != "1":
+    if os.environ.get(JOINING) != "1":
         yield
         return
     with contextlib.closing(connect(os.environ)) as coordinator, alone_in_the_group(os.environ, coordinator):
@@ -153,7 +150,7 @@ def _report_failure(engine: BambooPipelineEngine, text: str) -> None:
 
 def _hand_over(text: str) -> None:
     """Give the traceback to the agent, which prints it once for the whole job; without an agent, print it."""
-    path = os.environ.get("BAMBOO_ERROR_FILE")
+    path = os.environ.get(ERROR_FILE)
     if path:
         Path(path).write_text(text, encoding="utf-8")
     else:

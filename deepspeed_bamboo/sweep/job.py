@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed_bamboo.faults import ENVIRONMENT_VARIABLE
+from deepspeed_bamboo.protocol import FAULTS
 from deepspeed_bamboo.sweep.outside import OutsideKill
 
 PAST_LIMIT = -1
@@ -92,7 +92,7 @@ def free_port() -> int:
 
 def job_environment(*, accelerator: str = "cpu", threads: int = 1) -> dict[str, str]:
     """What a job finds in its environment: this process's, without its faults, on so many CPU threads a worker."""
-    inherited = {name: value for name, value in os.environ.items() if name != ENVIRONMENT_VARIABLE}
+    inherited = {name: value for name, value in os.environ.items() if name != FAULTS}
     return {**inherited, "DS_ACCELERATOR": accelerator, "OMP_NUM_THREADS": str(threads)}
 
 

@@ -17,8 +17,9 @@ from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.instructions import Op
 from deepspeed_bamboo.core.interpret import Execution, interpret
 from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.core.planning import plan_iteration
 from deepspeed_bamboo.core.progress import CoordinateProgress
-from deepspeed_bamboo.core.recovery import plan_iteration, progress_after_loss, redundant_after_loss
+from deepspeed_bamboo.core.recovery import progress_after_loss, redundant_after_loss
 from deepspeed_bamboo.core.schedule import Plan
 from deepspeed_bamboo.core.verify import verify
 from tests.core.cuts import Cut, Cuts

@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, given, settings
 
 from deepspeed_bamboo.core.instructions import TAIL
 from deepspeed_bamboo.core.interpret import interpret
-from deepspeed_bamboo.core.recovery import plan_iteration, progress_after_loss
+from deepspeed_bamboo.core.planning import plan_iteration
+from deepspeed_bamboo.core.recovery import progress_after_loss
 from deepspeed_bamboo.core.verify import verify
 from tests.core.interruptions import (
     Case,

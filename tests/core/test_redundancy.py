@@ -11,8 +11,9 @@ from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.instructions import COMPUTE, TAIL, Instruction, Op
 from deepspeed_bamboo.core.interpret import ScheduleError, interpret
 from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.core.planning import bubble_fit, plan_iteration
 from deepspeed_bamboo.core.progress import CoordinateProgress
-from deepspeed_bamboo.core.recovery import bubble_fit, plan_iteration, progress_after_loss, redundant_after_loss
+from deepspeed_bamboo.core.recovery import progress_after_loss, redundant_after_loss
 from deepspeed_bamboo.core.redundancy import Fit
 from deepspeed_bamboo.core.schedule import Mode, Plan
 from deepspeed_bamboo.core.timeline import Costs, Timed, length

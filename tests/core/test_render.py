@@ -12,7 +12,7 @@ from deepspeed_bamboo.config.section import RedundancyConfig
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.instructions import Op
 from deepspeed_bamboo.core.placement import Placement
-from deepspeed_bamboo.core.recovery import plan_iteration
+from deepspeed_bamboo.core.planning import plan_iteration
 from deepspeed_bamboo.core.render import bubble_share, grid_rows, text_grid
 from deepspeed_bamboo.core.timeline import length
 from deepspeed_bamboo.core.trace import chrome_trace

@@ -11,8 +11,9 @@ from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.instructions import RECEIVES, SENDS, TAIL, Instruction, Op
 from deepspeed_bamboo.core.interpret import interpret
 from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.core.planning import plan_inference, plan_iteration
 from deepspeed_bamboo.core.progress import CoordinateProgress
-from deepspeed_bamboo.core.recovery import plan_inference, plan_iteration, progress_after_loss
+from deepspeed_bamboo.core.recovery import progress_after_loss
 from deepspeed_bamboo.core.schedule import Plan
 from deepspeed_bamboo.core.verify import ScheduleError, verify
 from tests.core.interruptions import initial

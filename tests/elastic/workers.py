@@ -13,9 +13,9 @@ from pathlib import Path
 from deepspeed_bamboo.coordination import Change, EpochRecord, JobCoordinator, Member, connect
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.protocol import EXIT_DRAINED
 
 WORKER = "BAMBOO_WORKER"
-EXIT_DRAINED = 5
 
 
 class FakeTraining:

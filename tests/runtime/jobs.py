@@ -21,13 +21,11 @@ from typing import Any
 from deepspeed_bamboo.coordination import JobCoordinator, JobFailure
 from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.server import PrivateEtcd
+from deepspeed_bamboo.protocol import EXIT_DRAINED
 from deepspeed_bamboo.sweep.forked import IMPORTED_LATE
 
 Body = Callable[..., Any]
 _PRELOAD = [*IMPORTED_LATE, "deepspeed_bamboo.runtime.main", "tests.runtime.scenarios"]
-
-
-EXIT_DRAINED = 5
 
 
 @dataclass(frozen=True)

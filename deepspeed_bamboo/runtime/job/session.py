@@ -26,6 +26,7 @@ from deepspeed_bamboo.coordination.server import PrivateEtcd
 from deepspeed_bamboo.errors import BambooError, ConfigError
 from deepspeed_bamboo.eventlog.log import EventLog
 from deepspeed_bamboo.faults import Fault, FaultScript
+from deepspeed_bamboo.protocol import ADDRESS, ENDPOINTS, JOB, JOINING, NODE, PREFIX, WORKER, ZONE
 from deepspeed_bamboo.runtime.comm.c10d import c10d
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption
 from deepspeed_bamboo.runtime.comm.retry import insist
@@ -50,22 +51,22 @@ class WorkerIdentity:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> WorkerIdentity:
         """Raises ConfigError when the process was not started by an agent."""
-        endpoints = tuple(part for part in environment.get("BAMBOO_ENDPOINTS", "").split(",") if part)
-        if not endpoints or "BAMBOO_JOB" not in environment:
+        endpoints = tuple(part for part in environment.get(ENDPOINTS, "").split(",") if part)
+        if not endpoints or JOB not in environment:
             raise ConfigError(
                 "bamboo is enabled, but this process has no agent: BAMBOO_ENDPOINTS and BAMBOO_JOB are not set. "
                 "Start the script with: deepspeed --module deepspeed_bamboo.launch your_script.py ..., or set "
                 '"enabled": false in the "bamboo" section.'
             )
         return cls(
-            job=environment["BAMBOO_JOB"],
-            worker=environment["BAMBOO_WORKER"],
-            node=environment.get("BAMBOO_NODE", socket.gethostname()),
-            zone=environment.get("BAMBOO_ZONE", "unknown"),
+            job=environment[JOB],
+            worker=environment[WORKER],
+            node=environment.get(NODE, socket.gethostname()),
+            zone=environment.get(ZONE, "unknown"),
             endpoints=endpoints,
-            prefix=environment.get("BAMBOO_PREFIX", "/deepspeed_bamboo"),
-            address=environment.get("BAMBOO_ADDRESS") or _own_address(environment.get("MASTER_ADDR", "127.0.0.1")),
-            joining=environment.get("BAMBOO_JOINING") == "1",
+            prefix=environment.get(PREFIX, "/deepspeed_bamboo"),
+            address=environment.get(ADDRESS) or _own_address(environment.get("MASTER_ADDR", "127.0.0.1")),
+            joining=environment.get(JOINING) == "1",
         )
 
 

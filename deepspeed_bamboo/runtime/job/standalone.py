@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from torch import distributed as c10d
 
 from deepspeed_bamboo.coordination.server import PrivateEtcd
-
-VARIABLE = "BAMBOO_STANDALONE"
+from deepspeed_bamboo.protocol import ENDPOINTS, JOB, STANDALONE, WORKER
 
 
 def is_standalone(environment: Mapping[str, str]) -> bool:
     """True when the environment asks for it and no agent has started this process."""
-    return environment.get(VARIABLE) == "1" and "BAMBOO_ENDPOINTS" not in environment
+    return environment.get(STANDALONE) == "1" and ENDPOINTS not in environment
 
 
 def standalone_job(environment: Mapping[str, str]) -> tuple[dict[str, str], PrivateEtcd | None]:
@@ -31,4 +30,4 @@ def standalone_job(environment: Mapping[str, str]) -> tuple[dict[str, str], Priv
     told = [None if etcd is None else str(etcd.endpoint)]
     c10d.broadcast_object_list(told, src=0)
     name = f"standalone-{os.getppid()}"
-    return {**environment, "BAMBOO_ENDPOINTS": str(told[0]), "BAMBOO_JOB": name, "BAMBOO_WORKER": f"w{rank}"}, etcd
+    return {**environment, ENDPOINTS: str(told[0]), JOB: name, WORKER: f"w{rank}"}, etcd

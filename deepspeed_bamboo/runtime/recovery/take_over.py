@@ -15,13 +15,9 @@ from deepspeed_bamboo.core.consensus import Report, Settlement
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.core.planning import plan_inference, plan_iteration
 from deepspeed_bamboo.core.progress import CoordinateProgress
-from deepspeed_bamboo.core.recovery import (
-    plan_inference,
-    plan_iteration,
-    progress_after_loss,
-    redundant_after_loss,
-)
+from deepspeed_bamboo.core.recovery import progress_after_loss, redundant_after_loss
 from deepspeed_bamboo.core.schedule import Mode, Plan
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.comm.peers import Links

@@ -1,0 +1,38 @@
+"""What an agent and its worker share: names of environment variables, and exit codes. Each stands here only."""
+
+from __future__ import annotations
+
+# ---- what an agent puts into the environment of its worker ---------------------------------------------------
+
+JOB = "BAMBOO_JOB"  # the job's name
+ENDPOINTS = "BAMBOO_ENDPOINTS"  # host:port of the job's etcd servers, comma-separated
+PREFIX = "BAMBOO_PREFIX"  # where the job's keys are in etcd
+WORKER = "BAMBOO_WORKER"  # the worker's identity in the job
+GENERATION = "BAMBOO_GENERATION"  # how often all workers have started again before training
+JOINING = "BAMBOO_JOINING"  # "1" for a worker that joins a running job
+AGENT_PID = "BAMBOO_AGENT_PID"  # the worker ends when this process does
+ERROR_FILE = "BAMBOO_ERROR_FILE"  # where the worker writes its traceback
+NOTICE_SIGNALS = "BAMBOO_NOTICE_SIGNALS"  # signals that the worker ignores, since its agent handles them
+ETCD_PREFIX = "BAMBOO_ETCD_"  # begins the names of what a guarded etcd asks for
+
+# ---- what users may set, and agents pass to their workers ----------------------------------------------------
+
+NODE = "BAMBOO_NODE"  # this machine's name; default: its host name
+ZONE = "BAMBOO_ZONE"  # the zone that this machine is in
+ADDRESS = "BAMBOO_ADDRESS"  # the address under which others reach this machine
+FAULTS = "BAMBOO_FAULTS"  # a JSON file with scripted faults
+NOTICES = "BAMBOO_NOTICES"  # a JSON file with scripted notices
+STANDALONE = "BAMBOO_STANDALONE"  # "1": workers without launcher and agents
+
+# ---- exit codes of a worker ----------------------------------------------------------------------------------
+
+EXIT_USER_ERROR = 1  # the script failed
+EXIT_JOB_FAILED = 3  # the job failed elsewhere
+EXIT_EXPELLED = 4  # the job went on without this worker
+EXIT_DRAINED = 5  # this worker left at a boundary, as it was asked to
+
+# ---- exit code of an agent, and so of its launcher -----------------------------------------------------------
+
+# Machines were wanting, and the script did nothing wrong: the same command, given again, may do better (EX_TEMPFAIL
+# of sysexits.h).
+EXIT_TRY_AGAIN = 75
