@@ -31,7 +31,7 @@ from .predict import (
     named_predictors,
     require_statsmodels,
 )
-from .report import as_json, print_table
+from .report import as_json, never_trained, print_table
 from .runner import run_seeds
 from .scenario import Scenario, load_preset, load_scenario, preset_names, validated
 from .traces import Trace, read_trace, segment
@@ -109,9 +109,10 @@ def _run(arguments: argparse.Namespace) -> int:
         require_matplotlib()
     scenario, folder = _scenario(arguments)
     trace = _trace(arguments)
+    _check_counts(arguments)
+    _check_trace_options(arguments)
     job = build_job(scenario, trace=trace, folder=folder)
     policies = arguments.policy or ([scenario.policy] if scenario.policy else available_policies(scenario))
-    _check_counts(arguments)
     seeds = range(1, arguments.seeds + 1)
     with _progress_bar(len(policies) * len(seeds)) as report:
         summaries = run_seeds(job, policies=policies, seeds=seeds, processes=arguments.jobs, report=report)
@@ -123,6 +124,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "segment": arguments.segment,
         "seeds": arguments.seeds,
         "repairs": repairs,
+        "notes": never_trained(summaries),
     }
     if arguments.json:
         _write(arguments.json, as_json(summaries, about=about))
@@ -171,6 +173,22 @@ def _check_counts(arguments: argparse.Namespace) -> None:
     for option, value in (("--seeds", arguments.seeds), ("--jobs", arguments.jobs)):
         if value < 1:
             raise ScenarioError(f"{option} {value}: at least 1 is needed")
+
+
+def _check_trace_options(arguments: argparse.Namespace) -> None:
+    """A recorded trace leaves nothing to odds, and happens one way."""
+    if arguments.trace is None:
+        return
+    if arguments.removal_probability is not None:
+        raise ScenarioError(
+            f"--removal-probability {arguments.removal_probability} and --trace {arguments.trace}: a trace says which "
+            "machines go; give one of them"
+        )
+    if arguments.seeds > 1:
+        raise ScenarioError(
+            f"--seeds {arguments.seeds} and --trace {arguments.trace}: a trace happens one way, so further runs "
+            "would repeat the first; leave --seeds out"
+        )
 
 
 def _title(job: Job, arguments: argparse.Namespace) -> str:

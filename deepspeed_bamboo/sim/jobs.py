@@ -78,6 +78,10 @@ def build_job(scenario: Scenario, *, trace: Trace | None = None, folder: Path | 
         raise ScenarioError(
             f"{model.name} has no number of steps and run.duration_hours is not given: a run needs an end; give one"
         )
+    if trace is not None and not trace.duration_milliseconds and run.duration_hours is None:
+        raise ScenarioError(
+            "the trace ends at its first instant, so a run has no end; add later lines to it, or give --duration-hours"
+        )
     if trace is not None:
         # A notice only matters if the market gives one: a recorded one is kept as it stands.
         events = tuple(capped(_with_notices(trace.events, market.notice_seconds), capacity=market.capacity))

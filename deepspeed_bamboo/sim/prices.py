@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from .clock import to_milliseconds
+from .clock import LONGEST_HOURS, LONGEST_MILLISECONDS, MILLISECONDS_PER_SECOND, to_milliseconds
 from .errors import ScenarioError, TraceError
 
 __all__ = ["Prices", "constant_price", "read_prices"]
@@ -33,8 +34,8 @@ class Prices:
 
 def constant_price(dollars_per_hour: float) -> Prices:
     """One price for ever. Raises ScenarioError unless it is above 0."""
-    if not dollars_per_hour > 0:
-        raise ScenarioError(f"price {dollars_per_hour} $/h: a price is above 0")
+    if not 0 < dollars_per_hour < math.inf:
+        raise ScenarioError(f"price {dollars_per_hour} $/h: a price is a finite number above 0")
     return Prices((0,), (dollars_per_hour,))
 
 
@@ -45,9 +46,11 @@ def read_prices(path: Path | str) -> Prices:
         TraceError: a line breaks a rule; says file, line and rule.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
         raise TraceError(path, line=0, rule=f"cannot be read ({error.strerror}); give a price history") from error
+    except UnicodeDecodeError as error:
+        raise TraceError(path, line=0, rule="is not text in UTF-8; give a price history") from error
     if not lines or lines[0].replace(" ", "") != _HEADER:
         raise TraceError(path, line=1, rule=f"a price history begins with the line `{_HEADER}`")
     times: list[int] = []
@@ -59,8 +62,12 @@ def read_prices(path: Path | str) -> Prices:
             seconds, price = (float(field) for field in line.split(","))
         except ValueError:
             raise TraceError(path, line=number, rule=f"{line!r} is malformed: a line is `{_HEADER}`") from None
-        if not price > 0:
-            raise TraceError(path, line=number, rule=f"price {price} $/h: a price is above 0")
+        if not 0 < price < math.inf:
+            raise TraceError(path, line=number, rule=f"price {price} $/h: a price is a finite number above 0")
+        if not 0 <= seconds <= LONGEST_MILLISECONDS / MILLISECONDS_PER_SECOND:
+            raise TraceError(
+                path, line=number, rule=f"time {seconds} s: it lies between 0 and {LONGEST_HOURS} hours (10 years)"
+            )
         at = to_milliseconds(seconds)
         if not times and at != 0:
             raise TraceError(path, line=number, rule=f"the first price begins at {seconds} s: it begins at second 0")

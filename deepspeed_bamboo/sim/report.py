@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
@@ -11,13 +12,17 @@ from rich.table import Table
 from .console import print_whole, width_of
 from .results import Summary
 
-__all__ = ["as_json", "print_table"]
+__all__ = ["as_json", "never_trained", "print_table"]
 
 # A terminal gets as many as it has room for, and always the first ones; files and the JSON have all.
 _COLUMNS = (
+    ("value", "value", ".2f"),
+    ("hours", "duration_hours", ".1f"),
+    ("dollars", "cost_dollars", ".0f"),
+    ("$/M samples", "dollars_per_million_samples", ".1f"),
     ("samples/s", "throughput_samples_per_second", ".2f"),
     ("$/h", "cost_dollars_per_hour", ".2f"),
-    ("value", "value", ".3f"),
+    ("finished", "completed", ""),
     ("fatal", "fatal_losses", ".1f"),
     ("paused h", "paused_hours", ".2f"),
     ("wasted h", "wasted_hours", ".2f"),
@@ -27,6 +32,8 @@ _COLUMNS = (
     ("machines", "instances", ".1f"),
     ("lifetime h", "instance_lifetime_hours", ".2f"),
 )
+# For these the spread of the runs is shown: they are what people decide by.
+_BANDS = frozenset({"value", "duration_hours"})
 _LEAST_COLUMNS = 3
 
 
@@ -45,19 +52,34 @@ def as_json(summaries: Sequence[Summary], *, about: Mapping[str, object]) -> str
 
 
 def print_table(summaries: Sequence[Summary], *, title: str, console: Console) -> None:
-    """One line a policy: means, with half of the 95 % confidence interval where there are several seeds.
+    """One line a policy: means over the seeds; for what people decide by also where nine of ten runs lie.
 
-    A column that has no room is left out, never cut; where even the first ones have none, lines are longer.
+    A column that has no room is left out, never cut; where even the first ones have none, lines are longer. Below
+    the table stands which policies never trained.
     """
     count = len(_COLUMNS)
     while count > _LEAST_COLUMNS and width_of(_table(summaries, title, count), console) > console.width:
         count -= 1
     print_whole(_table(summaries, title, count), console)
+    for note in never_trained(summaries):
+        console.print(note)
+
+
+def never_trained(summaries: Sequence[Summary]) -> list[str]:
+    """A sentence for each policy that completed no step in any run, with how many machines it had."""
+    return [
+        f"{summary.policy} never trained: it never had enough machines for its grid "
+        f"({summary.mean('instances'):.1f} on average); raise the capacity, or choose a smaller grid"
+        for summary in summaries
+        if not any(run.samples for run in summary.runs)
+    ]
 
 
 def _table(summaries: Sequence[Summary], title: str, count: int) -> Table:
     """The table with the first ``count`` columns."""
-    table = Table(title=title, title_justify="left")
+    several = len(summaries[0].runs) > 1
+    caption = "in brackets: where nine of ten runs lie" if several else None
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     table.add_column("policy", no_wrap=True)
     for heading, _, _ in _COLUMNS[:count]:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -67,5 +89,10 @@ def _table(summaries: Sequence[Summary], title: str, count: int) -> Table:
 
 
 def _cell(summary: Summary, name: str, form: str) -> str:
-    mean, ci95 = summary.mean(name), summary.ci95(name)
-    return f"{mean:{form}}" if not ci95 else f"{mean:{form}} ±{ci95:{form}}"
+    if name == "completed":
+        return f"{sum(run.completed for run in summary.runs):.0f}/{len(summary.runs)}"
+    mean, band = summary.mean(name), summary.band(name) if name in _BANDS else None
+    if not math.isfinite(mean):
+        return "-"
+    # Rich reads square brackets as mark-up unless the first is escaped.
+    return f"{mean:{form}}" if band is None else f"{mean:{form}} \\[{band[0]:{form}}, {band[1]:{form}}]"

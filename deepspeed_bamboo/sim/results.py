@@ -45,6 +45,7 @@ class RunResult:
         wasted_steps: completed, then rolled back.
         dropped_samples: left out of steps.
         completed: 1 if the target of steps was reached, else 0.
+        dollars_per_million_samples: all of the money over the samples that count at the end; infinite without any.
     """
 
     throughput_samples_per_second: float
@@ -71,6 +72,7 @@ class RunResult:
     wasted_steps: float
     dropped_samples: float
     completed: float
+    dollars_per_million_samples: float
 
 
 def summed_up(
@@ -126,6 +128,7 @@ def summed_up(
         wasted_steps=float(progress.wasted_steps),
         dropped_samples=float(progress.dropped_samples),
         completed=float(progress.finished),
+        dollars_per_million_samples=ledger.dollars / progress.samples * 1e6 if progress.samples else math.inf,
     )
 
 
@@ -149,16 +152,36 @@ class Summary:
         """Half the width of the 95 % confidence interval of that mean; None for a single seed, which tells nothing."""
         return interval_95([getattr(run, name) for run in self.runs])
 
+    def band(self, name: str) -> tuple[float, float] | None:
+        """Between which values nine of ten runs lie: the 5 % and 95 % quantiles, linear between runs; None for one."""
+        values = sorted(getattr(run, name) for run in self.runs)
+        return None if len(values) < 2 else (_quantile(values, 0.05), _quantile(values, 0.95))
+
     def as_json(self) -> dict[str, dict[str, float | None]]:
-        """Every field of RunResult as {"mean": ..., "ci95": ...}."""
-        return {
-            field.name: {"mean": self.mean(field.name), "ci95": self.ci95(field.name)} for field in fields(RunResult)
-        }
+        """Every field of RunResult by name: mean, half its 95 % confidence interval, 5 % and 95 % quantiles.
+
+        What is infinite or unknown is None, since JSON has no infinity.
+        """
+        return {field.name: self._field_as_json(field.name) for field in fields(RunResult)}
+
+    def _field_as_json(self, name: str) -> dict[str, float | None]:
+        low, high = self.band(name) or (None, None)
+        found = {"mean": self.mean(name), "ci95": self.ci95(name), "p5": low, "p95": high}
+        return {key: value if value is not None and math.isfinite(value) else None for key, value in found.items()}
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    at = share * (len(ordered) - 1)
+    below = math.floor(at)
+    above = min(below + 1, len(ordered) - 1)
+    if ordered[below] == ordered[above]:  # also where both are infinite
+        return ordered[below]
+    return ordered[below] + (ordered[above] - ordered[below]) * (at - below)
 
 
 def interval_95(values: Sequence[float]) -> float | None:
     """Half the width of the mean's 95 % confidence interval by Student's t; None for fewer than two values."""
-    if len(values) < 2:
+    if len(values) < 2 or not all(map(math.isfinite, values)):
         return None
     return _student_975(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from .clock import LONGEST_HOURS
 from .errors import ScenarioError
 
 __all__ = [
@@ -33,8 +34,10 @@ __all__ = [
 ]
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
-Positive = Annotated[float, Field(gt=0.0)]
-NonNegative = Annotated[float, Field(ge=0.0)]
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Hours = Annotated[float, Field(gt=0.0, le=LONGEST_HOURS)]
+"""Of a run: ten years at most."""
 Count = Annotated[int, Field(ge=1)]
 DayOfProbabilities = Annotated[tuple[Probability, ...], Field(min_length=24, max_length=24)]
 
@@ -100,9 +103,9 @@ class MarketSpec(_Spec):
 class RunSpec(_Spec):
     """When a run ends and how it is summed up."""
 
-    duration_hours: Positive | None = None
+    duration_hours: Hours | None = None
     """None: to completion, or to the trace's end."""
-    limit_hours: Positive = 2_400.0
+    limit_hours: Hours = 2_400.0
     """A run to completion gives up after this."""
     window: Literal["wall", "training"] = "wall"
     """`training` leaves out the time before the first step and after the last, as the authors' simulator does."""

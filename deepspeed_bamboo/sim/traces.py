@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from .clock import MILLISECONDS_PER_HOUR, to_milliseconds
+from .clock import LONGEST_HOURS, LONGEST_MILLISECONDS, MILLISECONDS_PER_HOUR, MILLISECONDS_PER_SECOND, to_milliseconds
 from .errors import ScenarioError, TraceError
 from .machines import Change, MachineEvent
 
@@ -28,6 +28,16 @@ __all__ = ["Trace", "capped", "read_trace", "segment"]
 
 _ZONED_HEADER = "seconds,change,node,zone"
 _CHANGES = {"add": Change.ADD, "notice": Change.NOTICE, "remove": Change.REMOVE}
+
+
+_TOO_LATE = f"more than {LONGEST_HOURS} hours (10 years) after the start; correct it, or cut the trace"
+_MOST_DIGITS = 18
+_MOST_MACHINES = 1_000_000
+
+
+def _is_whole(text: str) -> bool:
+    """Plain digits only: str.isdigit also takes characters that int does not."""
+    return text.isascii() and text.isdigit()
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,7 @@ def read_trace(path: Path | str, *, generator: random.Random) -> Trace:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise TraceError(path, line=0, rule=f"cannot be read ({error.strerror}); give the path of a trace") from error
     except UnicodeDecodeError as error:
@@ -98,8 +108,10 @@ def read_trace(path: Path | str, *, generator: random.Random) -> Trace:
 
 def _plain_event(line: _Line) -> MachineEvent:
     at, change, node = line.fields(count=3, form="milliseconds,add|remove,node")
-    if not at.isdigit():
+    if not _is_whole(at):
         raise line.error(f"time {at!r} is not a whole number of milliseconds, 0 or more; correct it")
+    if len(at) > _MOST_DIGITS or int(at) > LONGEST_MILLISECONDS:
+        raise line.error(f"time {at} ms is {_TOO_LATE}")
     if change not in ("add", "remove"):
         raise line.error(f"change {change!r} is unknown: it is add or remove")
     return MachineEvent(int(at), _CHANGES[change], node)
@@ -111,8 +123,10 @@ def _zoned_event(line: _Line) -> MachineEvent:
         seconds = float(at)
     except ValueError:
         seconds = -1.0
-    if not 0.0 <= seconds < 1e12:
+    if not seconds >= 0.0:
         raise line.error(f"time {at!r} is not a number of seconds, 0 or more; correct it")
+    if seconds > LONGEST_MILLISECONDS / MILLISECONDS_PER_SECOND:
+        raise line.error(f"time {at} s is {_TOO_LATE}")
     if change not in _CHANGES:
         raise line.error(f"change {change!r} is unknown: it is one of {', '.join(_CHANGES)}")
     return MachineEvent(to_milliseconds(seconds), _CHANGES[change], node, zone)
@@ -160,12 +174,16 @@ def _from_counts(lines: list[_Line], generator: random.Random) -> Trace:
             moment = datetime.strptime(f"{day} {time}", "%Y-%m-%d %H:%M:%S")
         except ValueError:
             raise line.error(f"{day}, {time} is not a date and time YYYY-MM-DD, HH:MM:SS; correct it") from None
-        if not count.isdigit():
-            raise line.error(f"count {count!r} is not a whole number of machines, 0 or more; correct it")
+        if not _is_whole(count) or len(count) > _MOST_DIGITS or int(count) > _MOST_MACHINES:
+            raise line.error(
+                f"count {count!r} is not a whole number of machines from 0 to {_MOST_MACHINES}; correct it"
+            )
         samples.append((moment, int(count), line))
     repairs = _order_repair(samples)
     samples.sort(key=lambda sample: sample[0])
     start = samples[0][0]
+    if (samples[-1][0] - start).total_seconds() > LONGEST_MILLISECONDS / MILLISECONDS_PER_SECOND:
+        raise samples[-1][2].error(f"the samples span more than {LONGEST_HOURS} hours (10 years); correct the dates")
     events: list[MachineEvent] = []
     live: list[str] = []
     named = 0

@@ -103,7 +103,7 @@ def test_one_seed_has_no_interval() -> None:
     assert interval_95([3.0]) is None
     result = run_one(preset_job("bert", run__duration_hours=1.0), policy="bamboo", seed=1)
     field = Summary("bamboo", (result,)).as_json()["value"]
-    assert field == {"mean": result.value, "ci95": None}
+    assert field == {"mean": result.value, "ci95": None, "p5": None, "p95": None}
 
 
 def test_windows_and_definitions_of_value() -> None:

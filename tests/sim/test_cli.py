@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from deepspeed_bamboo.sim.build import available_policies
 from deepspeed_bamboo.sim.cli import add_parser, main
@@ -42,7 +43,8 @@ def test_json_on_standard_output_is_nothing_but_json(capsys: pytest.CaptureFixtu
     result = json.loads(capsys.readouterr().out)
     assert result["policy"] == "bamboo-published"
     for name in FIELDS:
-        assert set(result[name]) == {"mean", "ci95"}
+        assert set(result[name]) == {"mean", "ci95", "p5", "p95"}
+        assert result[name]["p5"] <= result[name]["mean"] <= result[name]["p95"]
     assert result["throughput_samples_per_second"]["mean"] == pytest.approx((74.7146 + 77.4096 + 71.7049) / 3, rel=1e-4)
 
 
@@ -86,6 +88,10 @@ def test_the_subcommand_registers_itself() -> None:
         (["--preset", "bert", "--seeds", "0"], "--seeds 0: at least 1"),
         (["--preset", "bert", "--segment", "1-2"], "give --trace as well"),
         (["--preset", "bert", "--trace", "TRACE", "--segment", "late"], "FROM-TO in hours"),
+        (["--preset", "bert", "--duration-hours", "1e300"], "less than or equal to 87600"),
+        (["--preset", "bert", "--duration-hours", "inf"], "less than or equal to 87600"),
+        (["--preset", "bert", "--trace", "TRACE", "--removal-probability", "0.5"], "which machines go; give one"),
+        (["--preset", "bert", "--trace", "TRACE", "--seeds", "3"], "happens one way"),
         (["--preset", "vgg19"], "VGG-19 has no number of steps"),
         (["--preset", "bert", "--trace", "absent.csv"], "absent.csv: cannot be read"),
         (["--predictors"], "give --trace as well"),
@@ -203,3 +209,31 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
     assert main([*command, "--plot", str(target)]) == 0
     assert target.read_bytes()[:4] == b"\x89PNG"
     assert main([*command, "--plot", str(tmp_path / "plot.nothing")]) == 2
+
+
+def test_a_grid_larger_than_the_fleet_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--preset", "bert", "--capacity", "3", "--duration-hours", "5", "--policy", "bamboo"]
+    assert main([*command, "--policy", "oracle"]) == 0
+    shown = capsys.readouterr().out
+    assert "bamboo never trained: it never had enough machines for its grid" in shown
+    assert "oracle never trained" not in shown
+    assert main([*command, "--json", "-"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert len(result["notes"]) == 1
+    assert result["dollars_per_million_samples"]["mean"] is None  # JSON has no infinity
+
+
+def test_the_columns_that_people_decide_by_fit_80_columns() -> None:
+    runs = [RunResult(*[scale * 61.7] * len(fields(RunResult))) for scale in (1, 4)]
+    screen = Console(width=80, force_terminal=True, file=io.StringIO())
+    print_table([Summary("deepspeed-bamboo-eager", tuple(runs))], title="t", console=screen)
+    assert isinstance(screen.file, io.StringIO)
+    shown = screen.file.getvalue()
+    assert all(heading in shown for heading in ("value", "hours", "dollars"))
+    assert all(len(Text.from_ansi(line).plain) <= 80 for line in shown.splitlines())
+
+
+def test_bands_are_where_nine_of_ten_runs_lie() -> None:
+    runs = [RunResult(*[float(scale)] * len(fields(RunResult))) for scale in range(101)]
+    assert Summary("p", tuple(runs)).band("value") == pytest.approx((5.0, 95.0))
+    assert Summary("p", tuple(runs[:1])).band("value") is None

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_bamboo.sim.errors import ScenarioError, TraceError
+from deepspeed_bamboo.sim.jobs import build_job
 from deepspeed_bamboo.sim.machines import Change, MachineEvent
 from deepspeed_bamboo.sim.predict import counts_by_interval
 from deepspeed_bamboo.sim.prices import read_prices
+from deepspeed_bamboo.sim.scenario import load_preset
 from deepspeed_bamboo.sim.traces import Trace, capped, read_trace, segment
 
 from .common import machines, published_trace, recorded
@@ -42,6 +44,27 @@ def test_counts_format(tmp_path: Path) -> None:
     assert trace.repairs == ()
 
 
+def test_a_byte_order_mark_is_not_part_of_the_first_line(tmp_path: Path) -> None:
+    assert read(tmp_path, "\ufeff0,add,a\n5,remove,a\n") == read(tmp_path, "0,add,a\n5,remove,a\n")
+    prices = tmp_path / "prices.csv"
+    prices.write_text("\ufeffseconds,dollars_per_hour\n0,0.5\n", encoding="utf-8")
+    assert read_prices(prices).at(1) == 0.5
+
+
+@pytest.mark.parametrize("line", ["0,inf", "0,nan", "1e300,1", "nan,1"])
+def test_prices_and_their_times_are_finite(line: str, tmp_path: Path) -> None:
+    prices = tmp_path / "prices.csv"
+    prices.write_text(f"seconds,dollars_per_hour\n{line}\n", encoding="utf-8")
+    with pytest.raises(TraceError, match=":2: "):
+        read_prices(prices)
+
+
+def test_a_trace_of_one_instant_needs_a_duration(tmp_path: Path) -> None:
+    trace = read(tmp_path, "2021-12-11, 11:11:30, 55\n")
+    with pytest.raises(ScenarioError, match="ends at its first instant"):
+        build_job(load_preset("bert"), trace=trace)
+
+
 def test_counts_out_of_order_are_sorted_and_it_is_said(tmp_path: Path) -> None:
     trace = read(tmp_path, "2021-12-11, 11:00:00, 2\n2021-12-11, 11:02:00, 1\n2021-12-11, 11:01:00, 3\n")
     assert counts_by_interval(trace, interval_seconds=60) == [2, 3, 1]
@@ -53,6 +76,12 @@ def test_counts_out_of_order_are_sorted_and_it_is_said(tmp_path: Path) -> None:
     ("text", "line", "rule"),
     [
         ("0,add,a\n5,add\n", 2, "malformed"),
+        ("0,add,a\n99999999999999999999999,remove,a\n", 2, "more than 87600 hours"),
+        ("0,add,a\n²,remove,a\n", 2, "'²' is not a whole number"),
+        ("seconds,change,node,zone\n9e11,add,a,z\n", 2, "more than 87600 hours"),
+        ("seconds,change,node,zone\nnan,add,a,z\n", 2, "'nan' is not a number of seconds"),
+        ("2021-12-11, 11:00:00, 9999999\n", 1, "machines from 0 to 1000000"),
+        ("2001-12-11, 11:00:00, 2\n2021-12-11, 11:00:00, 2\n", 2, "span more than 87600 hours"),
         ("0,add,a\n5,grow,b\n", 2, "'grow' is unknown"),
         ("-1,add,a\n", 1, "'-1' is not a whole number"),
         ("0,add,a\n1.5,remove,a\n", 2, "'1.5' is not a whole number"),
