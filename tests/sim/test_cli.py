@@ -224,7 +224,7 @@ def test_a_grid_larger_than_the_fleet_is_named(capsys: pytest.CaptureFixture[str
 
 
 def test_the_columns_that_people_decide_by_fit_80_columns() -> None:
-    runs = [RunResult(*[scale * 61.7] * len(fields(RunResult))) for scale in (1, 4)]
+    runs = [RunResult(*[scale * 5.17] * len(fields(RunResult))) for scale in (1, 4)]
     screen = Console(width=80, force_terminal=True, file=io.StringIO())
     print_table([Summary("deepspeed-bamboo-eager", tuple(runs))], title="t", console=screen)
     assert isinstance(screen.file, io.StringIO)
