@@ -8,6 +8,7 @@ and sampled otherwise.
 
 from __future__ import annotations
 
+import bisect
 import enum
 import itertools
 import math
@@ -173,6 +174,9 @@ class _Memory:
     """What a planner has found out so far: values that never change, so that plans stay a function of their input."""
 
     candidates: dict[int, tuple[Grid, ...]] = field(default_factory=dict)
+    # Grids than which no other is as fast or faster on as few machines, for up to so many machines, by size.
+    frontier: list[Grid] = field(default_factory=list)
+    frontier_machines: int = 0
     step_seconds: dict[Grid, float] = field(default_factory=dict)
     standstill: dict[tuple[Grid, Grid, int, int], float] = field(default_factory=dict)
     survivors: dict[tuple[Grid, int, int], Survivors] = field(default_factory=dict)
@@ -210,14 +214,16 @@ class Planner:
         return known[machines]
 
     def _find_candidates(self, machines: int) -> tuple[Grid, ...]:
-        grids = [Grid(d, p) for p in self.stages for d in range(1, machines // p + 1)]
-        kept: list[Grid] = []
-        fastest = math.inf
-        for grid in sorted(grids, key=lambda one: (one.size, self.step_seconds(one))):
-            if self.step_seconds(grid) < fastest:
-                fastest = self.step_seconds(grid)
-                kept.append(grid)
-        return tuple(kept[-_MOST_CANDIDATES:])
+        memory = self._memory
+        fastest = self.step_seconds(memory.frontier[-1]) if memory.frontier else math.inf
+        for size in range(memory.frontier_machines + 1, machines + 1):
+            for grid in sorted((Grid(size // p, p) for p in self.stages if size % p == 0), key=self.step_seconds):
+                if self.step_seconds(grid) < fastest:
+                    fastest = self.step_seconds(grid)
+                    memory.frontier.append(grid)
+        memory.frontier_machines = max(memory.frontier_machines, machines)
+        end = bisect.bisect_right(memory.frontier, machines, key=lambda grid: grid.size)
+        return tuple(memory.frontier[max(0, end - _MOST_CANDIDATES) : end])
 
     def step_seconds(self, grid: Grid) -> float:
         """A step on a grid."""

@@ -7,6 +7,7 @@ the processes start, meet and load within `restart_seconds` + `restore_seconds`,
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ class _RestartingPolicy(Policy):
         self._steps = steps
         self._ready: dict[str, None] = {}
         self._active: set[str] = set()
+        # Those that came during a restart: nobody misses them before it is done.
+        self._came: set[str] = set()
         self._grid: Grid | None = None
 
     @abstractmethod
@@ -57,6 +60,7 @@ class _RestartingPolicy(Policy):
     def ready(self, now: int, node: str) -> None:
         """See Policy."""
         self._ready[node] = None
+        self._came.add(node)
         if self._grid is not None:
             self.wants_step_end = True
         elif self.alarm_at == NEVER:
@@ -64,16 +68,25 @@ class _RestartingPolicy(Policy):
 
     def removed(self, now: int, node: str) -> None:
         """See Policy. A standby is not missed."""
+        missed = self._takes_part(node)
         self._ready.pop(node, None)
-        if node in self._active:
+        self._came.discard(node)
+        if missed:
             self.ledger.fatal_losses += 1
             self.progress.roll_back(now)
             self._restart(now)
 
+    def _takes_part(self, node: str) -> bool:
+        """Whether the running job, or the restart that is under way, counts on the machine."""
+        if self._grid is None and self.alarm_at != NEVER:
+            return node in self._ready and node not in self._came
+        return node in self._active
+
     def _restart(self, now: int) -> None:
         """Begin, or begin anew: a loss during a restart starts it over."""
         self._grid = None
-        self._active = set(self._ready)
+        self._active = set()
+        self._came.clear()
         self.ledger.enter(now, Mode.PAUSED)
         self.alarm_at = now + to_milliseconds(self._costs.restart_seconds + self._costs.restore_seconds)
 
@@ -86,7 +99,7 @@ class _RestartingPolicy(Policy):
             self.ledger.enter(now, Mode.IDLE)
             return
         self._grid, seconds = chosen
-        self._active = set(list(self._ready)[: self._grid.size])
+        self._active = set(itertools.islice(self._ready, self._grid.size))
         self.ledger.enter(now, Mode.RUNNING)
         slowed = seconds * self._costs.checkpoint_slowdown
         self.progress.start(now, max(1, math.ceil(slowed * MILLISECONDS_PER_SECOND)))
