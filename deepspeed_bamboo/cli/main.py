@@ -18,6 +18,7 @@ COMMAND_MODULES = (
     "deepspeed_bamboo.cli.plan",
     "deepspeed_bamboo.cli.schedule",
     "deepspeed_bamboo.sim.cli",
+    "deepspeed_bamboo.sim.advise_cli",
 )
 
 _EXIT_INTERRUPTED = 130  # as shells have it for Ctrl-C

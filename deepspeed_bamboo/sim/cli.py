@@ -36,7 +36,7 @@ from .runner import run_seeds
 from .scenario import Scenario, load_preset, load_scenario, preset_names, validated
 from .traces import Trace, read_trace, segment
 
-__all__ = ["add_parser", "main"]
+__all__ = ["add_parser", "main", "progress_bar", "scenario_of", "write_text"]
 
 _FAILURE = 2
 
@@ -107,14 +107,14 @@ def _run(arguments: argparse.Namespace) -> int:
         from .plot import plot_policies, require_matplotlib
 
         require_matplotlib()
-    scenario, folder = _scenario(arguments)
+    scenario, folder = scenario_of(arguments)
     trace = _trace(arguments)
     _check_counts(arguments)
     _check_trace_options(arguments)
     job = build_job(scenario, trace=trace, folder=folder)
     policies = arguments.policy or ([scenario.policy] if scenario.policy else available_policies(scenario))
     seeds = range(1, arguments.seeds + 1)
-    with _progress_bar(len(policies) * len(seeds)) as report:
+    with progress_bar(len(policies) * len(seeds)) as report:
         summaries = run_seeds(job, policies=policies, seeds=seeds, processes=arguments.jobs, report=report)
     repairs = list(trace.repairs) if trace else []
     about = {
@@ -127,7 +127,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "notes": never_trained(summaries),
     }
     if arguments.json:
-        _write(arguments.json, as_json(summaries, about=about))
+        write_text(arguments.json, as_json(summaries, about=about))
     if arguments.json != "-":
         print_table(summaries, title=_title(job, arguments), console=console)
         for repair in repairs:
@@ -157,7 +157,7 @@ def _compare_predictors(arguments: argparse.Namespace, console: Console) -> int:
         for name, predictor in named_predictors(("persistence", "moving-average", "arima")).items()
     }
     if arguments.json:
-        _write(arguments.json, json.dumps({"mean_absolute_error_by_horizon_minutes": errors}, indent=1))
+        write_text(arguments.json, json.dumps({"mean_absolute_error_by_horizon_minutes": errors}, indent=1))
     if arguments.json != "-":
         table = Table(title=f"mean absolute error in machines, {arguments.trace}", title_justify="left")
         table.add_column("predictor")
@@ -197,7 +197,7 @@ def _title(job: Job, arguments: argparse.Namespace) -> str:
     return f"{job.scenario.model.name}, {machines}{part}, seeds {arguments.seeds}"
 
 
-def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, Path | None]:
+def scenario_of(arguments: argparse.Namespace) -> tuple[Scenario, Path | None]:
     """The scenario with the options on top of it, and the folder of its relative paths."""
     if bool(arguments.preset) == bool(arguments.scenario):
         raise ScenarioError(f"give --preset NAME or --scenario FILE, one of them; presets: {', '.join(preset_names())}")
@@ -232,7 +232,8 @@ def _trace(arguments: argparse.Namespace) -> Trace | None:
     return segment(trace, from_hours=start, to_hours=end)
 
 
-def _write(target: str, text: str) -> None:
+def write_text(target: str, text: str) -> None:
+    """Write text with a newline to a file, or print it for `-`. Raises ScenarioError when it can't be written."""
     if target == "-":
         print(text)
         return
@@ -243,7 +244,7 @@ def _write(target: str, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _progress_bar(total: int) -> Iterator[Callable[[int], None]]:
+def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
     """A bar on standard error while several runs last; nothing when it isn't a terminal."""
     console = Console(stderr=True)
     with Bar(console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -171,10 +171,11 @@ class Summary:
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
+    """The value below which a share (0 to 1) of some rising values lies, linear between two of them."""
     at = share * (len(ordered) - 1)
     below = math.floor(at)
     above = min(below + 1, len(ordered) - 1)
-    if ordered[below] == ordered[above]:  # also where both are infinite
+    if at == below or ordered[below] == ordered[above]:  # infinity times nothing is no number
         return ordered[below]
     return ordered[below] + (ordered[above] - ordered[below]) * (at - below)
 

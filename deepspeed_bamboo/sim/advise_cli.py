@@ -1,0 +1,216 @@
+"""`ds_bamboo advise`: how many machines, which grid and which mode, for a deadline or a budget.
+
+ds_bamboo advise --preset bert --removal-probability 0.1 --deadline-hours 12
+ds_bamboo advise --preset bert --budget-dollars 400 --confidence 0.95
+ds_bamboo advise --scenario mine.json --grids 4x12,2x12 --machines 24,48 --modes lazy,off
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from .advise import Advice, Goal, Option, Outcome, outcome_of, recommend
+from .cli import progress_bar, scenario_of, write_text
+from .console import print_whole, table_console
+from .errors import ScenarioError, SimulationError
+from .jobs import build_job
+from .results import Summary
+from .runner import run_seeds
+from .scenario import Scenario, preset_names
+from .steptimes import Grid
+
+__all__ = ["add_parser"]
+
+_FAILURE = 2
+_MODES = {"lazy": "deepspeed-bamboo", "eager": "deepspeed-bamboo-eager", "off": "deepspeed-bamboo-off"}
+_ON_DEMAND = "on-demand"
+# Of a grid's coordinates: half as many machines, one each, and over-provisioned as in Bamboo's evaluation.
+_PROVISIONING = (0.5, 1.0, 1.5)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register `advise` with the subparsers of ds_bamboo."""
+    parser = subparsers.add_parser(
+        "advise",
+        help="machines, grid and mode for a deadline or a budget",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--preset", metavar="NAME", help=f"a preset: {', '.join(preset_names())}")
+    parser.add_argument("--scenario", metavar="FILE", type=Path, help="a scenario of your own (JSON)")
+    parser.add_argument("--removal-probability", metavar="P", type=float, help="of each machine, per hour, 0 to 1")
+    goal = parser.add_argument_group("goal; without one: the cheapest")
+    goal.add_argument("--deadline-hours", metavar="H", type=float, help="done by then, as cheaply as possible")
+    goal.add_argument("--budget-dollars", metavar="D", type=float, help="for no more, as fast as possible")
+    goal.add_argument("--confidence", metavar="Q", type=float, default=0.9, help="share of runs (default 0.9)")
+    search = parser.add_argument_group("what to choose from")
+    search.add_argument("--grids", metavar="DxP,DxP", help="default: the scenario's own and those of its step table")
+    search.add_argument("--machines", metavar="N,N", help="default: half, one and 1.5 times a grid's coordinates")
+    search.add_argument("--modes", metavar="M,M", default="lazy,eager,off,on-demand", help="default: %(default)s")
+    search.add_argument("--seeds", metavar="N", type=int, default=20, help="runs an option (default %(default)s)")
+    parser.add_argument("--jobs", metavar="N", type=int, default=1, help="processes; results are the same (default 1)")
+    parser.add_argument("--json", metavar="FILE", help="write advice and options as JSON; - is standard output")
+    # Read by what is shared with `simulate`.
+    parser.set_defaults(run=run, capacity=None, duration_hours=None, window=None, value=None)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the arguments say; user errors go to standard error in one line. Returns the exit status."""
+    try:
+        return _run(arguments)
+    except SimulationError as error:
+        print(f"ds_bamboo advise: {error}", file=sys.stderr)
+        return _FAILURE
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    goal = Goal(arguments.deadline_hours, arguments.budget_dollars, arguments.confidence)
+    for option, count in (("--seeds", arguments.seeds), ("--jobs", arguments.jobs)):
+        if count < 1:
+            raise ScenarioError(f"{option} {count}: at least 1 is needed")
+    scenario, folder = scenario_of(arguments)
+    if scenario.model.steps is None:
+        raise ScenarioError(f"{scenario.model.name} has no number of steps, so no run is ever done; set model.steps")
+    options = list(_options(scenario, arguments))
+    with progress_bar(len(options)) as report:
+        outcomes = []
+        for each in options:
+            outcomes.append(_simulated(each, scenario, folder, arguments))
+            report(len(outcomes))
+    advice = recommend(outcomes, goal)
+    if arguments.json:
+        write_text(arguments.json, _as_json(advice, outcomes, scenario, arguments))
+    if arguments.json != "-":
+        _print(advice, scenario, arguments)
+    return 0 if advice.chosen else 1
+
+
+def _options(scenario: Scenario, arguments: argparse.Namespace) -> Iterator[Option]:
+    live, on_demand = scenario.policies.live, scenario.policies.on_demand
+    if live is None:
+        raise ScenarioError("the scenario has no parameters for this project's policy; add policies.live")
+    modes = [part.strip() for part in arguments.modes.split(",")]
+    unknown = [mode for mode in modes if mode not in (*_MODES, _ON_DEMAND)]
+    if unknown:
+        raise ScenarioError(f"--modes {unknown[0]!r} is unknown: there are {', '.join((*_MODES, _ON_DEMAND))}")
+    own = Grid(live.pipelines, live.stages)
+    table = [Grid(row.pipelines, row.stages) for row in scenario.model.table]
+    grids = _grids(arguments.grids) if arguments.grids else list(dict.fromkeys([own, *table]))
+    for grid in grids:
+        default = [max(1, math.ceil(grid.size * share)) for share in _PROVISIONING]
+        for machines in _counts(arguments.machines) if arguments.machines else default:
+            for mode in modes:
+                # A pipeline's replicas are what `off` survives by.
+                if mode in _MODES and not (mode == "off" and grid.pipelines == 1):
+                    yield Option(mode, grid.pipelines, grid.stages, machines)
+    if _ON_DEMAND in modes and on_demand is not None:
+        yield Option(_ON_DEMAND, *_on_demand_grid(on_demand.machines, own.stages), on_demand.machines)
+
+
+def _on_demand_grid(machines: int, stages: int) -> tuple[int, int]:
+    return (machines // stages, stages) if machines % stages == 0 else (1, machines)
+
+
+def _grids(text: str) -> list[Grid]:
+    try:
+        found = [Grid(*(int(part) for part in one.split("x"))) for one in text.split(",")]
+    except (TypeError, ValueError):
+        found = []
+    if not found or any(grid.pipelines < 1 or grid.stages < 1 for grid in found):
+        raise ScenarioError(f"--grids {text}: they are pipelines x stages, for example 4x12,2x12")
+    return found
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        found = [int(one) for one in text.split(",")]
+    except ValueError:
+        found = [0]
+    if min(found) < 1:
+        raise ScenarioError(f"--machines {text}: they are whole numbers from 1, for example 24,48")
+    return found
+
+
+def _simulated(option: Option, scenario: Scenario, folder: Path | None, arguments: argparse.Namespace) -> Outcome:
+    seeds = range(1, arguments.seeds + 1)
+    policy = _MODES.get(option.mode, option.mode)
+    job = build_job(_with_option(scenario, option), folder=folder)
+    [summary] = run_seeds(job, policies=[policy], seeds=seeds, processes=arguments.jobs)
+    return outcome_of(option, _runs_of(summary), confidence=arguments.confidence)
+
+
+def _with_option(scenario: Scenario, option: Option) -> Scenario:
+    if option.mode == _ON_DEMAND or scenario.policies.live is None:
+        return scenario
+    live = scenario.policies.live.model_copy(update={"pipelines": option.pipelines, "stages": option.stages})
+    policies = scenario.policies.model_copy(update={"live": live.model_copy(update={"redundancy": "lazy"})})
+    market = scenario.market.model_copy(update={"capacity": option.machines})
+    return scenario.model_copy(update={"market": market, "policies": policies})
+
+
+def _runs_of(summary: Summary) -> list[tuple[float, float, bool]]:
+    return [(run.duration_hours, run.cost_dollars, bool(run.completed)) for run in summary.runs]
+
+
+def _assumptions(scenario: Scenario) -> str:
+    market, odds = scenario.market, scenario.market.removal_probability
+    removal = f"{odds:g} an hour" if isinstance(odds, float) else "by the hour of the day"
+    price = market.price_history or f"${market.dollars_per_hour:g} a machine-hour"
+    return (
+        f"Assumed: {price}; each machine is taken with odds of {removal}, on its own (no losses of a whole zone), "
+        f"and missing ones come back by the market's odds; the step times of {scenario.model.name}; "
+        "losses and joins cost what policies.live says; mode off survives by replicas in other pipelines, which "
+        "neither bf16 nor ZeRO-1 keeps. See docs/simulator.md."
+    )
+
+
+def _print(advice: Advice, scenario: Scenario, arguments: argparse.Namespace) -> None:
+    console = table_console()
+    shown = [] if advice.chosen is None else [advice.chosen]
+    console.print(f"Run {advice.chosen.option}." if advice.chosen else "Nothing fits.", highlight=False)
+    console.print(advice.reason, highlight=False)
+    print_whole(_table([*shown, *advice.others], arguments.confidence), console)
+    console.print(_assumptions(scenario), highlight=False)
+
+
+def _table(outcomes: list[Outcome], confidence: float) -> Table:
+    table = Table(title=f"what {confidence:.0%} of the runs stay within", title_justify="left")
+    for heading in ("mode", "grid", "machines", "hours", "dollars", "finished"):
+        table.add_column(heading, justify="left" if heading == "mode" else "right", no_wrap=True)
+    for one in outcomes:
+        option = one.option
+        hours, dollars = (f"{one.hours:.1f}", f"{one.dollars:.0f}") if math.isfinite(one.hours) else ("never", "-")
+        grid = f"{option.pipelines} x {option.stages}"
+        table.add_row(option.mode, grid, str(option.machines), hours, dollars, f"{one.finished:.0%}")
+    return table
+
+
+def _as_json(advice: Advice, outcomes: list[Outcome], scenario: Scenario, arguments: argparse.Namespace) -> str:
+    return json.dumps(
+        {
+            "chosen": _plain(advice.chosen) if advice.chosen else None,
+            "reason": advice.reason,
+            "assumptions": _assumptions(scenario),
+            "confidence": arguments.confidence,
+            "seeds": arguments.seeds,
+            "options": [_plain(one) for one in outcomes],
+        },
+        indent=1,
+    )
+
+
+def _plain(outcome: Outcome) -> dict[str, Any]:
+    """For JSON, which has no infinity: None in its place."""
+    plain = asdict(outcome)
+    for name in ("hours", "dollars", "mean_dollars"):
+        plain[name] = plain[name] if math.isfinite(plain[name]) else None
+    return plain

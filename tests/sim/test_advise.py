@@ -1,0 +1,142 @@
+"""Advice: questions whose answers are known, in small, and the command."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_bamboo.cli.main import main
+from deepspeed_bamboo.sim.advise import Goal, Option, Outcome, outcome_of, recommend
+from deepspeed_bamboo.sim.errors import ScenarioError
+
+SLOW = Option("lazy", 1, 4, 4)
+MIDDLE = Option("lazy", 2, 4, 8)
+FAST = Option("lazy", 4, 4, 16)
+SAFE = Option("on-demand", 1, 4, 4)
+
+
+def promised(option: Option, hours: float, dollars: float) -> Outcome:
+    return Outcome(option, hours, dollars, dollars, 1.0 if math.isfinite(hours) else 0.5)
+
+
+CHOICE = (
+    promised(SLOW, 20.0, 100.0),
+    promised(MIDDLE, 12.0, 130.0),
+    promised(FAST, 8.0, 200.0),
+    promised(SAFE, 15.0, 400.0),
+)
+
+
+@pytest.mark.parametrize(
+    ("goal", "answer"),
+    [
+        (Goal(), SLOW),  # the cheapest
+        (Goal(deadline_hours=20.0), SLOW),  # the cheapest that is in time, just so
+        (Goal(deadline_hours=19.9), MIDDLE),
+        (Goal(deadline_hours=8.0), FAST),
+        (Goal(deadline_hours=7.0), None),  # nothing is so fast
+        (Goal(budget_dollars=1000.0), FAST),  # the fastest for the money
+        (Goal(budget_dollars=150.0), MIDDLE),
+        (Goal(budget_dollars=99.0), None),
+        (Goal(deadline_hours=12.0, budget_dollars=130.0), MIDDLE),
+        (Goal(deadline_hours=10.0, budget_dollars=150.0), None),  # each alone is possible, both aren't
+    ],
+)
+def test_ten_questions_with_known_answers(goal: Goal, answer: Option | None) -> None:
+    advice = recommend(CHOICE, goal)
+    assert (advice.chosen.option if advice.chosen else None) == answer
+    assert advice.reason.endswith(".")
+
+
+def test_the_least_miss_is_named_when_nothing_fits() -> None:
+    advice = recommend(CHOICE, Goal(deadline_hours=7.0))
+    assert advice.others[0].option == FAST
+    assert str(FAST) in advice.reason and "8.0 h" in advice.reason
+
+
+def test_of_equal_options_the_one_with_fewer_machines_is_taken() -> None:
+    advice = recommend([promised(FAST, 8.0, 100.0), promised(SLOW, 8.0, 100.0)], Goal(deadline_hours=9.0))
+    assert advice.chosen is not None and advice.chosen.option == SLOW
+
+
+def test_confidence_counts_runs() -> None:
+    runs = [(float(hour), 10.0 * hour, True) for hour in range(1, 11)]
+    assert outcome_of(SLOW, runs, confidence=0.9).hours == 9.0
+    assert outcome_of(SLOW, runs, confidence=0.91).hours == 10.0
+    assert outcome_of(SLOW, runs, confidence=1.0).dollars == 100.0
+
+
+def test_a_run_that_never_finishes_is_never_in_time() -> None:
+    runs = [(1.0, 1.0, True)] * 8 + [(2400.0, 9.0, False)] * 2
+    sure, unsure = outcome_of(SLOW, runs, confidence=0.8), outcome_of(SLOW, runs, confidence=0.9)
+    assert (sure.hours, sure.finished) == (1.0, 0.8)
+    assert unsure.hours == math.inf
+    assert recommend([unsure], Goal()).chosen is None
+    assert "finishes" in recommend([unsure], Goal()).reason
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(1, 100), st.floats(1, 100)), min_size=1, max_size=8),
+    st.none() | st.floats(1, 100),
+    st.none() | st.floats(1, 100),
+)
+def test_the_choice_is_the_best_of_those_that_keep_the_goal(
+    found: list[tuple[float, float]], deadline: float | None, budget: float | None
+) -> None:
+    outcomes = [promised(Option("lazy", 1, 4, 4 + i), hours, dollars) for i, (hours, dollars) in enumerate(found)]
+    kept = [one for one in outcomes if one.hours <= (deadline or math.inf) and one.dollars <= (budget or math.inf)]
+    chosen = recommend(outcomes, Goal(deadline, budget)).chosen
+    assert (chosen is None) == (not kept)
+    if chosen is not None:
+        assert chosen in kept
+        by_time = budget is not None and deadline is None
+        assert (chosen.hours if by_time else chosen.dollars) == min(
+            one.hours if by_time else one.dollars for one in kept
+        )
+
+
+@pytest.mark.parametrize("goal", [{"confidence": 0.0}, {"deadline_hours": -1.0}, {"budget_dollars": math.inf}])
+def test_goals_that_make_no_sense_are_errors(goal: dict[str, float]) -> None:
+    with pytest.raises(ScenarioError):
+        Goal(**goal)
+
+
+def test_machines_that_nobody_takes_need_no_redundancy(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["advise", "--preset", "bert", "--removal-probability", "0", "--seeds", "1", "--json", "-"]
+    assert main([*command, "--grids", "2x12", "--machines", "24"]) == 0
+    advice = json.loads(capsys.readouterr().out)
+    assert advice["chosen"]["option"]["mode"] == "off"
+    assert {one["option"]["mode"] for one in advice["options"]} == {"lazy", "eager", "off", "on-demand"}
+
+
+def test_the_text_says_what_it_assumes(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["advise", "--preset", "bert", "--removal-probability", "0.1", "--seeds", "1", "--modes", "lazy"]
+    assert main([*command, "--grids", "2x12", "--machines", "24", "--deadline-hours", "0.1"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Nothing fits." in shown and "Assumed: $0.91 a machine-hour; each machine is taken with odds of 0.1" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--grids", "4by12"], "pipelines x stages"),
+        (["--machines", "0"], "whole numbers from 1"),
+        (["--modes", "lucky"], "there are lazy, eager, off, on-demand"),
+        (["--confidence", "2"], "confidence 2.0"),
+    ],
+)
+def test_user_errors_are_one_line(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "--preset", "bert", *options]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+def test_a_model_without_an_end_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["advise", "--preset", "vgg19"]) == 2
+    assert "no number of steps" in capsys.readouterr().err
