@@ -34,6 +34,7 @@ setup(
         "boto3",
         "cslab-etcd3>=0.12",
         "deepspeed>=0.19.8,<0.20",
+        "msgpack>=1.0.5",
         "numpy>=1.26",
         "pydantic>=2",
         "rich>=13",

@@ -5,6 +5,8 @@
     ├── EventLogError       event files that contradict each other or can't be read
     ├── ModelError          a model whose stages can't be connected (a user's bug, never a lost node)
     ├── MemoryLimitError    redundancy needs more memory than the configuration allows
+    ├── MessageError        bytes from a connection or from etcd that no worker of this job has made (also a ValueError)
+    ├── UnsendableError     a value that can't be sent to another worker (also a ValueError)
     ├── ShadowError         a shadow that differs from its owner (debug_check_shadows)
     ├── JobFailedError      another worker ended the job; names it and its cause
     ├── ExpelledError       this worker is no longer part of the job; its process has to end
@@ -47,6 +49,14 @@ class MemoryLimitError(BambooError):
 
 class CheckpointError(BambooError):
     """A checkpoint that not all workers read alike."""
+
+
+class MessageError(BambooError, ValueError):
+    """What came over a connection or out of etcd is no message of this job; nothing of it was used."""
+
+
+class UnsendableError(BambooError, ValueError):
+    """A value can't be sent to another worker, for it is neither plain data nor a tensor. Names its type."""
 
 
 class ShadowError(BambooError):

@@ -57,6 +57,10 @@ class Report:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Report:
         """Inverse of :meth:`to_json`. Raises KeyError or ValueError for anything else."""
+        texts = [*value["rounds"], *value["previous"]]
+        right = isinstance(value["activity"], int) and isinstance(value["kind"], str | None)
+        if not right or not all(isinstance(text, str) for text in texts):
+            raise ValueError("a report has a number, a kind and texts of agreements")
         return cls(
             activity=value["activity"],
             kind=value["kind"],

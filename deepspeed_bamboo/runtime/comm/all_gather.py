@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.errors import MessageError
 from deepspeed_bamboo.runtime.comm.channel import Message
 from deepspeed_bamboo.runtime.comm.encoding import decode, encode
+from deepspeed_bamboo.runtime.comm.epoch_monitor import PeerLostError
 from deepspeed_bamboo.runtime.comm.peers import Links
 
 FAN_OUT = 8
@@ -46,7 +48,7 @@ def agree(
     if meanwhile is not None and (below or above is None):
         meanwhile()
     for worker in below:
-        collected.update(decode(links.receive(worker, f"{label}/in").data))
+        collected.update(_values(links.receive(worker, f"{label}/in").data, sender=worker))
     if above is None:
         result = {worker: collected[worker] for worker in workers}
         packed = encode(result)
@@ -55,10 +57,21 @@ def agree(
         if meanwhile is not None and not below:
             meanwhile()
         packed = links.receive(above, f"{label}/out").data
-        result = decode(packed)
+        result = _values(packed, sender=above)
     for worker in below:
         links.send(worker, Message(f"{label}/out", data=packed))
     return result
+
+
+def _values(packed: Any, *, sender: WorkerId) -> dict[WorkerId, Any]:
+    """What ``sender`` has collected. Raises PeerLostError when that makes no sense: then it is of no use."""
+    try:
+        values = decode(packed) if isinstance(packed, bytes) else None
+    except MessageError as error:
+        raise PeerLostError(sender, str(error)) from error
+    if not isinstance(values, dict):
+        raise PeerLostError(sender, "it sent something else where the values of an agreement belong")
+    return values
 
 
 def tree_neighbours(

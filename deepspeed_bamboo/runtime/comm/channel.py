@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import queue
 import struct
 import threading
@@ -20,12 +19,12 @@ from typing import Any
 
 import torch
 
-from deepspeed_bamboo.errors import ModelError
+from deepspeed_bamboo.errors import MessageError, ModelError
 from deepspeed_bamboo.runtime.comm.c10d import c10d
 from deepspeed_bamboo.runtime.comm.connection_errors import cause_of
-from deepspeed_bamboo.runtime.comm.encoding import decode, encode
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption, PeerLostError
-from deepspeed_bamboo.runtime.comm.nccl import Arrival, Description, DeviceLanes
+from deepspeed_bamboo.runtime.comm.header import HEADER_LIMIT_BYTES, Description, Header
+from deepspeed_bamboo.runtime.comm.nccl import Arrival, DeviceLanes
 
 _Form = tuple[Any, Description]  # plain data, and dtype and shape of every tensor
 
@@ -104,7 +103,7 @@ class Channel:
         lanes = self.lanes if any(tensor.device.type != "cpu" for tensor in message.tensors) else None
         parts = [] if lanes is not None else [_as_bytes(tensor.to("cpu")) for tensor in message.tensors]
         size = sum(part.numel() for part in parts)
-        header = encode((message.key, message.data, description, lanes is not None))
+        header = Header(message.key, message.data, description, on_lane=lanes is not None).to_bytes()
         self._send_header(header, payload_bytes=size)
         if size:
             self._post(parts[0] if len(parts) == 1 else torch.cat(parts), _PAYLOAD_TAG)
@@ -123,7 +122,7 @@ class Channel:
         if form is None or self.lanes is None:
             return
         self._announced[key] = form
-        self._send_header(encode((key, *form, True)), payload_bytes=0)
+        self._send_header(Header(key, *form, on_lane=True).to_bytes(), payload_bytes=0)
 
     def _keep_promise(self, message: Message, description: Description) -> None:
         """Send the tensors of an announced message. Raises ModelError if they are not as announced."""
@@ -226,7 +225,7 @@ class Channel:
         while self._wanted.get() and not self._closed:
             try:
                 message = self._read_one()
-            except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
+            except (RuntimeError, ValueError, MemoryError) as error:
                 self._error = cause_of(error)
                 self._interruption.notify()
                 return
@@ -237,24 +236,26 @@ class Channel:
         block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)
         self._take(block, _BLOCK_TAG)
         header_bytes, size = _LENGTHS.unpack(block[:_LENGTHS_BYTES].numpy().tobytes())
-        if header_bytes <= 0:
+        if header_bytes == 0:
             raise RuntimeError(_FAREWELL)
+        if not 0 < header_bytes <= HEADER_LIMIT_BYTES:
+            raise MessageError(f"a message that announces a header of {header_bytes} bytes")
         header = block[_LENGTHS_BYTES : _LENGTHS_BYTES + header_bytes]
         if header_bytes > _BLOCK_BYTES - _LENGTHS_BYTES:
             header = torch.empty(header_bytes, dtype=torch.uint8)
             self._take(header, _HEADER_TAG)
-        key, data, description, on_lane = decode(header.numpy().tobytes())
-        if on_lane:
+        found = Header.from_bytes(header.numpy().tobytes(), payload_bytes=size)
+        if found.on_lane:
             if self.lanes is None:
                 raise RuntimeError("it sends device tensors, but there is no lane to receive them")
-            return Message(key, data, arrival=self.lanes.receive(description), by_lane=True)
+            return Message(found.key, found.data, arrival=self.lanes.receive(found.description), by_lane=True)
         tensors: list[torch.Tensor] = []
-        if description:
+        if found.description:
             payload = torch.empty(size, dtype=torch.uint8)
             if size:
                 self._take(payload, _PAYLOAD_TAG)
-            tensors = _split(payload, description)
-        return Message(key, data, tensors)
+            tensors = _split(payload, found.description)
+        return Message(found.key, found.data, tensors)
 
     def _take(self, tensor: torch.Tensor, tag: int) -> None:
         self._group.recv([tensor], self._other, tag).wait()

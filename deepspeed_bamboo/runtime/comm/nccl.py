@@ -18,8 +18,7 @@ import torch
 
 from deepspeed_bamboo.runtime.comm.c10d import c10d
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption
-
-Description = Sequence[tuple[torch.dtype, tuple[int, ...]]]
+from deepspeed_bamboo.runtime.comm.header import Description
 
 # The first polls spin: data that is early is there at once, and late data is the next micro-batch's, on which the
 # device waits. Later polls leave the processor to others.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +11,8 @@ from deepspeed_bamboo.core.consensus import Report
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.core.schedule import Plan
+from deepspeed_bamboo.errors import MessageError
+from deepspeed_bamboo.runtime.comm.encoding import decode, encode
 
 Round = Mapping[str, Any]
 """One agreement: every worker's value, by worker."""
@@ -19,12 +20,21 @@ Round = Mapping[str, Any]
 
 def encode_round(agreed: Round) -> str:
     """Text form of an agreement, for reports."""
-    return base64.b64encode(pickle.dumps(agreed)).decode("ascii")
+    return base64.b64encode(encode(agreed)).decode("ascii")
 
 
 def decode_round(text: str) -> Round:
-    """Inverse of :func:`encode_round`; only ever applied to what a worker of this job published."""
-    agreed: Round = pickle.loads(base64.b64decode(text))
+    """Inverse of :func:`encode_round`. Raises MessageError for anything that it has not made."""
+    try:
+        agreed = decode(base64.b64decode(text, validate=True))
+    except MessageError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise MessageError(f"a text that is no agreement of this job ({error})") from error
+    if not isinstance(agreed, dict) or not all(isinstance(worker, str) for worker in agreed):
+        raise MessageError(
+            f"a {type(agreed).__name__} that is no agreement of this job: it has no value for each worker"
+        )
     return agreed
 
 

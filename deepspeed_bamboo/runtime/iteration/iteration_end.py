@@ -293,7 +293,7 @@ class IterationEnd:
         value.update(engine.checkpoints.contribution() if engine.checkpoints is not None else {})
         wish = engine.reconfiguration.wish()
         if wish is not None:
-            value["wish"] = wish
+            value["wish"] = wish.to_plain()
         return value
 
     def _commit(self) -> None:
@@ -337,10 +337,10 @@ class IterationEnd:
             self._running = None
         return calls
 
-    def _contributions(self, calls: CallSet) -> dict[Any, Contribution]:
+    def _contributions(self, calls: CallSet) -> dict[Coordinate, Any]:
         self._lead_on(calls)
         owned = self._engine.host.owned
-        return {c: Contribution.of(request) for c, request in calls.pending().items() if c in owned}
+        return {c: Contribution.of(request).to_plain() for c, request in calls.pending().items() if c in owned}
 
     def _lead_on(self, calls: CallSet) -> None:
         """What an owner hands in that was a shadow until a moment ago comes from another stream."""
@@ -377,7 +377,7 @@ class IterationEnd:
 
 def _contributed(agreed: Mapping[WorkerId, Any]) -> dict[Coordinate, Contribution]:
     """What all coordinates have handed in, from everybody's value in an agreement."""
-    return {c: part for value in agreed.values() for c, part in value["contributions"].items()}
+    return {c: Contribution.from_plain(part) for value in agreed.values() for c, part in value["contributions"].items()}
 
 
 def _apply_buffers(replica: StageReplica) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+import torch
 from torch import distributed as c10d
 
 from deepspeed_bamboo.coordination.server import PrivateEtcd
@@ -27,7 +28,19 @@ def standalone_job(environment: Mapping[str, str]) -> tuple[dict[str, str], Priv
     """
     rank = c10d.get_rank()
     etcd = PrivateEtcd() if rank == 0 else None
-    told = [None if etcd is None else str(etcd.endpoint)]
-    c10d.broadcast_object_list(told, src=0)
+    told = _from_rank_0("" if etcd is None else str(etcd.endpoint))
     name = f"standalone-{os.getppid()}"
-    return {**environment, ENDPOINTS: str(told[0]), JOB: name, WORKER: f"w{rank}"}, etcd
+    return {**environment, ENDPOINTS: told, JOB: name, WORKER: f"w{rank}"}, etcd
+
+
+def _from_rank_0(text: str) -> str:
+    """The ``text`` of rank 0, on all ranks; collective. As bytes: an object would be unpickled."""
+    device = "cuda" if c10d.get_backend() == "nccl" else "cpu"
+    own = text.encode()
+    size = torch.tensor([len(own)], device=device)
+    c10d.broadcast(size, src=0)
+    content = torch.zeros(int(size), dtype=torch.uint8)
+    content[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else 0
+    content = content.to(device)
+    c10d.broadcast(content, src=0)
+    return bytes(content.tolist()).decode()

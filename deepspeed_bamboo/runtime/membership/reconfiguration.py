@@ -48,6 +48,10 @@ class Wish:
     target: Target | None = None
     stop: str | None = None
 
+    def to_plain(self) -> tuple[Any, ...]:
+        """As values that can be sent."""
+        return self.epoch, self.target, self.stop
+
 
 class Reconfiguration:
     """Both sides of it in one worker: having wishes, and carrying out those of all."""
@@ -126,7 +130,7 @@ class Reconfiguration:
         """Remember what was wished in the iteration that just ended, the same on every worker."""
         self._engine.failover.modes.note(value for _, value in sorted(self._engine.activity.previous[0].items()))
         wishes = [value.get("wish") for _, value in sorted(self._engine.activity.previous[0].items())]
-        self._wish = next((wish for wish in wishes if wish is not None), None)
+        self._wish = next((Wish(*wish) for wish in wishes if wish is not None), None)
         self.stop_agreed = self._wish is not None and self._wish.stop is not None
 
     # -- carrying them out -------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 from deepspeed_bamboo.coordination import EpochRecord
 from deepspeed_bamboo.core.consensus import Report, keeper
 from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.errors import MessageError
 from deepspeed_bamboo.runtime.job.session import WorkerSession
 
 # A watch tells of what is published at once; this bounds the damage of a lost one, and of a coordinator that lost data.
@@ -24,6 +25,7 @@ _LOOK_AGAIN_SECONDS = 2.0
 _NAP_SECONDS, _NAP_SHARE = 0.001, 2.0
 # Under which names everybody's reports and the whole report of the keeper are published; no worker has them.
 _EVERYBODYS, _KEEPERS = "everybodys", "keepers"
+_LIMIT_BYTES = 2**28
 
 
 def exchange_reports(
@@ -46,12 +48,12 @@ def exchange_reports(
         session.insist(lambda: coordinator.publish_progress(number, _EVERYBODYS, packed(everybodys)))
     else:
         everybodys = unpacked(_published(session, number, _EVERYBODYS, again=hand_in))
-    reports = {worker: Report.from_json(everybodys[worker]) for worker in record.members}
+    reports = {worker: _report_of(everybodys, worker) for worker in record.members}
     most, needing = keeper(reports)
     if most == session.worker:
         session.insist(lambda: coordinator.publish_progress(number, _KEEPERS, own.to_json()))
     elif most is not None and session.worker in needing:
-        reports[most] = Report.from_json(_published(session, number, _KEEPERS))
+        reports[most] = _report_of({most: _published(session, number, _KEEPERS)}, most)
     return reports
 
 
@@ -95,5 +97,23 @@ def packed(reports: Mapping[WorkerId, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def unpacked(value: Mapping[str, Any]) -> dict[WorkerId, dict[str, Any]]:
-    """Inverse of :func:`packed`."""
-    return dict(json.loads(zlib.decompress(base64.b64decode(value["zlib"]))))
+    """Inverse of :func:`packed`. Raises MessageError for anything that it has not made."""
+    try:
+        text = zlib.decompressobj()
+        content = text.decompress(base64.b64decode(value["zlib"], validate=True), _LIMIT_BYTES)
+        reports = json.loads(content)
+    except (ValueError, TypeError, KeyError, RecursionError, MemoryError, zlib.error) as error:
+        raise MessageError(f"a value in etcd that holds no reports of this job's workers ({error})") from error
+    if not isinstance(reports, dict) or not text.eof:
+        raise MessageError("a value in etcd that holds no reports of this job's workers, or more than there can be")
+    return reports
+
+
+def _report_of(reports: Mapping[WorkerId, Any], worker: WorkerId) -> Report:
+    """Raises MessageError when there is none, or it makes no sense."""
+    try:
+        return Report.from_json(reports[worker])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise MessageError(
+            f"the report of worker {worker} in etcd is none ({type(error).__name__}: {error})"
+        ) from error

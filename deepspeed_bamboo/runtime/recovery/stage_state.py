@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_bamboo.runtime.comm.encoding import Slot
 from deepspeed_bamboo.runtime.stock.gradients import accept_scale_state, master_weights, scale_state
 from deepspeed_bamboo.runtime.stock.replica import COUNTERS, StageReplica
 
@@ -22,13 +23,6 @@ class PackedState:
 
     structure: Any
     tensors: list[torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Stands for tensor number ``index``."""
-
-    index: int
 
 
 def pack_state(replica: StageReplica) -> PackedState:

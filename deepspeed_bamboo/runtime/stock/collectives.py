@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.errors import MessageError
 from deepspeed_bamboo.runtime.stock.hosting import StageHost
 from deepspeed_bamboo.runtime.stock.logical import GATHER, GroupKey
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
@@ -36,6 +38,20 @@ class Contribution:
         if request.tensor is None or request.operation == GATHER:
             return cls(request.group, request.operation, None)
         return cls(request.group, request.operation, request.tensor.detach().to("cpu", copy=True))
+
+    def to_plain(self) -> tuple[Any, ...]:
+        """As values that can be sent."""
+        return (None if self.group is None else tuple(self.group), self.operation, self.tensor)
+
+    @classmethod
+    def from_plain(cls, value: tuple[Any, ...]) -> Contribution:
+        """Inverse of :meth:`to_plain`. Raises MessageError for anything else."""
+        try:
+            group, operation, tensor = value
+            key = None if group is None else GroupKey(*group)
+        except (TypeError, ValueError) as error:
+            raise MessageError(f"{value!r:.80} is nothing that a worker hands in for a collective") from error
+        return cls(key, operation, tensor)
 
 
 def combine(operation: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
