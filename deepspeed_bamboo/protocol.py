@@ -10,6 +10,7 @@ PREFIX = "BAMBOO_PREFIX"  # where the job's keys are in etcd
 WORKER = "BAMBOO_WORKER"  # the worker's identity in the job
 GENERATION = "BAMBOO_GENERATION"  # how often all workers have started again before training
 JOINING = "BAMBOO_JOINING"  # "1" for a worker that joins a running job
+PIPELINES = "BAMBOO_PIPELINES"  # topology.pipelines, where it is set
 AGENT_PID = "BAMBOO_AGENT_PID"  # the worker ends when this process does
 ERROR_FILE = "BAMBOO_ERROR_FILE"  # where the worker writes its traceback
 NOTICE_SIGNALS = "BAMBOO_NOTICE_SIGNALS"  # signals that the worker ignores, since its agent handles them

@@ -150,7 +150,11 @@ class CoordinatorConfig(Section):
 
 
 class TopologyConfig(Section):
-    """Where machines stand, so that neighbours in the pipeline don't vanish together."""
+    """How many pipelines are trained, and where machines stand, so that neighbours don't vanish together."""
+
+    pipelines: Annotated[int, Field(ge=1)] | None = None
+    """How many pipelines are trained, however many workers there are; null: as many as the first workers fill (workers
+    divided by the module's stages, rounded down), and at least one."""
 
     zones: Annotated[str, Field(min_length=1)] = "auto"
     """auto: ask BAMBOO_ZONE, then the cloud's metadata service; anything else: this machine's zone."""

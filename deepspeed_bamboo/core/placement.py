@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
+from deepspeed_bamboo.core.seating import seats
 
 WorkerId = str
 
@@ -54,17 +55,15 @@ class Placement:
     def initial(
         cls, grid: Grid, workers: Iterable[WorkerId], *, protected: bool = True, alike: bool = False
     ) -> Placement:
-        """One coordinate a worker, in rank order; every shadow with its predecessor.
+        """As :func:`seats` gives them to ``workers``, who are in rank order; every shadow where its predecessor is.
 
-        ``workers`` holds at least ``len(grid)`` ids; more are left over as standbys.
-        Raises ValueError for fewer.
+        Where one worker hosts both, the shadow is with another one (see :meth:`protected`). Workers without a
+        seat stand by. Raises ValueError without workers.
         """
         ids = tuple(workers)
-        if len(ids) < len(grid):
-            raise ValueError(f"{len(ids)} workers for {len(grid)} coordinates; the first placement needs one each")
-        owners = {c: ids[grid.rank(c)] for c in grid}
-        shadows = {c: owners[grid.predecessor(c)] for c in grid} if protected and len(grid) > 1 else {}
-        return cls.of(grid, owners=owners, shadows=shadows, alike=alike and grid.pipelines > 1)
+        owners = {c: worker for worker, seat in zip(ids, seats(grid, len(ids)), strict=True) for c in seat}
+        bare = cls.of(grid, owners=owners, shadows={}, alike=alike and grid.pipelines > 1)
+        return bare.protected(owners.values()) if protected else bare
 
     def owner(self, coordinate: Coordinate) -> WorkerId:
         """The worker that hosts ``coordinate``."""

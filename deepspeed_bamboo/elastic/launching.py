@@ -44,6 +44,7 @@ from deepspeed_bamboo.elastic.slot import Slot, key_part, slot_from_environment
 from deepspeed_bamboo.errors import BambooError
 from deepspeed_bamboo.eventlog.log import check_directory
 from deepspeed_bamboo.news import tell
+from deepspeed_bamboo.protocol import PIPELINES
 
 WORKER_MODULE = "deepspeed_bamboo.runtime.main"
 
@@ -317,8 +318,14 @@ def _settings(slot: Slot, boot: Boot, config: BambooConfig) -> AgentSettings:
     return AgentSettings(
         config.coordinator.lease_seconds,
         rules=rules,
-        environment=tuple(EtcdGuard.of(config.coordinator).to_environment().items()),
+        environment=(*EtcdGuard.of(config.coordinator).to_environment().items(), *_logical_grid(config)),
     )
+
+
+def _logical_grid(config: BambooConfig) -> tuple[tuple[str, str], ...]:
+    """What a worker has to know of the grid before its script makes a PipelineModule."""
+    pipelines = config.topology.pipelines
+    return () if pipelines is None else ((PIPELINES, str(pipelines)),)
 
 
 def _be_agent(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,12 +17,14 @@ from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed_bamboo.config.requirements import ModelKind, OptimizerSource, validate_deepspeed_settings
 from deepspeed_bamboo.config.section import SECTION, BambooConfig, load_deepspeed_settings, parse_bamboo_section
 from deepspeed_bamboo.coordination import connect
+from deepspeed_bamboo.core.seating import Seat
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 from deepspeed_bamboo.runtime.job.session import WorkerIdentity, WorkerSession
 from deepspeed_bamboo.runtime.job.standalone import is_standalone, standalone_job
 from deepspeed_bamboo.runtime.late_engine import LateEngine
 from deepspeed_bamboo.runtime.restored_engine import RestoredEngine
+from deepspeed_bamboo.runtime.stock.start_block import StartBlock, block_of
 from deepspeed_bamboo.runtime.stock.world import has_engine
 
 Initialize = Callable[..., Any]
@@ -44,7 +46,10 @@ def initialize_with(stock: Initialize, *args: Any, **kwargs: Any) -> Any:
     settings = _settings(call.arguments)
     section = None if settings is None else settings.get(SECTION)
     config = None if section is None else parse_bamboo_section(section)
+    block = block_of(call.arguments.get("model"))
     if settings is None or config is None or not config.enabled:
+        if block is not None:
+            raise _needs_the_plugin(block.seat)
         return stock(*args, **kwargs)
     _validate(settings, call.arguments, config)
     if has_engine():
@@ -57,9 +62,40 @@ def initialize_with(stock: Initialize, *args: Any, **kwargs: Any) -> Any:
     if is_standalone(os.environ):
         environment, etcd = standalone_job(os.environ)
     identity = WorkerIdentity.from_environment(environment)
-    session = WorkerSession(identity, coordinator=connect(environment), config=config, etcd=etcd)
+    start = None if block is None else block.start
+    session = WorkerSession(identity, coordinator=connect(environment), config=config, etcd=etcd, start=start)
+    if block is not None:
+        _take_apart(block, call.arguments)
     with _engine_class(partial(_kind_of_engine(session), session=session)):
-        return stock(*args, **kwargs)
+        return stock(*call.args, **call.kwargs)
+
+
+def _needs_the_plugin(seat: Seat) -> ConfigError:
+    return ConfigError(
+        f"{seat.workers} workers can't train {seat.grid.pipelines} x {seat.grid.stages} (pipelines x stages) without "
+        f'the plugin, and this configuration has no enabled "bamboo" section; start {len(seat.grid)} workers, or add '
+        "the section"
+    )
+
+
+def _take_apart(block: StartBlock, arguments: dict[str, Any]) -> None:
+    """Leave one stage of the block in the model, and its parameters in what is to be trained; collective."""
+    block.take_apart(arguments["model"])
+    given = arguments.get("model_parameters")
+    if given is not None:
+        own = {id(parameter) for parameter in arguments["model"].parameters()}
+        arguments["model_parameters"] = _restricted(given, own)
+
+
+def _restricted(parameters: Iterable[Any], own: Container[int]) -> list[Any]:
+    """Those of ``parameters``, which may be in groups, whose id is in ``own``."""
+    result: list[Any] = []
+    for item in parameters:
+        if isinstance(item, dict):
+            result.append({**item, "params": _restricted(item["params"], own)})
+        elif id(item) in own:
+            result.append(item)
+    return result
 
 
 def _kind_of_engine(session: WorkerSession) -> type[BambooPipelineEngine]:
@@ -94,6 +130,7 @@ def _validate(settings: Mapping[str, Any], arguments: Mapping[str, Any], config:
     parameters = arguments.get("model_parameters")
     grouped = isinstance(parameters, (list, tuple)) and any(isinstance(item, dict) for item in parameters)
     redundant = config.redundancy.mode != "off"
+    _check_pipelines(model, config)
     validate_deepspeed_settings(
         settings,
         model=kind,
@@ -111,6 +148,19 @@ def _validate(settings: Mapping[str, Any], arguments: Mapping[str, Any], config:
             "takes over another stage must make one for it; pass a function from optimizer to scheduler, or use "
             'the "scheduler" entry of the DeepSpeed configuration'
         )
+
+
+def _check_pipelines(model: Any, config: BambooConfig) -> None:
+    """Raise ConfigError where the module was made for another number of pipelines than the section says."""
+    wanted = config.topology.pipelines
+    if wanted is None or not isinstance(model, PipelineModule) or model._topo.get_dim("data") == wanted:
+        return
+    raise ConfigError(
+        f"topology.pipelines is {wanted}, but this script's PipelineModule was made for "
+        f"{model._topo.get_dim('data')}. The module is made before the configuration is passed, so the number must be "
+        "in the configuration that the launcher finds: name its file by --deepspeed_config, or by --bamboo_config "
+        "before the script"
+    )
 
 
 @contextmanager

@@ -20,11 +20,20 @@ import deepspeed
 import deepspeed_bamboo
 from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobFailure, connect
 from deepspeed_bamboo.errors import DrainedError, ExpelledError, JobFailedError, JobStoppedError
-from deepspeed_bamboo.protocol import ERROR_FILE, EXIT_DRAINED, EXIT_EXPELLED, EXIT_JOB_FAILED, EXIT_USER_ERROR, JOINING
+from deepspeed_bamboo.protocol import (
+    ERROR_FILE,
+    EXIT_DRAINED,
+    EXIT_EXPELLED,
+    EXIT_JOB_FAILED,
+    EXIT_USER_ERROR,
+    JOINING,
+    PIPELINES,
+)
 from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 from deepspeed_bamboo.runtime.initialize import initialize_with
 from deepspeed_bamboo.runtime.job import garbage
 from deepspeed_bamboo.runtime.membership.joining import alone_in_the_group
+from deepspeed_bamboo.runtime.stock.logical_world import LogicalWorld
 
 _NOT_FOR_SCRIPTS = (EXIT_JOB_FAILED, EXIT_EXPELLED, EXIT_DRAINED)  # they tell the agent something else
 
@@ -72,7 +81,7 @@ def supervised(function: Callable[[], Any]) -> int:
     deepspeed.initialize = initialize
     deepspeed_bamboo.initialize = initialize
     try:
-        with _joining_if_told():
+        with _joining_if_told(), LogicalWorld(pipelines=_pipelines_told).watching():
             code, last_words = _exit_code(function)
         for engine in engines:
             if code == 0:
@@ -110,6 +119,12 @@ def _joining_if_told() -> Iterator[None]:
         return
     with contextlib.closing(connect(os.environ)) as coordinator, alone_in_the_group(os.environ, coordinator):
         yield
+
+
+def _pipelines_told() -> int | None:
+    """``topology.pipelines``, as the agent read it: a script makes its module before it passes its configuration."""
+    told = os.environ.get(PIPELINES, "")
+    return int(told) if told else None
 
 
 def _exit_code(function: Callable[[], Any]) -> tuple[int, str]:

@@ -75,11 +75,13 @@ class Jobs:
         joining: int = 0,
         joining_after_deaths: int = 0,
         sites: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
         timeout_seconds: float = 120.0,
         **arguments: Any,
     ) -> JobResult:
         """Call ``body(**arguments)`` in ``world`` workers. Fails when one is still running after the time-out.
 
+        ``environment`` is added to that of each.
         ``sites`` has a "node/zone" for each; without it all are on one node in one zone.
         ``joining`` more workers come as soon as the job has its first epoch and ``joining_after_deaths`` workers have
         died, as those of further agents would. However fast they start they are not taken in before that.
@@ -88,6 +90,7 @@ class Jobs:
         directory = self._directory / f"job{self._count}"
         directory.mkdir()
         environment = {
+            **(environment or {}),
             "BAMBOO_JOB": f"job{self._count}",
             "BAMBOO_ENDPOINTS": str(self._etcd.endpoint),
             "BAMBOO_PREFIX": "/tests",

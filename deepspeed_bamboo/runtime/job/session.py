@@ -30,6 +30,7 @@ from deepspeed_bamboo.protocol import ADDRESS, ENDPOINTS, JOB, JOINING, NODE, PR
 from deepspeed_bamboo.runtime.comm.c10d import c10d
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption
 from deepspeed_bamboo.runtime.comm.retry import insist
+from deepspeed_bamboo.runtime.job.start import Start
 from deepspeed_bamboo.runtime.job.status import StatusTeller
 
 T = TypeVar("T")
@@ -90,8 +91,11 @@ class WorkerSession:
         coordinator: JobCoordinator,
         config: BambooConfig,
         etcd: PrivateEtcd | None = None,
+        start: Start | None = None,
     ) -> None:
+        """``start``: where the job starts on fewer or more workers than it has coordinates."""
         self.identity = identity
+        self.start = start
         # In a standalone job on rank 0: the job's server, which goes with this object.
         self._etcd = etcd
         self.coordinator = coordinator

@@ -35,13 +35,14 @@ _OWN_SETTINGS = {"redundancy", "seed", "gradient_norm"}
 
 
 def own_facts(engine: BambooPipelineEngine) -> JobFacts:
-    """Of this worker's stage, as stock DeepSpeed has built it."""
+    """Of the stages of this worker, as stock DeepSpeed has built them."""
+    engine.host.save()
     settings = {name: value for name, value in engine._config._param_dict.items() if name not in _NOT_COMPARED}
     settings[SECTION] = engine.session.config.model_dump(include=_OWN_SETTINGS)
     return JobFacts(
         settings=json.loads(json.dumps(settings, default=str)),
         layers=tuple(_kind(spec) for spec in engine.module._layer_specs),
-        stages={int(engine.stage_id): _fingerprint(engine.module)},
+        stages={replica.coordinate.stage: _fingerprint(replica.module) for replica in engine.host.owners()},
     )
 
 

@@ -34,15 +34,19 @@ def agreed_seed(configured: int | None, *, device: torch.device) -> int:
 
 def enter_first_epoch(engine: BambooPipelineEngine, grid: Grid) -> Placement:
     """Meet the other workers, make shadows, enter epoch 0; collective. Raises BambooError when one does not come."""
-    session = engine.session
-    session.register(rank=deepspeed_comm.get_rank())
-    members = session.members(expected=len(grid))
+    session, start = engine.session, engine.session.start
+    session.register(rank=deepspeed_comm.get_rank() if start is None else start.seat.index)
+    members = session.members(expected=len(grid) if start is None else start.seat.workers)
     order = tuple(sorted(members, key=lambda worker: members[worker].rank))
     record = _build_initial_shadows(engine, members=members, order=order, grid=grid)
     session.interruption.enter(record)
+    if not record.placement.hosted_by(session.worker):
+        engine.host.set_aside()
     # Stock's groups have done their work; none of them may be left to hang on a lost peer.
     if not is_standalone(os.environ):
         engine.failover.enter_world(record)
+    if start is not None:
+        start.workers.close()
     return record.placement
 
 

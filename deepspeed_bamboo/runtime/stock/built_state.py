@@ -9,6 +9,7 @@ from deepspeed import comm as deepspeed_comm
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.runtime.stock.hosting import stock_twins, use_logical_groups
 from deepspeed_bamboo.runtime.stock.replica import count_in_global_norm, tied_groups
+from deepspeed_bamboo.runtime.stock.start_block import BLOCK
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
@@ -35,6 +36,9 @@ def take_over_stock_state(engine: BambooPipelineEngine, grid: Grid) -> None:
     # Stock's timer waits for the device before every forward, also for what it receives; all that a pipeline's
     # throughput is printed from is another timer.
     engine.tput_timer.config = engine.tput_timer.config.model_copy(update={"synchronized": False})
+    block = engine.module.__dict__.pop(BLOCK, None)
     replica = engine.host.adopt_primary(coordinate, logical)
     for group in replica.groups:
         group.name_ranks(process_rank)
+    for other, fill in () if block is None else block.others():
+        engine.host.own(other, process_rank=process_rank, fill=fill)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,10 +122,18 @@ class StageHost:
             process_rank=process_rank,
         )
 
-    def build(self, coordinate: Coordinate, *, process_rank: int) -> StageReplica:
+    def own(self, coordinate: Coordinate, *, process_rank: int, fill: Callable[[Any], None]) -> None:
+        """Own one more coordinate, of which the layers are there already; ``fill`` puts them into a module."""
+        replica = self.build(coordinate, process_rank=process_rank, fill=fill)
+        replica.complete = True
+        self.owned[coordinate] = replica
+
+    def build(
+        self, coordinate: Coordinate, *, process_rank: int, fill: Callable[[Any], None] | None = None
+    ) -> StageReplica:
         """Make a replica of ``coordinate`` with stock DeepSpeed's own means; its weights are not yet the owner's.
 
-        The random number generators are where they were, and no other worker takes part.
+        The random number generators are where they were, and no other worker takes part. ``fill``: see :meth:`own`.
         """
         engine = self._engine
         if coordinate in self._spare:
@@ -141,9 +149,14 @@ class StageHost:
         module = template.attributes["module"]
         with generators_untouched(engine.device), _more_threads(engine.device):
             logical = self.logical_grid(coordinate, topology=module._topo, process_rank=process_rank)
-            with BlankParameters():
+            with BlankParameters() if fill is None else nullcontext():
                 new_module = stage_module(
-                    module, coordinate=coordinate, grid=self._grid, logical_grid=logical, device=engine.device
+                    module,
+                    coordinate=coordinate,
+                    grid=self._grid,
+                    logical_grid=logical,
+                    device=engine.device,
+                    fill=fill,
                 )
             new_module.tied_comms = tied_groups(
                 new_module, coordinate=coordinate, grid=self._grid, exchange=self._exchange

@@ -120,12 +120,19 @@ class StageReplica:
 
 
 def stage_module(
-    template: PipelineModule, *, coordinate: Coordinate, grid: Grid, logical_grid: LogicalGrid, device: torch.device
+    template: PipelineModule,
+    *,
+    coordinate: Coordinate,
+    grid: Grid,
+    logical_grid: LogicalGrid,
+    device: torch.device,
+    fill: Callable[[PipelineModule], None] | None = None,
 ) -> PipelineModule:
     """A PipelineModule like ``template`` that holds the layers of another stage.
 
     The layers are built anew from their specs (ready-made modules are copied); callers load weights into
-    them and keep the random number generators out of it. No process group is created.
+    them and keep the random number generators out of it. No process group is created. ``fill`` puts layers into the
+    module that are there already.
     """
     module = template.__class__.__new__(template.__class__)
     torch.nn.Module.__init__(module)
@@ -152,7 +159,10 @@ def stage_module(
             has_state = any(True for _ in child.parameters()) or any(True for _ in child.buffers())
             module._modules[name] = copy.deepcopy(child) if has_state else child
     module._set_bounds(start, stop)
-    module._build()
+    if fill is None:
+        module._build()
+    else:
+        fill(module)
     module.to(device)
     module.micro_offset = template.micro_offset
     return module

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from deepspeed.utils import groups as deepspeed_groups
+from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
 from deepspeed_bamboo.runtime.comm.c10d import ProcessGroup, c10d
@@ -89,6 +91,39 @@ class AloneGroup(WorldGroup):
         return FinishedWork()
 
 
+class StartGroup(AloneGroup):
+    """The logical grid of a job that starts, with as many ranks as it has coordinates; this worker has one of them.
+
+    Collectives of the group itself are those of the workers: every coordinate gives what its worker gives. In groups
+    made from it this process is alone, as in an :class:`AloneGroup`.
+    """
+
+    def __init__(self, rank: int, size: int, *, gather: Gather) -> None:
+        WorldGroup.__init__(self, rank, size, gather=gather)
+
+
+def set_default_group_aside() -> list[Any]:
+    """Have torch forget its process groups without closing one; returns them, the default one first."""
+    default, world = distributed_c10d._get_default_group(), distributed_c10d._world
+    groups = [default, *(group for group in world.pg_names if group is not default)]
+    distributed_c10d._update_default_pg(None)
+    for registry in (
+        world.pg_map,
+        world.pg_names,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.pg_to_tag,
+        world.tags_to_pg,
+        world.pg_coalesce_state,
+    ):
+        registry.clear()
+    _distributed_c10d._unregister_all_process_groups()
+    world.group_count = 0
+    # DeepSpeed keeps a copy of the default group.
+    deepspeed_groups._WORLD_GROUP = None
+    return groups
+
+
 def replace_default_group(group: WorldGroup) -> None:
     """Drop every stock process group and make ``group`` the default one."""
     if c10d.is_initialized():
@@ -108,7 +143,7 @@ def replace_default_group(group: WorldGroup) -> None:
 def _create(options: Any, group: WorldGroup | None) -> WorldGroup:
     if group is not None:
         return group
-    if isinstance(distributed_c10d._get_default_group(), AloneGroup):
+    if isinstance(distributed_c10d._get_default_group(), AloneGroup):  # a StartGroup is one, too
         return AloneGroup(options.group_rank, options.group_size)
     raise NotImplementedError(
         "new process groups can't be made while workers may be lost; use the default group, which survives losses. A "

@@ -1,0 +1,78 @@
+"""A job starts on any number of workers, with the bits of one that has a worker for each coordinate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from deepspeed_bamboo.core.grid import Grid
+from tests.runtime.jobs import Jobs
+from tests.runtime.scenarios import Training, train_briefly
+
+KILL_MIDDLE = [{"step": 1, "pipeline": 0, "stage": 1, "at": "backward", "micro_batch": 1, "signal": "KILL"}]
+HALF = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+BRAIN = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+CHECKPOINTING = {"activation_checkpoint_interval": 1}
+
+
+def trainings(grid: Grid) -> list[Training]:
+    """What the bits are compared for; the plain one is the last."""
+    bamboo = {"topology": {"pipelines": grid.pipelines}}
+    plain = Training(
+        "plain", grid.stages, count=2 * grid.stages, steps=2, bamboo=bamboo, faults=[], evaluate_before=(1,)
+    )
+    return [
+        replace(plain, name="half", settings=HALF),
+        replace(plain, name="brain", settings=BRAIN),
+        replace(plain, name="tied", layers="tied", evaluate_before=()),
+        replace(plain, name="dropout", dropout=0.2, module=CHECKPOINTING),
+        replace(plain, name="seeded", dropout=0.2, module={"seed_layers": True}),
+        plain,
+    ]
+
+
+def on(jobs: Jobs, grid: Grid, world: int, *, faults: list[dict[str, Any]]) -> dict[str, Any]:
+    """Losses, evaluations and digests on ``world`` workers; ``faults`` strike in the last one of the trainings."""
+    *others, last = trainings(grid)
+    environment = {"BAMBOO_PIPELINES": str(grid.pipelines)}
+    every = [*others, replace(last, faults=faults)]
+    result = jobs.run(train_briefly, world=world, environment=environment, trainings=every)
+    values = [result.common(training.name) for training in every]
+    assert len(result.survivors) == world - len(faults)
+    return dict(zip((training.name for training in every), values, strict=True))
+
+
+@pytest.fixture(scope="module")
+def expected(jobs: Jobs) -> dict[Grid, dict[str, Any]]:
+    """With a worker for each coordinate, by grid, as asked for."""
+    return {}
+
+
+def undisturbed(jobs: Jobs, known: dict[Grid, dict[str, Any]], grid: Grid) -> dict[str, Any]:
+    if grid not in known:
+        known[grid] = on(jobs, grid, len(grid), faults=[])
+    return known[grid]
+
+
+@pytest.mark.parametrize(("pipelines", "stages", "world"), [(1, 4, 1), (1, 4, 3), (2, 2, 3), (1, 2, 3)])
+def test_the_number_of_workers_does_not_show(
+    jobs: Jobs, expected: dict[Grid, dict[str, Any]], pipelines: int, stages: int, world: int
+) -> None:
+    """Fewer workers, or more, and a loss where another worker is there to survive it."""
+    grid = Grid(pipelines, stages)
+    found = on(jobs, grid, world, faults=KILL_MIDDLE if world > 1 else [])
+    assert found == undisturbed(jobs, expected, grid)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("world", range(8, 0, -1))
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_every_number_of_workers_up_to_that_of_coordinates(
+    jobs: Jobs, expected: dict[Grid, dict[str, Any]], pipelines: int, world: int
+) -> None:
+    """1 x 8 and 2 x 4 on 8 to 1 workers."""
+    grid = Grid(pipelines, 8 // pipelines)
+    found = on(jobs, grid, world, faults=KILL_MIDDLE if world > 1 else [])
+    assert found == undisturbed(jobs, expected, grid)
