@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deepspeed_bamboo.core.grid import Grid
 from tests.runtime.jobs import Jobs
-from tests.runtime.scenarios import Training, train_briefly
+from tests.runtime.scenarios import Training, train_briefly, train_with_checkpoints
 
 KILL_MIDDLE = [{"step": 1, "pipeline": 0, "stage": 1, "at": "backward", "micro_batch": 1, "signal": "KILL"}]
 HALF = {"fp16": {"enabled": True, "initial_scale_power": 8}}
@@ -76,3 +77,41 @@ def test_every_number_of_workers_up_to_that_of_coordinates(
     grid = Grid(pipelines, 8 // pipelines)
     found = on(jobs, grid, world, faults=KILL_MIDDLE if world > 1 else [])
     assert found == undisturbed(jobs, expected, grid)
+
+
+RESUMED = Training(
+    "resumed",
+    4,
+    layers="tied",
+    dropout=0.2,
+    steps=5,
+    settings={**HALF, "gradient_clipping": 0.5},
+    faults=[],
+)
+
+
+def resumes(jobs: Jobs, folder: Path, *, before: int, after: int, stages: int) -> tuple[Any, Any]:
+    """Losses and digest of a job that ends on ``before`` workers and goes on with ``after``; and undisturbed ones."""
+    training = replace(RESUMED, stages=stages, count=2 * stages)
+    first = jobs.run(train_with_checkpoints, world=before, training=replace(training, steps=3), folder=str(folder))
+    assert first.common("steps") == 3
+    second = jobs.run(train_with_checkpoints, world=after, training=training, folder=str(folder))
+    assert "this job goes on from step 3" in second.transcript()
+    whole = jobs.run(train_briefly, world=stages, trainings=[training]).common("resumed")
+    losses = {str(step): loss for step, loss in enumerate(whole["losses"])}
+    return (
+        ({**first.common("losses"), **second.common("losses")}, second.common("digest")),
+        (losses, whole["digest"]),
+    )
+
+
+def test_a_checkpoint_of_three_workers_goes_on_with_two(jobs: Jobs, tmp_path: Path) -> None:
+    found, wanted = resumes(jobs, tmp_path / "kept", before=3, after=2, stages=4)
+    assert found == wanted
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("before", "after"), [(n, m) for n in (1, 3, 4, 5, 8) for m in (1, 3, 4, 5, 8)])
+def test_a_checkpoint_goes_on_with_any_number(jobs: Jobs, tmp_path: Path, before: int, after: int) -> None:
+    found, wanted = resumes(jobs, tmp_path / "kept", before=before, after=after, stages=8)
+    assert found == wanted
