@@ -164,7 +164,7 @@ def build(name: str, arguments: argparse.Namespace, rank: int) -> dict[str, Any]
     before = allocated()
     torch.manual_seed(1234)
     model = PipelineModule(
-        layers=transformer_layers(size_of(arguments), seed=1234),
+        layers=transformer_layers(size_of(arguments), tied=False, seed=1234),
         loss_fn=token_loss,
         num_stages=arguments.stages,
         partition_method="uniform",

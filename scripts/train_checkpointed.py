@@ -13,7 +13,7 @@ from pathlib import Path
 import deepspeed
 import train
 
-from deepspeed_bamboo.models.transformer import model_size
+from deepspeed_bamboo.models.catalog import model_named
 
 
 def main() -> int:
@@ -25,8 +25,8 @@ def main() -> int:
     arguments = train.parse_arguments(rest)
     train.prepare_torch(arguments)
     deepspeed.init_distributed()
-    size = model_size(arguments.model)
-    engine = train.build_engine(arguments, size)
+    model = model_named(arguments.model)
+    engine = train.build_engine(arguments, model)
     if (options.checkpoints / "latest").exists():
         engine.load_checkpoint(str(options.checkpoints))
 
@@ -37,7 +37,7 @@ def main() -> int:
         if step > first and step % options.checkpoint_steps == 0:
             engine.save_checkpoint(str(options.checkpoints))
 
-    batches = train.build_batches(arguments, size, engine)
+    batches = train.build_batches(arguments, model, engine)
     train.train(engine, batches=batches, arguments=arguments, between_steps=save_if_due)
     return 0
 

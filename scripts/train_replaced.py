@@ -15,7 +15,7 @@ import deepspeed
 import train
 from shared_gpu import share_gpu_if_told
 
-from deepspeed_bamboo.models.transformer import model_size
+from deepspeed_bamboo.models.catalog import model_named
 
 _LIMIT_SECONDS = 120.0
 _LOOK_SECONDS = 0.005
@@ -27,9 +27,9 @@ def main() -> int:
     arguments = train.parse_arguments()
     train.prepare_torch(arguments)
     deepspeed.init_distributed()
-    size = model_size(arguments.model)
-    engine = train.build_engine(arguments, size)
-    batches = train.build_batches(arguments, size, engine)
+    model = model_named(arguments.model)
+    engine = train.build_engine(arguments, model)
+    batches = train.build_batches(arguments, model, engine)
     train.train(engine, batches=batches, arguments=arguments, between_steps=waits_for_a_replacement(engine))
     return 0
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-Batch = tuple[Tensor, Tensor]
+# A tensor, or a tuple of tensors, for the first layer; labels for the loss.
+Batch = tuple[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -41,14 +43,24 @@ class StepBatches(Iterator[Batch]):
     """
 
     def __init__(
-        self, dataset: Dataset[Batch], *, shape: BatchShape, current_step: Callable[[], int], pipeline: int = 0
+        self,
+        dataset: Dataset[Any],
+        *,
+        shape: BatchShape,
+        current_step: Callable[[], int],
+        pipeline: int = 0,
+        threads: int = 0,
     ) -> None:
+        """``threads`` make the next micro-batches beforehand; 0: each is made when it is asked for."""
         self._dataset = dataset
         self._shape = shape
         self._current_step = current_step
         self._pipeline = pipeline
         self._step = -1
         self._next_micro_batch = 0
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="samples") if threads else None
+        self._beforehand: dict[tuple[int, int], Future[Batch]] = {}
 
     def __next__(self) -> Batch:
         """The next micro-batch of the current step. Raises StopIteration when the step has no more."""
@@ -59,11 +71,31 @@ class StepBatches(Iterator[Batch]):
             raise StopIteration
         micro_batch = self._next_micro_batch
         self._next_micro_batch += 1
-        return self.batch_at(step=step, pipeline=self._pipeline, micro_batch=micro_batch)
+        if self._pool is None:
+            return self.batch_at(step=step, pipeline=self._pipeline, micro_batch=micro_batch)
+        return self._made_beforehand(self._pool, step, micro_batch)
+
+    def _made_beforehand(self, pool: ThreadPoolExecutor, step: int, micro_batch: int) -> Batch:
+        """The micro-batch; what comes next is being made then. What nobody asked for after all is forgotten."""
+        first = step * self._shape.micro_batches + micro_batch
+        wanted = [divmod(first + ahead, self._shape.micro_batches) for ahead in range(self._threads + 1)]
+        known = self._beforehand
+        self._beforehand = {
+            key: known.get(key) or pool.submit(self.batch_at, step=key[0], pipeline=self._pipeline, micro_batch=key[1])
+            for key in wanted
+        }
+        return self._beforehand.pop(wanted[0]).result()
 
     def batch_at(self, *, step: int, pipeline: int, micro_batch: int) -> Batch:
-        """Inputs and labels of one micro-batch, [B, S] each; moves nothing."""
+        """Inputs and labels of one micro-batch, samples stacked; moves nothing."""
         indices = self._shape.indices(step=step, pipeline=pipeline, micro_batch=micro_batch)
         samples: list[Any] = [self._dataset[index] for index in indices]
         inputs, labels = zip(*samples, strict=True)
-        return torch.stack(inputs), torch.stack(labels)
+        return stacked(inputs), stacked(labels)
+
+
+def stacked(samples: Sequence[Any]) -> Any:
+    """Tensors with a dimension more in front; of tuples a tuple of such."""
+    if isinstance(samples[0], Tensor):
+        return torch.stack(list(samples))
+    return tuple(stacked(parts) for parts in zip(*samples, strict=True))

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-_INITIAL_STD = 0.02
+from deepspeed_bamboo.models.dropout import dropout_layer
+
+INITIAL_STD = 0.02
 
 
 class TokenEmbedding(nn.Module):
-    """Bytes to vectors; tied models use the same weights as their head."""
+    """Tokens to vectors; tied models use the same weights as their head."""
 
     def __init__(self, vocabulary: int, width: int, *, seed: int) -> None:
         super().__init__()
@@ -35,7 +37,7 @@ class PositionEmbedding(nn.Module):
     def __init__(self, sequence_length: int, width: int, *, dropout: float, seed: int) -> None:
         super().__init__()
         self.weight = _normal(sequence_length, width, generator=_generator(seed))  # [S, W]
-        self.dropout = _dropout(dropout)
+        self.dropout = dropout_layer(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, W] -> [B, S, W]."""
@@ -54,9 +56,9 @@ class Attention(nn.Module):
         self.causal = causal
         self.fused = fused
         self.dropout_probability = dropout
-        self.dropout = _dropout(dropout)
-        self.into = _linear(width, 3 * width, generator=generator)
-        self.out = _linear(width, width, generator=generator, std=residual_std)
+        self.dropout = dropout_layer(dropout)
+        self.into = seeded_linear(width, 3 * width, generator=generator)
+        self.out = seeded_linear(width, width, generator=generator, std=residual_std)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, W] -> [B, S, W]."""
@@ -93,9 +95,9 @@ class Block(nn.Module):
         )
         generator = _generator(seed + 1)
         self.network_norm = nn.LayerNorm(width)
-        self.widen = _linear(width, 4 * width, generator=generator)
-        self.narrow = _linear(4 * width, width, generator=generator, std=residual_std)
-        self.dropout = _dropout(dropout)
+        self.widen = seeded_linear(width, 4 * width, generator=generator)
+        self.narrow = seeded_linear(4 * width, width, generator=generator, std=residual_std)
+        self.dropout = dropout_layer(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, W] -> [B, S, W]."""
@@ -125,19 +127,16 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _normal(*shape: int, generator: torch.Generator, std: float = _INITIAL_STD) -> nn.Parameter:
+def _normal(*shape: int, generator: torch.Generator, std: float = INITIAL_STD) -> nn.Parameter:
     weight = nn.Parameter(torch.empty(*shape))
     nn.init.normal_(weight, std=std, generator=generator)
     return weight
 
 
-def _linear(inputs: int, outputs: int, *, generator: torch.Generator, std: float = _INITIAL_STD) -> nn.Linear:
-    linear: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)  # type: ignore[no-untyped-call]
+def seeded_linear(inputs: int, outputs: int, *, generator: torch.Generator, std: float = INITIAL_STD) -> nn.Linear:
+    """A linear layer with normal weights from ``generator`` and no first bias."""
+    place = torch.get_default_device()  # skip_init takes the CPU where it is not told
+    linear: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs, device=place)  # type: ignore[no-untyped-call]
     nn.init.normal_(linear.weight, std=std, generator=generator)
     nn.init.zeros_(linear.bias)
     return linear
-
-
-def _dropout(probability: float) -> nn.Module:
-    """Dropout that draws nothing at all when its probability is 0."""
-    return nn.Dropout(probability) if probability else nn.Identity()

@@ -1,34 +1,41 @@
-"""GPT-2 and BERT shapes as LayerSpec lists, and their loss."""
+"""GPT-2 as a LayerSpec list, and its loss.
+
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners"; layer by layer as ``GPT2LMHeadModel``
+in transformers.
+"""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 from torch.nn import functional
 
+from deepspeed_bamboo.models.dropout import check_dropout
 from deepspeed_bamboo.models.layers import Block, Head, PositionEmbedding, TokenEmbedding, tied_head
+from deepspeed_bamboo.models.seeding import layer_seed
 from deepspeed_bamboo.models.sizes import MODEL_SIZES, ModelSize
 
 _TIED_KEY = "embedding"
 
 
-def transformer_layers(size: ModelSize, *, dropout: float = 0.0, tied: bool = False, seed: int = 0) -> list[Any]:
+def transformer_layers(size: ModelSize, *, dropout: float = 0.0, tied: bool | None = None, seed: int = 0) -> list[Any]:
     """The layers of a model for ``PipelineModule(layers=...)``: two embeddings, the blocks, a norm, a head.
 
-    ``tied``: the head uses the embedding's weights. ``seed``: initial weights are a function of it and
-    of a layer's position, not of the number of stages nor of torch's generators.
-    Raises ValueError for a dropout that is no probability.
+    ``tied``: the head uses the embedding's weights; None: as the size says. ``seed``: initial weights are a function of
+    it and of a layer's position, not of the number of stages nor of torch's generators.
+    Raises ValueError for a dropout that is no probability, and for a size of a model that isn't causal.
     """
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout {dropout} is no probability below 1; give 0 for none")
-    seeds = [_layer_seed(seed, position) for position in range(size.layers + 3)]
+    if not size.causal:
+        raise ValueError(f"{size.name} is no causal model; bert.bert_layers makes its layers")
+    check_dropout(dropout)
+    tied = size.tied if tied is None else tied
+    seeds = [layer_seed(seed, position) for position in range(size.layers + 3)]
     block_settings = {
         "residual_std": 0.02 / math.sqrt(2 * size.layers),
-        "causal": size.causal,
+        "causal": True,
         "fused": size.fused_attention,
         "dropout": dropout,
     }
@@ -71,9 +78,3 @@ def _head(size: ModelSize, *, tied: bool, embedding_seed: int, head_seed: int) -
         forward_fn=tied_head,
         tied_weight_attr="weight",
     )
-
-
-def _layer_seed(seed: int, position: int) -> int:
-    """Well apart for neighbouring seeds and positions; a block takes this one and the next."""
-    generator = torch.Generator().manual_seed(seed)
-    return int(torch.randint(2**40, (position + 1,), generator=generator)[position].item())

@@ -29,7 +29,7 @@ PRELOAD = (
     *AGENTS_PRELOAD,
     *IMPORTED_LATE,
     "deepspeed_bamboo.runtime.main",
-    "deepspeed_bamboo.models.transformer",
+    "deepspeed_bamboo.models.catalog",
     "rich.progress",
 )
 _SHOW_STACKS = signal.SIGUSR2

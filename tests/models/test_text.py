@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_bamboo.models.text import MASK_TOKEN, TextWindows, read_text
+from deepspeed_bamboo.models.text import TextWindows, read_text
 
 TEXT = bytes(range(256)) * 4
 
@@ -19,13 +19,13 @@ def test_every_pass_has_every_window_once(windows: int, index_of_pass: int, seed
     dataset = TextWindows(b"x" * (2 * windows + 1), sequence_length=2, seed=seed)
     first = index_of_pass * windows
     assert len(dataset) == windows
-    assert sorted(dataset.window(k) for k in range(first, first + windows)) == list(range(windows))
+    assert sorted(dataset.place(k).index for k in range(first, first + windows)) == list(range(windows))
 
 
 def test_passes_and_seeds_have_orders_of_their_own() -> None:
     def order(seed: int, first: int) -> list[int]:
         dataset = TextWindows(b"x" * 1001, sequence_length=10, seed=seed)
-        return [dataset.window(k) for k in range(first, first + 100)]
+        return [dataset.place(k).index for k in range(first, first + 100)]
 
     assert order(1, 0) == order(1, 0)
     assert order(1, 0) != order(1, 100)
@@ -37,22 +37,10 @@ def test_the_label_is_the_next_byte() -> None:
     dataset = TextWindows(TEXT, sequence_length=16)
     for k in range(40):
         inputs, labels = dataset[k]
-        start = dataset.window(k) * 16
+        start = dataset.place(k).index * 16
         assert inputs.tolist() == list(TEXT[start : start + 16])
         assert labels.tolist() == list(TEXT[start + 1 : start + 17])
         assert inputs.dtype == labels.dtype == torch.int64
-
-
-@given(st.integers(0, 10**6))
-def test_masked_samples_hide_some_bytes_and_ask_for_exactly_those(k: int) -> None:
-    plain = TextWindows(TEXT, sequence_length=16, seed=3)
-    inputs, labels = TextWindows(TEXT, sequence_length=16, seed=3, masked=True)[k]
-    again, _ = TextWindows(TEXT, sequence_length=16, seed=3, masked=True)[k]
-    hidden = inputs == MASK_TOKEN
-    assert hidden.any()
-    assert torch.equal(inputs, again)
-    assert torch.equal(labels != -100, hidden)
-    assert torch.equal(torch.where(hidden, labels, inputs), plain[k][0])
 
 
 def test_negative_samples_do_not_exist() -> None:
@@ -80,5 +68,5 @@ def test_unusable_text_is_named(tmp_path: Path) -> None:
         read_text(tmp_path / "missing")
     with pytest.raises(ValueError, match="nothing to train on"):
         read_text(tmp_path)
-    with pytest.raises(ValueError, match="16 bytes of text are less than one sample of 17"):
+    with pytest.raises(ValueError, match="16 tokens are less than one sample of 17"):
         TextWindows(b"x" * 16, sequence_length=16)

@@ -14,7 +14,6 @@ from deepspeed_bamboo.models.sizes import MODEL_SIZES, ModelSize
 from deepspeed_bamboo.models.transformer import model_size, token_loss, transformer_layers
 
 TINY = MODEL_SIZES["gpt2-tiny"]
-BIDIRECTIONAL = ModelSize("small-bert", layers=2, width=32, heads=4, sequence_length=16, vocabulary=257, causal=False)
 FUSED = ModelSize(
     "fused", layers=2, width=32, heads=4, sequence_length=16, vocabulary=256, causal=True, fused_attention=True
 )
@@ -79,14 +78,6 @@ def test_a_causal_model_sees_only_what_came_before(size: ModelSize) -> None:
     assert not torch.allclose(one[:, 9:], other[:, 9:])
 
 
-def test_a_bidirectional_model_sees_everything() -> None:
-    model = build(BIDIRECTIONAL)
-    changed = tokens(BIDIRECTIONAL)
-    original = changed.clone()
-    changed[:, 9] = (changed[:, 9] + 1) % 256
-    assert not torch.equal(model(original)[:, 0], model(changed)[:, 0])
-
-
 def test_plain_and_fused_attention_compute_the_same() -> None:
     plain = ModelSize("plain", layers=2, width=32, heads=4, sequence_length=16, vocabulary=256)
     torch.testing.assert_close(build(FUSED)(tokens(FUSED)), build(plain)(tokens(plain)), rtol=1e-4, atol=1e-5)
@@ -128,19 +119,12 @@ def test_a_tied_model_names_its_embedding_as_head() -> None:
     assert torch.equal(tied[1].forward_fn(embedding, hidden), hidden @ embedding.weight.T)
 
 
-def test_the_number_of_parameters_is_what_the_size_says() -> None:
-    assert sum(parameter.numel() for parameter in build(TINY).parameters()) == TINY.parameters
-
-
-@pytest.mark.parametrize(("name", "millions"), [("gpt2-small", 163), ("gpt2-medium", 406), ("bert-large", 365)])
-def test_the_real_sizes_are_real(name: str, millions: int) -> None:
-    assert round(model_size(name).parameters / 1e6) == millions
-
-
 def test_wrong_names_and_values_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'gpt3'.*gpt2-tiny"):
         model_size("gpt3")
     with pytest.raises(ValueError, match=r"dropout 1\.0"):
         transformer_layers(TINY, dropout=1.0)
+    with pytest.raises(ValueError, match="bert-tiny is no causal model"):
+        transformer_layers(MODEL_SIZES["bert-tiny"])
     with pytest.raises(ValueError, match="width 10"):
         ModelSize("odd", layers=1, width=10, heads=4, sequence_length=8, vocabulary=256)

@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,13 +87,22 @@ def settings_of(training: Training) -> dict[str, Any]:
 
 def build(training: Training, *, module_class: type[PipelineModule] = PipelineModule, **arguments: Any) -> Any:
     """The engine of a run; further ``arguments`` go to ``deepspeed.initialize``."""
+
+    def make_module() -> PipelineModule:
+        make = getattr(models, training.layers)
+        layers = make(training.count, **({"dropout": training.dropout} if training.dropout else {}))
+        loss = models.token_error if training.layers.startswith("tied") else models.squared_error
+        options = {"loss_fn": loss, "num_stages": training.stages, "partition_method": "uniform", **training.module}
+        return module_class(layers=layers, **options)
+
+    return build_module(training, make_module, **arguments)
+
+
+def build_module(training: Training, make_module: Callable[[], PipelineModule], **arguments: Any) -> Any:
+    """As :func:`build`, for a module that ``make_module`` makes once there is a process group."""
     _fresh_process_group(training.name)
     torch.manual_seed(11)
-    make = getattr(models, training.layers)
-    layers = make(training.count, **({"dropout": training.dropout} if training.dropout else {}))
-    loss = models.token_error if training.layers.startswith("tied") else models.squared_error
-    options = {"loss_fn": loss, "num_stages": training.stages, "partition_method": "uniform", **training.module}
-    module = module_class(layers=layers, **options)
+    module = make_module()
     os.environ["BAMBOO_JOB"] = f"{os.environ['BAMBOO_JOB'].split('--')[0]}--{training.name}"
     name = Path(os.environ["TEST_DIRECTORY"], "job")
     partial = name.with_suffix(f".{os.environ['RANK']}")
@@ -198,7 +207,7 @@ def train_with_joiners(
     members, pauses = [], {}
     while engine.global_steps < training.steps:
         step = engine.global_steps
-        _wait_for_joiners(engine, waits.get(str(step), 0))
+        wait_for_joiners(engine, waits.get(str(step), 0))
         if saves is not None and step == saves[0]:
             engine.save_checkpoint(saves[1], client_state={"seen": step})
         started = time.perf_counter()
@@ -232,7 +241,7 @@ def train_by_count(training: Training, waits: dict[str, int], by_engine: bool = 
     evaluated = models.micro_batches(make, pipeline=100, first_step=0, count=training.micro_batches)
     losses, evaluations = [], []
     for step in iter(lambda: engine.global_steps, training.steps) if by_engine else range(training.steps):
-        _wait_for_joiners(engine, waits.get(str(step), 0))
+        wait_for_joiners(engine, waits.get(str(step), 0))
         losses.append(float(engine.train_batch(iterator)))
         if step in training.evaluate_before:
             evaluations.append(float(engine.eval_batch(evaluated)))
@@ -260,7 +269,8 @@ def train_until_stopped(training: Training, stop_at: int) -> dict[str, Any]:
     return result
 
 
-def _wait_for_joiners(engine: Any, count: int) -> None:
+def wait_for_joiners(engine: Any, count: int) -> None:
+    """On the reporter: return when ``count`` workers are there that have yet to be taken in."""
     deadline = time.monotonic() + 60.0
     while count and engine.is_reporter:
         present, members = engine.session.present, engine.session.interruption.active.members
