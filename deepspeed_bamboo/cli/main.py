@@ -14,6 +14,7 @@ from deepspeed_bamboo.errors import BambooError
 COMMAND_MODULES = (
     "deepspeed_bamboo.cli.check",
     "deepspeed_bamboo.cli.compare",
+    "deepspeed_bamboo.cli.doctor",
     "deepspeed_bamboo.cli.job",
     "deepspeed_bamboo.cli.plan",
     "deepspeed_bamboo.cli.schedule",

@@ -16,14 +16,21 @@ _OPERATIONS_PER_NUMBER = 30
 
 def count_parameters(layers: Sequence[Any]) -> int:
     """How many parameters the LayerSpecs ``layers`` have, tied ones once."""
-    total, tied = 0, set()
-    with torch.device("meta"):
-        for spec in layers:
-            key = getattr(spec, "key", None)
-            if key is None or key not in tied:
-                total += sum(parameter.numel() for parameter in spec.build().parameters())
+    tied: set[str] = set()
+    total = 0
+    for spec, count in zip(layers, layer_parameters(layers), strict=True):
+        key = getattr(spec, "key", None)
+        if key is None or key not in tied:
+            total += count
+        if key is not None:
             tied.add(key)
     return total
+
+
+def layer_parameters(layers: Sequence[Any]) -> list[int]:
+    """How many parameters each of ``layers`` has. Those of tied layers count in each."""
+    with torch.device("meta"):
+        return [sum(parameter.numel() for parameter in spec.build().parameters()) for spec in layers]
 
 
 def layer_costs(layers: Sequence[LayerSpec], sample: Any) -> list[int]:

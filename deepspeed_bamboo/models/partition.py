@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.utils import partition_balanced
 
 
 class BalancedPipeline(PipelineModule):
@@ -22,3 +23,8 @@ class BalancedPipeline(PipelineModule):
 
     def _count_layer_params(self) -> list[int]:
         return self.costs
+
+
+def balanced_parts(costs: Sequence[int], stages: int) -> list[int]:
+    """Where stages begin, and behind them where the last one ends, as a BalancedPipeline has them."""
+    return [int(start) for start in partition_balanced(weights=list(costs), num_parts=stages)]

@@ -1,0 +1,84 @@
+"""``ds_bamboo doctor``: looks at this machine and at a configuration before a job is started."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from deepspeed_bamboo.config.section import BambooConfig, load_bamboo_section
+from deepspeed_bamboo.doctor.examination import examine
+from deepspeed_bamboo.doctor.machine import ThisMachine
+from deepspeed_bamboo.doctor.subject import ModelFacts, Subject, read_hosts
+from deepspeed_bamboo.elastic.settings_source import hjson_value
+from deepspeed_bamboo.errors import ConfigError
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register ``doctor`` with the subparsers of ``ds_bamboo``."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="look for what would go wrong, before a job is started",
+        description="Looks at this machine (versions, GPUs, ports, shared memory, clock), at what a configuration "
+        "names (etcd, bucket, paths) and at how it fits the hosts, and says what is wrong and what to do. Says nothing "
+        "when all is well. Run it on each machine. Exit code 1 when something keeps the job from running.",
+    )
+    parser.add_argument("--config", metavar="FILE", help="DeepSpeed JSON (default: the settings' defaults)")
+    parser.add_argument("--hostfile", type=Path, metavar="FILE", help="DeepSpeed's host file (default: this machine)")
+    parser.add_argument("--stages", type=int, metavar="P", help="pipeline stages (default: as many as workers)")
+    parser.add_argument("--model", metavar="NAME", help="a model of scripts/train.py, for layers and device memory")
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what is found. Returns 1 when something blocks, else 0. Raises ConfigError for files it can't read."""
+    findings = list(examine(subject_of(arguments)))
+    if arguments.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        for finding in sorted(findings, key=lambda finding: not finding.blocker):
+            print(finding)
+    return int(any(finding.blocker for finding in findings))
+
+
+def subject_of(arguments: argparse.Namespace) -> Subject:
+    """What the command line names. Raises ConfigError."""
+    if arguments.stages is not None and arguments.stages < 1:
+        raise ConfigError(f"--stages is {arguments.stages}; give a number from 1")
+    settings = {} if arguments.config is None else hjson_value(arguments.config)
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{arguments.config} holds no JSON object; a DeepSpeed configuration is {{...}}")
+    subject = Subject(
+        machine=ThisMachine(),
+        environment=dict(os.environ),
+        settings=settings,
+        section=load_bamboo_section(settings) or BambooConfig(),
+        hosts=() if arguments.hostfile is None else read_hosts(arguments.hostfile),
+        stages=arguments.stages,
+    )
+    if arguments.model is None:
+        return subject
+    stages = arguments.stages or subject.workers or 1
+    return Subject(**{**vars(subject), "stages": stages, "model": _facts(arguments.model, stages)})
+
+
+def _facts(name: str, stages: int) -> ModelFacts:
+    # Only where it is asked for: this imports torch and deepspeed, which takes seconds and prints warnings.
+    from deepspeed_bamboo.models.catalog import model_named
+    from deepspeed_bamboo.models.costs import layer_costs, layer_parameters
+    from deepspeed_bamboo.models.partition import balanced_parts
+
+    try:
+        model = model_named(name)
+    except ValueError as error:
+        raise ConfigError(f"--model: {error}") from error
+    layers = model.layers()
+    counts = layer_parameters(layers)
+    parts = balanced_parts(layer_costs(layers, model.sample), min(stages, len(layers)))
+    held = tuple(sum(counts[start:stop]) for start, stop in itertools.pairwise(parts))
+    return ModelFacts(name, layers=len(layers), stage_parameters=held)

@@ -1,0 +1,66 @@
+"""etcd: every member answers, takes what is written, and soon enough."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import uuid
+from collections.abc import Iterator
+
+from deepspeed_bamboo.coordination.endpoints import Endpoint
+from deepspeed_bamboo.coordination.errors import CoordinationError, EndpointError
+from deepspeed_bamboo.coordination.etcd import EtcdStore
+from deepspeed_bamboo.coordination.guard import EtcdGuard
+from deepspeed_bamboo.doctor.finding import Finding, warning
+from deepspeed_bamboo.doctor.subject import Subject
+
+_WRITES = 5
+_SLOW_SHARE = 1 / 30  # of the lease: a loss takes several writes, one after the other
+_LEASE_SECONDS = 10.0
+
+
+def check_coordinator(subject: Subject) -> Iterator[Finding]:
+    """Nothing for a job that starts its own."""
+    settings = subject.section.coordinator
+    guard = EtcdGuard.of(settings)
+    try:
+        guard.check(subject.environment)
+    except EndpointError as error:
+        yield Finding(str(error), "etcd can't be asked before that is right")
+        return
+    unreachable = []
+    for text in settings.endpoints:
+        store = EtcdStore([Endpoint.parse(text)], guard=guard, call_timeout_seconds=settings.connect_timeout_seconds)
+        try:
+            store.ping(within_seconds=settings.connect_timeout_seconds)
+            yield from _written(store, text, prefix=settings.prefix, lease_seconds=settings.lease_seconds)
+        except (CoordinationError, EndpointError) as error:
+            unreachable.append(text)
+            yield Finding(
+                f"etcd at {text}: {error}",
+                "start it, or open its port to this machine; one member of several may be away for a while",
+                blocker=len(unreachable) * 2 > len(settings.endpoints),
+            )
+        finally:
+            store.close()
+    if len(settings.endpoints) == 2:
+        yield warning("etcd with 2 members stops when one of them is away", "use 1 member or 3")
+
+
+def _written(store: EtcdStore, endpoint: str, *, prefix: str, lease_seconds: float) -> Iterator[Finding]:
+    key = f"{prefix}/doctor/{uuid.uuid4().hex}"
+    took = []
+    lease = store.grant_lease(_LEASE_SECONDS)
+    try:
+        for number in range(_WRITES):
+            start = time.perf_counter()
+            store.put(key, str(number), lease=lease)
+            took.append(time.perf_counter() - start)
+    finally:
+        store.revoke(lease)
+    seconds = statistics.median(took)
+    if seconds > lease_seconds * _SLOW_SHARE:
+        yield warning(
+            f"etcd at {endpoint} takes {1000 * seconds:.0f} ms for a write, with a lease of {lease_seconds:g} s",
+            "put it on a fast disk near the workers, or raise coordinator.lease_seconds",
+        )

@@ -1,0 +1,74 @@
+"""The GPUs, and settings of NCCL and of CUDA builds that are known to hurt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from deepspeed_bamboo.doctor.finding import Finding, warning
+from deepspeed_bamboo.doctor.subject import Subject
+
+_GIB = 1 << 30
+_MUCH_USED_SHARE = 0.1
+# The plugin sets these where nobody does; another value stays.
+_EXPECTED = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "torch would end processes that could go on after a loss"),
+    "NCCL_NVLS_ENABLE": ("0", "sums over NVLink switches give other bits from run to run"),
+}
+
+
+def check_gpus(subject: Subject) -> Iterator[Finding]:
+    """As many as the host file says, all alike and empty."""
+    if subject.on_cpu:
+        return
+    gpus = subject.machine.gpus()
+    if gpus is None:
+        yield Finding("nvidia-smi fails", "run it by hand and mend the driver")
+        return
+    if not gpus:
+        yield Finding("there is no GPU (nvidia-smi is not here)", "use a machine with GPUs, or set DS_ACCELERATOR=cpu")
+        return
+    slots = own_slots(subject)
+    if slots is not None and slots > len(gpus):
+        yield Finding(
+            f"the host file gives this machine {slots} slots, and it has {len(gpus)} GPUs",
+            f"write slots={len(gpus)}, or share GPUs on purpose",
+        )
+    kinds = sorted({gpu.name for gpu in gpus})
+    if len(kinds) > 1:
+        yield warning(
+            f"the GPUs differ: {', '.join(kinds)}",
+            "use GPUs of one kind: others may add in another order, and then runs with and without losses differ",
+        )
+    for number, gpu in enumerate(gpus):
+        if gpu.used_bytes > _MUCH_USED_SHARE * gpu.memory_bytes:
+            used, there = gpu.used_bytes / _GIB, gpu.memory_bytes / _GIB
+            yield warning(
+                f"GPU {number} has {used:.1f} of {there:.1f} GiB in use already",
+                "end what runs there (nvidia-smi names it): after a loss a worker needs room for two stages",
+            )
+
+
+def check_nccl_settings(subject: Subject) -> Iterator[Finding]:
+    """Variables of the environment that the plugin would leave as they are."""
+    if subject.on_cpu:
+        return
+    for name, (value, otherwise) in _EXPECTED.items():
+        found = subject.environment.get(name)
+        if found not in (None, value):
+            yield Finding(f"{name} is {found}: {otherwise}", f"unset {name}, or set it to {value}")
+    architectures = subject.environment.get("TORCH_CUDA_ARCH_LIST", "")
+    if re.search(r"\d[a-z]", architectures):
+        yield Finding(
+            f"TORCH_CUDA_ARCH_LIST is {architectures!r}, and DeepSpeed can't read a letter behind a number there",
+            "name your GPUs' architecture without letters, for example 9.0",
+        )
+
+
+def own_slots(subject: Subject) -> int | None:
+    """The slots that the host file gives this machine; None where it doesn't name it."""
+    machine = subject.machine
+    for host in subject.hosts:
+        if host.name == machine.host_name() or machine.resolve(host.name) in machine.addresses():
+            return host.slots
+    return None

@@ -1,0 +1,61 @@
+"""The hosts: names that are unique, addresses that are too, and paths that all of them see."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from deepspeed_bamboo.doctor.finding import Finding, warning
+from deepspeed_bamboo.doctor.subject import Subject
+
+_OWN_TO_A_MACHINE = ("/tmp", "/dev/shm", "/var/tmp", "/run")
+
+
+def check_hosts(subject: Subject) -> Iterator[Finding]:
+    """Each name once, with an address of its own; all with as many slots."""
+    names = Counter(host.name for host in subject.hosts)
+    for name, count in names.items():
+        if count > 1:
+            yield Finding(f"the host file names {name} {count} times", "name each machine once, with all its slots")
+    by_address: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        address = subject.machine.resolve(name)
+        if address is None:
+            yield Finding(f"host {name} has no address here", "correct the host file, or make the name known (DNS)")
+        else:
+            by_address[address].append(name)
+    for address, same in by_address.items():
+        if len(same) > 1:
+            yield Finding(
+                f"hosts {', '.join(same)} are one machine ({address}): both would be lost at once",
+                "name each machine once, with all its slots",
+            )
+    if len({host.slots for host in subject.hosts}) > 1:
+        yield warning("hosts have different numbers of slots", "give all as many: the largest one's loss costs most")
+    node = subject.environment.get("BAMBOO_NODE")
+    if node is not None and len(subject.hosts) > 1:
+        yield warning(
+            f"BAMBOO_NODE is {node!r}: exported to all machines, it makes one node of them",
+            "unset it; the host's own name is used then",
+        )
+
+
+def check_paths(subject: Subject) -> Iterator[Finding]:
+    """What all machines must find at the same place."""
+    if len(subject.hosts) < 2:
+        return
+    section = subject.section
+    for setting, path in (("event_log", section.event_log), ("checkpoint.dir", section.checkpoint.dir)):
+        if path is None or path.startswith("s3://"):
+            continue
+        if not Path(path).is_absolute():
+            yield Finding(
+                f"{setting} is {path!r}, which every machine takes from its own current directory",
+                "write a path from / on, the same on all machines",
+            )
+        elif setting == "checkpoint.dir" and any(Path(path).is_relative_to(own) for own in _OWN_TO_A_MACHINE):
+            yield Finding(
+                f"{setting} is {path!r}, and each machine has a {Path(*Path(path).parts[:2])} of its own",
+                "name a directory of a shared file system, or s3://bucket/prefix",
+            )

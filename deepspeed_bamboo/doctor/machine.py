@@ -1,0 +1,138 @@
+"""What this machine says about itself. Tests give another one that says what they want."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Protocol
+
+import psutil
+
+_QUERY_SECONDS = 20.0
+_MIB = 1 << 20
+_UNSYNCHRONISED = 0x40  # STA_UNSYNC of Linux's timex.h
+_TIMEX_BYTES, _STATUS_OFFSET = 208, 40  # of struct timex on 64-bit Linux
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, and how much of its memory is there and in use."""
+
+    name: str
+    memory_bytes: int
+    used_bytes: int
+
+
+class Machine(Protocol):
+    """None where the machine doesn't say."""
+
+    def python(self) -> tuple[int, ...]:
+        """The version of Python."""
+
+    def version(self, package: str) -> str | None:
+        """The version of an installed package."""
+
+    def gpus(self) -> tuple[Gpu, ...] | None:
+        """The GPUs, none for a machine without; None where they can't be asked."""
+
+    def interfaces(self) -> frozenset[str]:
+        """The names of the network interfaces."""
+
+    def addresses(self) -> frozenset[str]:
+        """All own addresses."""
+
+    def host_name(self) -> str:
+        """What this machine calls itself."""
+
+    def resolve(self, name: str) -> str | None:
+        """The address of a host."""
+
+    def port_is_free(self, port: int) -> bool:
+        """Whether a server could listen there."""
+
+    def shared_memory_bytes(self) -> int | None:
+        """The size of /dev/shm."""
+
+    def clock_is_synchronised(self) -> bool | None:
+        """Whether something keeps the clock right."""
+
+
+class ThisMachine:
+    """See :class:`Machine`."""
+
+    def python(self) -> tuple[int, ...]:
+        """See :class:`Machine`."""
+        return tuple(sys.version_info[:3])
+
+    def version(self, package: str) -> str | None:
+        """See :class:`Machine`."""
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return None
+
+    def gpus(self) -> tuple[Gpu, ...] | None:
+        """See :class:`Machine`."""
+        program = shutil.which("nvidia-smi")
+        if program is None:
+            return ()
+        query = [program, "--query-gpu=name,memory.total,memory.used", "--format=csv,noheader,nounits"]
+        try:
+            asked = subprocess.run(query, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True)
+            rows = [line.rsplit(",", 2) for line in asked.stdout.splitlines() if line.strip()]
+            return tuple(Gpu(name.strip(), int(total) * _MIB, int(used) * _MIB) for name, total, used in rows)
+        except (OSError, subprocess.SubprocessError, ValueError):
+            return None
+
+    def interfaces(self) -> frozenset[str]:
+        """See :class:`Machine`."""
+        return frozenset(psutil.net_if_addrs())
+
+    def addresses(self) -> frozenset[str]:
+        """See :class:`Machine`."""
+        return frozenset(known.address for found in psutil.net_if_addrs().values() for known in found)
+
+    def host_name(self) -> str:
+        """See :class:`Machine`."""
+        return socket.gethostname()
+
+    def resolve(self, name: str) -> str | None:
+        """See :class:`Machine`."""
+        try:
+            return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+        except OSError:
+            return None
+
+    def port_is_free(self, port: int) -> bool:
+        """See :class:`Machine`."""
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError:
+                return False
+        return True
+
+    def shared_memory_bytes(self) -> int | None:
+        """See :class:`Machine`."""
+        try:
+            found = os.statvfs("/dev/shm")
+        except OSError:
+            return None
+        return found.f_frsize * found.f_blocks
+
+    def clock_is_synchronised(self) -> bool | None:
+        """See :class:`Machine`: what the kernel was told by whatever sets the clock."""
+        state = ctypes.create_string_buffer(_TIMEX_BYTES)
+        try:
+            code = ctypes.CDLL(None).adjtimex(state)
+        except (OSError, AttributeError):
+            return None
+        status = int.from_bytes(state.raw[_STATUS_OFFSET : _STATUS_OFFSET + 4], sys.byteorder)
+        return None if code < 0 else not status & _UNSYNCHRONISED

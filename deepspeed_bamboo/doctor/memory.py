@@ -1,0 +1,63 @@
+"""Device memory that state takes in each mode, against what the GPUs have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from deepspeed_bamboo.doctor.finding import Finding, warning
+from deepspeed_bamboo.doctor.subject import Subject
+
+_GIB = 1 << 30
+_SHADOWLESS = "off"
+_MOMENTS = {"SGD": 0, "LION": 1}  # numbers that the optimizer keeps for each parameter; others: 2
+_USUAL_MOMENTS = 2
+_ROOM_FOR_ACTIVATIONS_SHARE = 0.2
+
+
+def check_memory(subject: Subject) -> Iterator[Finding]:
+    """Where the model is known: parameters, gradients and optimizer state, without activations."""
+    gpus = None if subject.on_cpu else subject.machine.gpus()
+    if subject.model is None or subject.grid is None or not gpus:
+        return
+    mode = subject.section.redundancy.mode
+    needed = state_bytes(subject, shadow=mode != _SHADOWLESS)
+    there = min(gpu.memory_bytes for gpu in gpus)
+    amounts = ", ".join(
+        f"{name} {state_bytes(subject, shadow=shadow) / _GIB:.1f} GiB"
+        for name, shadow in (("off", False), ("lazy, eager, auto and full", True))
+    )
+    what = (
+        f"state takes {needed / _GIB:.1f} GiB in mode {mode}, of {there / _GIB:.1f} GiB, before activations ({amounts})"
+    )
+    remedy = "use more stages, bf16 or ZeRO stage 1 with several pipelines, or mode off"
+    if needed > there:
+        yield Finding(what, remedy)
+    elif needed > (1 - _ROOM_FOR_ACTIVATIONS_SHARE) * there:
+        yield warning(what, remedy)
+
+
+def state_bytes(subject: Subject, *, shadow: bool) -> int:
+    """Of the worker with most of it. A shadow is the next stage's state."""
+    if subject.model is None or subject.grid is None:
+        return 0
+    pipelines, _ = subject.grid
+    parameters = subject.model.stage_parameters
+    each = _bytes_each(subject.settings, pipelines)
+    own = [round(count * each) for count in parameters]
+    if not shadow:
+        return max(own)
+    return max(here + there for here, there in zip(own, own[1:] + own[:1], strict=True))
+
+
+def _bytes_each(settings: Mapping[str, Any], pipelines: int) -> float:
+    optimizer = settings.get("optimizer", {})
+    kind = str(optimizer.get("type", "Adam")).upper()
+    moments = _MOMENTS.get(kind, _USUAL_MOMENTS) + bool(optimizer.get("params", {}).get("momentum"))
+    half = any(settings.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
+    bf16 = bool(settings.get("bf16", {}).get("enabled"))
+    zero = settings.get("zero_optimization", {}).get("stage", 0)
+    spread = pipelines if bf16 or zero else 1
+    # Parameter and gradient; then master weight and moments, which bf16 and ZeRO spread over the pipelines.
+    held = (2 + (4 if bf16 else 2)) if half else 8
+    return held + ((4 if half else 0) + 4 * moments) / spread

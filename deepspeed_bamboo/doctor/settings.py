@@ -1,0 +1,76 @@
+"""DeepSpeed's settings against the grid: ZeRO, stages, layers, batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from deepspeed_bamboo.config.requirements import ModelKind, OptimizerSource, validate_deepspeed_settings
+from deepspeed_bamboo.doctor.finding import Finding, warning
+from deepspeed_bamboo.doctor.subject import Subject
+from deepspeed_bamboo.errors import ConfigError
+
+_BATCH, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+def check_settings(subject: Subject) -> Iterator[Finding]:
+    """What the job would refuse at its start, and what makes it slow."""
+    try:
+        validate_deepspeed_settings(
+            subject.settings,
+            model=ModelKind.PIPELINE,
+            model_name="PipelineModule",
+            stages=subject.stages,
+            world_size=subject.workers or subject.stages or 1,
+            optimizer=OptimizerSource.JSON,
+        )
+    except ConfigError as error:
+        for problem in error.problems:
+            what, _, remedy = problem.rpartition("; ")
+            yield Finding(what or problem, remedy)
+    model = subject.model
+    if model is not None and subject.stages is not None and subject.stages > model.layers:
+        yield Finding(
+            f"{model.name} has {model.layers} layers, too few for {subject.stages} stages",
+            f"use at most {model.layers} stages, or more pipelines",
+        )
+    if subject.settings:
+        yield from _batch_findings(subject)
+
+
+def _batch_findings(subject: Subject) -> Iterator[Finding]:
+    settings = subject.settings
+    sizes = {name: settings[name] for name in (_BATCH, _MICRO, _STEPS) if settings.get(name) is not None}
+    for name, value in sizes.items():
+        if not isinstance(value, int) or value < 1:
+            yield Finding(f"{name} is {value!r}", "write a whole number from 1")
+            return
+    if _BATCH not in sizes and _MICRO not in sizes:
+        yield Finding(f"neither {_BATCH} nor {_MICRO} is there", f"write {_MICRO} and {_STEPS}")
+        return
+    if subject.grid is None:
+        return
+    pipelines, stages = subject.grid
+    micro_batches = _micro_batches(sizes, pipelines)
+    if micro_batches is None:
+        yield Finding(
+            f"{', '.join(f'{name} {value}' for name, value in sizes.items())} do not fit {pipelines} pipelines",
+            f"{_BATCH} must be {_MICRO} x {_STEPS} x {pipelines}; leave one of them out",
+        )
+    elif stages > 1 and micro_batches < stages:
+        idle = (stages - 1) / (micro_batches + stages - 1)
+        yield warning(
+            f"{micro_batches} micro-batches in {stages} stages: each stage waits {100 * idle:.0f} % of the time",
+            f"raise {_STEPS} to {4 * stages}, with smaller micro-batches, or use fewer stages",
+        )
+
+
+def _micro_batches(sizes: Mapping[str, Any], pipelines: int) -> int | None:
+    """Of a step in each pipeline, as DeepSpeed fills in what is missing; None: there is no such number."""
+    if _BATCH not in sizes:
+        return int(sizes.get(_STEPS, 1))
+    micro = sizes.get(_MICRO)
+    steps = sizes.get(_STEPS, 1 if micro is None else max(1, sizes[_BATCH] // (micro * pipelines)))
+    if micro is None:
+        micro = max(1, sizes[_BATCH] // (steps * pipelines))
+    return int(steps) if micro * steps * pipelines == sizes[_BATCH] else None

@@ -1,0 +1,86 @@
+"""What is examined: a configuration, the hosts, a model, this machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deepspeed_bamboo.config.section import BambooConfig
+from deepspeed_bamboo.doctor.machine import Machine
+from deepspeed_bamboo.errors import ConfigError
+
+_HOST = re.compile(r"(\S+)\s+slots=(\d+)")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A line of a host file."""
+
+    name: str
+    slots: int
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model in stages: how many layers it has, and the parameters of each stage."""
+
+    name: str
+    layers: int
+    stage_parameters: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What checks look at. ``hosts`` empty: this machine alone. ``stages``: None for as many as there are workers."""
+
+    machine: Machine
+    environment: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    section: BambooConfig = field(default_factory=BambooConfig)
+    hosts: tuple[Host, ...] = ()
+    stages: int | None = None
+    model: ModelFacts | None = None
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether DeepSpeed is to train without GPUs."""
+        return self.environment.get("DS_ACCELERATOR") == "cpu"
+
+    @property
+    def workers(self) -> int | None:
+        """How many there will be; None where nothing says so."""
+        if self.hosts:
+            return sum(host.slots for host in self.hosts)
+        gpus = None if self.on_cpu else self.machine.gpus()
+        return len(gpus) if gpus else None
+
+    @property
+    def grid(self) -> tuple[int, int] | None:
+        """Pipelines and stages; None where they are not known or do not fit."""
+        workers, stages = self.workers, self.stages or self.workers
+        if workers is None or stages is None or workers % stages:
+            return None
+        return workers // stages, stages
+
+
+def read_hosts(path: Path) -> tuple[Host, ...]:
+    """The lines ``NAME slots=N`` of DeepSpeed's host file. Raises ConfigError for another line, and for no file."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"can't be read ({error.strerror}); name the host file", where=str(path)) from error
+    hosts = []
+    for number, line in enumerate(lines, start=1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        found = _HOST.fullmatch(text)
+        if found is None or not int(found[2]):
+            raise ConfigError(f"line {number} is {text!r}; write NAME slots=N, with N from 1", where=str(path))
+        hosts.append(Host(found[1], int(found[2])))
+    if not hosts:
+        raise ConfigError("names no host; write a line NAME slots=N for each", where=str(path))
+    return tuple(hosts)
