@@ -49,6 +49,7 @@ from deepspeed_bamboo.sweep.job import job_environment, run_job
 from deepspeed_bamboo.sweep.pauses import PARTS, joins, pauses, spread, straight_line, undisturbed_seconds
 
 SCRIPTS = Path(__file__).resolve().parent
+MODELS = tuple(size.name for size in MODEL_SIZES.values() if size.causal)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The script's arguments. Exits with a usage message when they are wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", default=["gpt2-tiny"], choices=tuple(MODEL_SIZES))
+    parser.add_argument("--model", nargs="+", default=["gpt2-tiny"], choices=MODELS)
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--pipelines", type=int, nargs="+", default=[1], help="one benchmark for each number")
     parser.add_argument("--micro-batches", type=int, default=8)

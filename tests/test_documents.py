@@ -2,27 +2,61 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from deepspeed_bamboo.cli.main import build_parser
+from deepspeed_bamboo.config.section import SECTION, load_bamboo_section
+from deepspeed_bamboo.elastic.command_line import parse_command_line
+from tests.scripts.loading import load_script
 
 REPOSITORY = Path(__file__).parents[1]
-DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").glob("*.md"))]
+PRESETS = sorted((REPOSITORY / "configs").glob("*.json"))
+_LAUNCH = "--module deepspeed_bamboo.launch "
+
+
+def text_of(document: Path) -> str:
+    return document.read_text(encoding="utf-8")
+
+
+def blocks(document: Path, *languages: str) -> Iterator[str]:
+    """The blocks of code in one of ``languages``; "" for none named."""
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text_of(document), re.MULTILINE | re.DOTALL):
+        if language in languages:
+            yield block
 
 
 def commands(document: Path) -> list[str]:
     """Every ``ds_bamboo`` command that stands alone on a line of a block."""
-    blocks = re.findall(r"^```\w*\n(.*?)^```", document.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if line.startswith("ds_bamboo ")]
+    lines = [line for block in blocks(document, "", "sh") for line in block.splitlines()]
+    return [line for line in lines if line.startswith("ds_bamboo ")]
+
+
+def launches(text: str) -> Iterator[list[str]]:
+    """What follows the launch module in every command that is written out."""
+    for line in re.sub(r"\\\n(//)?", " ", text).splitlines():
+        _, launch, rest = line.partition(_LAUNCH)
+        words = re.split(r"; | > | && ", rest.partition("  #")[0].strip().rstrip("'`"))[0]
+        if launch and "..." not in words and "[" not in words:
+            yield shlex.split(words.replace("\\", " "), comments=True)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_nothing_outside_of_the_repository_is_cited(document: Path) -> None:
-    assert not re.search(r"\bDESIGN\b|\.\./shared", document.read_text(encoding="utf-8"))
+    assert not re.search(r"\bDESIGN\b|\.\./shared", text_of(document))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text_of(document)):
+        assert "://" in target or (document.parent / target).exists(), target
 
 
 def test_commands_have_the_options_that_there_are() -> None:
@@ -30,3 +64,35 @@ def test_commands_have_the_options_that_there_are() -> None:
     assert len(found) > 10
     for command in found:
         build_parser().parse_args(shlex.split(command, comments=True)[1:])  # ends the test if it can't
+
+
+def test_launches_have_the_options_that_there_are_and_name_files_that_exist() -> None:
+    train = load_script("train")
+    found = [words for path in [*DOCUMENTS, *PRESETS] for words in launches(text_of(path))]
+    scripts = [parse_command_line(words) for words in found]  # ends the test if it can't
+    trained = [line for line in scripts if line.script == "scripts/train.py"]
+    assert len(trained) > len(PRESETS)
+    for line in trained:
+        arguments = train.parse_arguments(line.arguments)
+        assert (REPOSITORY / arguments.deepspeed_config).exists(), arguments.deepspeed_config
+
+
+def test_settings_are_some_that_there_are() -> None:
+    found = [block for document in DOCUMENTS for block in blocks(document, "json") if f'{{"{SECTION}"' in block]
+    assert len(found) > 1
+    for block in found:
+        assert load_bamboo_section(json.loads(block)) is not None
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_scripts_are_ones_that_a_shell_reads(document: Path) -> None:
+    for block in blocks(document, "sh"):
+        plain = block.replace("[launcher flags]", "").replace("[--job NAME]", "").replace("[its arguments]", "")
+        checked = subprocess.run(["bash", "-n"], input=plain, capture_output=True, text=True, check=False)
+        assert checked.returncode == 0, checked.stderr
+
+
+def test_manifests_are_yaml_and_say_what_they_are() -> None:
+    yaml = pytest.importorskip("yaml", reason="PyYAML, which reads the manifests, is not installed")
+    found = [part for document in DOCUMENTS for block in blocks(document, "yaml") for part in yaml.safe_load_all(block)]
+    assert [part["kind"] for part in found] == ["Service", "StatefulSet"]

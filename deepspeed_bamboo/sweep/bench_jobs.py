@@ -86,6 +86,7 @@ class BenchSetup:
         """Arguments of scripts/train.py and its relatives; ``folder`` gets events and holds the configuration."""
         fixed = ["--model", self.model, "--steps", str(steps), "--stages", str(self.stages)]
         fixed += ["--deterministic"] if self.deterministic else []
+        fixed += ["--dropout", "0", "--no-tied", "--partition", "parameters"]  # as what was measured so far
         data = [] if self.data is None else ["--data", str(self.data)]
         files = ["--deepspeed_config", str(folder / "deepspeed.json"), "--event-log", str(folder / "events")]
         return [*fixed, *files, *data, "--threads", str(self.threads)]
