@@ -16,6 +16,7 @@ from deepspeed_bamboo.coordination.job import DEFAULT_PREFIX, JobCoordinator, ru
 from deepspeed_bamboo.coordination.memory import MemoryStore
 from deepspeed_bamboo.coordination.records import AgentRecord, Change, Drain, EpochRecord, JobFailure, Member
 from deepspeed_bamboo.coordination.registration import Registration
+from deepspeed_bamboo.coordination.shared_registration import SharedRegistration
 from deepspeed_bamboo.coordination.store import Entry, KeyValueStore, Snapshot, StoreEvent, WatchHandle
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "NoEpoch",
     "Registration",
     "ServerStartError",
+    "SharedRegistration",
     "Snapshot",
     "StoreEvent",
     "WatchHandle",

@@ -13,6 +13,7 @@ from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable, JobName
 from deepspeed_bamboo.coordination.keys import GENERATION, JobKeys, decode, encode, member_of, stop_reason
 from deepspeed_bamboo.coordination.records import AgentRecord, Change, Drain, EpochRecord, JobFailure, Member
 from deepspeed_bamboo.coordination.registration import Registration
+from deepspeed_bamboo.coordination.shared_registration import SharedRegistration, conditions_for
 from deepspeed_bamboo.coordination.store import KeyValueStore
 from deepspeed_bamboo.coordination.watching import JobWatch
 from deepspeed_bamboo.core.placement import WorkerId
@@ -46,35 +47,38 @@ class JobCoordinator:
 
     # -- who is there ------------------------------------------------------------------------------
 
-    def register(self, member: Member, *, lease_seconds: float) -> Registration:
-        """Make ``member`` known for as long as this process keeps its lease.
+    def register(
+        self, member: Member, *, lease_seconds: float, in_charge: Callable[[], bool] = lambda: True
+    ) -> SharedRegistration:
+        """Make ``member`` known for as long as its lease is kept: by its agent, or by this process while ``in_charge``.
 
         Its key goes with the lease, which every watcher sees. After an outage of the store it is
         written again if the member is still part of the current epoch, or if there is none yet, or if it
         was in none so far: one that joins waits for as long as it takes.
         """
-        joined = threading.Event()
+        registration = self._shared(
+            member.worker, joining=member.joining, lease_seconds=lease_seconds, in_charge=in_charge
+        )
+        registration.enter(encode({**member.to_json(), GENERATION: self._own_generation or 0}))
+        registration.start()
+        return registration
 
-        def may_stay() -> bool:
-            epoch = self.epoch()
-            if epoch is not None and member.worker in epoch.members:
-                joined.set()
-                return True
-            return epoch is None or not joined.is_set()
+    def keep(
+        self, worker: WorkerId, *, joining: bool, lease_seconds: float, in_charge: Callable[[], bool]
+    ) -> SharedRegistration:
+        """Keep what ``worker`` registers, for it and while ``in_charge``; for its agent. Returns at once."""
+        registration = self._shared(worker, joining=joining, lease_seconds=lease_seconds, in_charge=in_charge)
+        registration.start()
+        return registration
 
-        def may_return() -> bool:
-            epoch = self.epoch()
-            if epoch is not None and not member.joining:
-                return member.worker in epoch.members
-            return may_stay()
-
-        return Registration(
+    def _shared(
+        self, worker: WorkerId, *, joining: bool, lease_seconds: float, in_charge: Callable[[], bool]
+    ) -> SharedRegistration:
+        return SharedRegistration(
             self._store,
-            key=self._keys.member(member.worker),
-            value=encode({**member.to_json(), GENERATION: self._own_generation or 0}),
+            key=self._keys.member(worker),
             lease_seconds=lease_seconds,
-            may_stay=may_stay,
-            may_return=may_return,
+            conditions=conditions_for(worker, joining=joining, epoch=self.epoch, in_charge=in_charge),
         )
 
     def members(self) -> dict[WorkerId, Member]:
@@ -93,8 +97,6 @@ class JobCoordinator:
             key=self._keys.agent(agent.rank),
             value=encode(agent.to_json()),
             lease_seconds=lease_seconds,
-            may_stay=lambda: True,
-            may_return=lambda: True,
         )
 
     def agents(self) -> dict[int, AgentRecord]:

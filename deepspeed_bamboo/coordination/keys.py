@@ -9,10 +9,11 @@ from typing import Any
 
 from deepspeed_bamboo.coordination.errors import EndpointError
 from deepspeed_bamboo.coordination.records import AgentRecord, Change, Drain, EpochRecord, JobFailure, Member
+from deepspeed_bamboo.coordination.shared_registration import LEASE
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
-# A member's value carries its generation as well, which is nobody's business outside of this part.
+# A member's value carries its generation and its lease as well, which are nobody's business outside of this part.
 GENERATION = "generation"
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
@@ -114,7 +115,7 @@ class JobKeys:
 
 def member_of(value: dict[str, Any]) -> Member:
     """The member that a value of its key describes."""
-    return Member.from_json({name: field for name, field in value.items() if name != GENERATION})
+    return Member.from_json({name: field for name, field in value.items() if name not in (GENERATION, LEASE)})
 
 
 def stop_reason(value: dict[str, Any]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 
 from deepspeed_bamboo.coordination.errors import CoordinationError, CoordinatorUnavailable, LeaseExpired
 from deepspeed_bamboo.coordination.store import KeyValueStore
@@ -17,32 +16,19 @@ _ATTEMPTS = 5
 
 
 class Registration:
-    """Holds ``key`` under a lease that is renewed three times in its length.
+    """Holds ``key`` under a lease that is renewed three times in its length, for an agent.
 
-    ``lost`` is set when this process was expelled: its lease ran out (or the job went on without it)
-    and it may not come back. While the store cannot be reached nothing is concluded. When it can be
-    reached again and the lease is gone, ``may_return`` decides: then everybody's lease may be gone,
-    which is no reason for anybody to leave.
+    While the store cannot be reached nothing is concluded. When it can be reached again and the lease is gone the key
+    is written again: everybody's lease may be gone then, which is no reason for anybody to leave. Workers' keys are
+    kept by :class:`~deepspeed_bamboo.coordination.shared_registration.SharedRegistration`.
     """
 
-    def __init__(
-        self,
-        store: KeyValueStore,
-        *,
-        key: str,
-        value: str,
-        lease_seconds: float,
-        may_stay: Callable[[], bool],
-        may_return: Callable[[], bool],
-    ) -> None:
+    def __init__(self, store: KeyValueStore, *, key: str, value: str, lease_seconds: float) -> None:
         """Write the key and begin to keep it. Raises CoordinatorUnavailable, or LeaseExpired, when that fails."""
-        self.lost = threading.Event()
         self._store = store
         self._key = key
         self._value = value
         self._lease_seconds = lease_seconds
-        self._may_stay = may_stay
-        self._may_return = may_return
         self._stopped = threading.Event()
         self._touched = time.monotonic()
         self._settled = float("-inf")
@@ -66,7 +52,7 @@ class Registration:
         return time.monotonic() - self._touched
 
     def withdraw(self) -> None:
-        """Remove the key now and stop keeping it; ``lost`` stays as it is. May be called twice.
+        """Remove the key now and stop keeping it. May be called twice.
 
         If the store cannot be reached the key goes when its lease runs out.
         """
@@ -92,7 +78,7 @@ class Registration:
         pause = self._lease_seconds / 3
         while not self._stopped.wait(pause):
             try:
-                stays = self._renew()
+                self._renew()
             except CoordinatorUnavailable as error:
                 logger.info("%s not renewed: %s", self._key, error)
                 pause = _RETRY_SECONDS
@@ -101,10 +87,6 @@ class Registration:
                 logger.info("%s to be entered again: %s", self._key, error)
                 pause = _RETRY_SECONDS
                 continue
-            if not stays:
-                self.lost.set()
-                self._revoke()
-                return
             pause = self._lease_seconds / 3
 
     def _patience_seconds(self) -> float:
@@ -117,17 +99,14 @@ class Registration:
             self._settled = now
         self._touched = now
 
-    def _renew(self) -> bool:
-        """Renew or come back; False when this process is to leave."""
+    def _renew(self) -> None:
+        """Renew or come back."""
         if self._store.keep_alive(self._lease):
             self._touch(interrupted=False)
-            return self._may_stay()
-        if not self._may_return():
-            return False
+            return
         self._touch(interrupted=True)  # first: whoever sees the key there again must see the interruption, too
         self._enter()
         logger.info("%s registered again after its lease was gone", self._key)
-        return True
 
     def _revoke(self) -> None:
         try:

@@ -17,8 +17,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from deepspeed_bamboo import protocol
-from deepspeed_bamboo.coordination import AgentRecord, Change, JobCoordinator, Registration
+from deepspeed_bamboo.coordination import AgentRecord, Change, JobCoordinator, Registration, SharedRegistration
 from deepspeed_bamboo.coordination.machine_token import MachineToken
+from deepspeed_bamboo.coordination.process_state import is_running
 from deepspeed_bamboo.elastic import decisions
 from deepspeed_bamboo.elastic.address import advertised_address, gloo_interface
 from deepspeed_bamboo.elastic.agent_settings import AgentHooks, AgentSettings
@@ -98,6 +99,7 @@ class BambooElasticAgent(LocalElasticAgent):
         self._sessions: dict[str, int] = {}  # worker -> process id, which is also its session
         self._exit_code: int | None = None
         self._registration: Registration | None = None
+        self._keeping: SharedRegistration | None = None  # of the current worker
         self._messenger: Messenger | None = None
         # A notice must not end this process, even where the shell that started it ignores that signal.
         self._notice_signals = settings.rules.notice_signals
@@ -155,6 +157,12 @@ class BambooElasticAgent(LocalElasticAgent):
         pid = self._pcontext.pids()[0]
         worker = self._start_action.worker
         self._sessions[worker] = pid
+        self._keeping = self._coordinator.keep(
+            worker,
+            joining=self._start_action.joining,
+            lease_seconds=self._settings.lease_seconds,
+            in_charge=lambda: is_running(pid),
+        )
         DeathWatch([pid], lambda _: self._mailbox.put_call(lambda: self._collect(worker)))
         return self._pcontext.pids()
 
@@ -210,6 +218,8 @@ class BambooElasticAgent(LocalElasticAgent):
 
     def _collect(self, worker: str) -> decisions.Event:
         """The worker's process has ended: what with, and what it wrote."""
+        if self._keeping is not None:
+            self._keeping.stop()
         result = None if self._pcontext is None else self._pcontext.wait(_EXIT_NEWS_SECONDS, period=0.002)
         failure = None if result is None else result.failures.get(0)
         code = failure.exitcode if failure is not None else (0 if result is not None else -int(signal.SIGKILL))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from deepspeed_bamboo.coordination import Change, EpochRecord, JobCoordinator, Member, connect
+from deepspeed_bamboo.coordination.process_state import is_left_alone
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.protocol import EXIT_DRAINED
@@ -37,7 +38,9 @@ class FakeTraining:
         self._news = threading.Event()
         self._epoch_seen = threading.Event()
         self.job.watch(self._on_change)
-        self.registration = self.job.register(self._member(), lease_seconds=lease_seconds)
+        self.registration = self.job.register(
+            self._member(), lease_seconds=lease_seconds, in_charge=is_left_alone(os.environ)
+        )
 
     def begin(self) -> None:
         """Return in the job's first epoch, which rank 0 makes when all are there; a joiner at once."""

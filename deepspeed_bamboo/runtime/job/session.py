@@ -20,8 +20,9 @@ from deepspeed_bamboo.coordination import (
     EpochRecord,
     JobCoordinator,
     Member,
-    Registration,
+    SharedRegistration,
 )
+from deepspeed_bamboo.coordination.process_state import is_left_alone
 from deepspeed_bamboo.coordination.server import PrivateEtcd
 from deepspeed_bamboo.errors import BambooError, ConfigError
 from deepspeed_bamboo.eventlog.log import EventLog
@@ -108,7 +109,7 @@ class WorkerSession:
         self.store = c10d.TCPStore(
             identity.address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
-        self._registration: Registration | None = None
+        self._registration: SharedRegistration | None = None
         # What the watch has told last; read by the main thread.
         self._present: dict[str, Member] = {}
         self._draining: dict[str, Drain] = {}
@@ -138,6 +139,7 @@ class WorkerSession:
                 joining=self.identity.joining,
             ),
             lease_seconds=self.config.coordinator.lease_seconds,
+            in_charge=is_left_alone(os.environ),
         )
 
     def members(self, *, expected: int, timeout_seconds: float = 60.0) -> dict[str, Member]:
