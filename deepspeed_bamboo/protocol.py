@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 # ---- what an agent puts into the environment of its worker ---------------------------------------------------
 
 JOB = "BAMBOO_JOB"  # the job's name
@@ -13,8 +15,13 @@ JOINING = "BAMBOO_JOINING"  # "1" for a worker that joins a running job
 PIPELINES = "BAMBOO_PIPELINES"  # topology.pipelines, where it is set
 AGENT_PID = "BAMBOO_AGENT_PID"  # the worker ends when this process does
 ERROR_FILE = "BAMBOO_ERROR_FILE"  # where the worker writes its traceback
+PULSE_FILE = "BAMBOO_PULSE_FILE"  # where the worker notes what it does, see pulse.py
+STACK_FILE = "BAMBOO_STACK_FILE"  # where the worker's stack is written when it is sent STACK_SIGNAL
 NOTICE_SIGNALS = "BAMBOO_NOTICE_SIGNALS"  # signals that the worker ignores, since its agent handles them
 ETCD_PREFIX = "BAMBOO_ETCD_"  # begins the names of what a guarded etcd asks for
+
+# Sent to a worker that stands still. A handler in C writes the main thread's Python stack to STACK_FILE.
+STACK_SIGNAL = int(signal.SIGRTMIN) + 9
 
 # ---- what users may set, and agents pass to their workers ----------------------------------------------------
 

@@ -204,6 +204,21 @@ class NoticesConfig(Section):
         return self
 
 
+class HangsConfig(Section):
+    """What is done about a worker that stands still: an endless loop in a hook, a data loader in a deadlock."""
+
+    after_seconds: Seconds | None = None
+    """How long a worker may be busy with one thing before it is named, with its Python stack; null: ten times a usual
+    step, twice the longest so far, and a minute, whichever is most."""
+
+    start_seconds: Seconds = 600.0
+    """The same until two steps are complete: importing, building the model, compiling."""
+
+    action: Literal["warn", "drain", "end"] = "warn"
+    """What follows. warn: nothing; drain: the worker is ended, and the job goes on as after any loss; end: the job
+    ends, with exit code 75."""
+
+
 class CheckpointConfig(Section):
     """Checkpoints taken beside training, read only by a job that starts: when redundancy could not cover a loss."""
 
@@ -242,6 +257,9 @@ class BambooConfig(Section):
 
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Checkpoints, for what redundancy can't cover."""
+
+    hangs: HangsConfig = Field(default_factory=HangsConfig)
+    """What is done about a worker that stands still."""
 
     event_log: Location | None = None
     """Directory that gets one JSON-lines file per worker; null: no event log."""

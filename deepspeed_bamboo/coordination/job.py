@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable, JobNameTaken, NoEpoch
-from deepspeed_bamboo.coordination.keys import GENERATION, JobKeys, decode, encode, member_of, stop_reason
+from deepspeed_bamboo.coordination.keys import GENERATION, JobKeys, decode, encode, member_of, member_text, stop_reason
 from deepspeed_bamboo.coordination.records import AgentRecord, Change, Drain, EpochRecord, JobFailure, Member
 from deepspeed_bamboo.coordination.registration import Registration
 from deepspeed_bamboo.coordination.shared_registration import SharedRegistration, conditions_for
@@ -59,7 +59,7 @@ class JobCoordinator:
         registration = self._shared(
             member.worker, joining=member.joining, lease_seconds=lease_seconds, in_charge=in_charge
         )
-        registration.enter(encode({**member.to_json(), GENERATION: self._own_generation or 0}))
+        registration.enter(member_text(member, generation=self._own_generation or 0))
         registration.start()
         return registration
 
@@ -210,6 +210,17 @@ class JobCoordinator:
     def whereabouts(self) -> dict[WorkerId, dict[str, Any]]:
         """What each worker said last of that, if anything."""
         return dict(self._children(self._keys.all_whereabouts))
+
+    def publish_hang(self, worker: WorkerId, facts: Mapping[str, Any] | None) -> None:
+        """Say that ``worker`` stands still, and what is known of that; None: not any more."""
+        if facts is None:
+            self._store.delete(self._keys.hang(worker))
+        else:
+            self._store.put(self._keys.hang(worker), encode(dict(facts)))
+
+    def hangs(self) -> dict[WorkerId, dict[str, Any]]:
+        """The workers that stand still."""
+        return dict(self._children(self._keys.hangs))
 
     def claim_fault(self, name: str) -> bool:
         """True for the first caller in this job: scripted fault ``name`` is for it to cause, and for nobody else."""

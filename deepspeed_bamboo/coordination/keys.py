@@ -57,6 +57,7 @@ class JobKeys:
         self.agents = self.root + "agent/"
         self.all_ended = self.root + "ended/"
         self.drains = self.root + "drain/"
+        self.hangs = self.root + "hang/"
         # Nor of where workers wait: only one that waits itself looks.
         self.all_whereabouts = f"/{prefix.strip('/')}/.whereabouts/{job}/"
 
@@ -71,6 +72,9 @@ class JobKeys:
 
     def drain(self, node: str) -> str:
         return self.drains + check_name(node, what="node name")
+
+    def hang(self, worker: str) -> str:
+        return self.hangs + check_name(worker, what="worker id")
 
     def fault(self, name: str) -> str:
         return f"{self.root}fault/{check_name(name, what='fault')}"
@@ -104,7 +108,7 @@ class JobKeys:
             return Change(kind, value=decoded)  # type: ignore[arg-type]
         if kind == "epoch" and not parts:
             return Change("epoch", epoch=decoded.number if decoded else -1, value=decoded)
-        if kind in ("member", "ended", "agent", "drain") and len(parts) == 1:
+        if kind in ("member", "ended", "agent", "drain", "hang") and len(parts) == 1:
             return Change(kind, worker=parts[0], value=decoded)  # type: ignore[arg-type]
         if kind == "progress" and len(parts) == 2:
             return Change("progress", epoch=int(parts[0]), worker=parts[1], value=decoded)
@@ -116,6 +120,11 @@ class JobKeys:
 def member_of(value: dict[str, Any]) -> Member:
     """The member that a value of its key describes."""
     return Member.from_json({name: field for name, field in value.items() if name not in (GENERATION, LEASE)})
+
+
+def member_text(member: Member, *, generation: int) -> str:
+    """Inverse of :func:`member_of`, as a worker of ``generation`` writes it."""
+    return encode({**member.to_json(), GENERATION: generation})
 
 
 def stop_reason(value: dict[str, Any]) -> str:

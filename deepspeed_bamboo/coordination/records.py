@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 
-FailureKind = Literal["user_error", "fatal_loss", "slots_lost", "no_start", "no_coordinator", "interrupted"]
+FailureKind = Literal["user_error", "fatal_loss", "slots_lost", "no_start", "no_coordinator", "interrupted", "hang"]
 ChangeKind = Literal[
     "epoch",
     "member",
@@ -21,6 +21,7 @@ ChangeKind = Literal[
     "stop",
     "failure",
     "finished",
+    "hang",
     "resync",
 ]
 
@@ -162,6 +163,7 @@ class Change:
     | stop         |               |       | str: why                     |
     | failure      |               |       | JobFailure                   |
     | finished     |               |       | dict                         |
+    | hang         | the worker    |       | dict: rank, doing, stack...  |
     | resync       |               |       | everything missed was told   |
     """
 

@@ -21,6 +21,7 @@ from deepspeed_bamboo.core.placement import WorkerId
 logger = logging.getLogger(__name__)
 
 LEASE = "lease"  # in the value of the key; a number of the store's
+_NO_LEASE = 0
 _RETRY_SECONDS = 0.1
 _JOIN_SECONDS = 1.0
 _ATTEMPTS = 5
@@ -96,6 +97,11 @@ class SharedRegistration:
             except LeaseExpired:
                 if attempt == _ATTEMPTS:
                     raise
+
+    def note(self, value: str) -> None:
+        """For an agent: the worker has entered the key with ``value``, in case the store loses it at once."""
+        if self._value is None:
+            self._value = json.dumps({**json.loads(value), LEASE: _NO_LEASE}, separators=(",", ":"))
 
     def start(self) -> None:
         """Keep the key from now on."""

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from deepspeed_bamboo import protocol
-from deepspeed_bamboo.coordination import AgentRecord, Change, JobCoordinator, Registration, SharedRegistration
+from deepspeed_bamboo.coordination import AgentRecord, Change, JobCoordinator, Member, Registration, SharedRegistration
+from deepspeed_bamboo.coordination.keys import member_text
 from deepspeed_bamboo.coordination.machine_token import MachineToken
 from deepspeed_bamboo.coordination.process_state import is_running
 from deepspeed_bamboo.elastic import decisions
@@ -25,6 +27,7 @@ from deepspeed_bamboo.elastic.address import advertised_address, gloo_interface
 from deepspeed_bamboo.elastic.agent_settings import AgentHooks, AgentSettings
 from deepspeed_bamboo.elastic.boot import Boot
 from deepspeed_bamboo.elastic.error_report import ErrorReport
+from deepspeed_bamboo.elastic.hang_watch import Hang, HangWatch
 from deepspeed_bamboo.elastic.leftovers import remove_shared_memory, signal_session
 from deepspeed_bamboo.elastic.mailbox import Mailbox
 from deepspeed_bamboo.elastic.messenger import Messenger
@@ -35,6 +38,7 @@ from deepspeed_bamboo.elastic.rendezvous import LauncherRendezvous
 from deepspeed_bamboo.elastic.slot import Slot, generation_of
 from deepspeed_bamboo.elastic.starting import QuietLogs, WorkerStarter, quiet_grpc
 from deepspeed_bamboo.elastic.supervisor import Supervisor
+from deepspeed_bamboo.elastic.worker_pulse import WorkerPulse
 from deepspeed_bamboo.news import tell
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -45,6 +49,7 @@ _OTHERS_SECONDS = 5.0
 _COORDINATOR_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
 _LOOK = decisions.Woken("look after the coordinator")
+_FEEL = decisions.Woken("feel the worker's pulse")
 
 
 class BambooElasticAgent(LocalElasticAgent):
@@ -96,6 +101,8 @@ class BambooElasticAgent(LocalElasticAgent):
         self._expected = {str(rank) for rank in boot.ranks or range(slot.world_size)}
         self._start_action = decisions.StartWorker("", 0)
         self._report: ErrorReport | None = None
+        self._pulse: WorkerPulse | None = None  # of the current worker
+        self._hang_watch = HangWatch(settings.rules.hangs)
         self._sessions: dict[str, int] = {}  # worker -> process id, which is also its session
         self._exit_code: int | None = None
         self._registration: Registration | None = None
@@ -151,8 +158,9 @@ class BambooElasticAgent(LocalElasticAgent):
         return [Worker(0, global_rank=rank, role_rank=rank, world_size=size, role_world_size=size)]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._report = ErrorReport()
-        self._pcontext = self._starter.start(self._environment(self._report.path))
+        self._report, self._pulse = ErrorReport(), WorkerPulse()
+        self._hang_watch = HangWatch(self._settings.rules.hangs)
+        self._pcontext = self._starter.start({**self._environment(self._report.path), **self._pulse.environment})
         self._take_signals()  # starting has put handlers of torch's own in place
         pid = self._pcontext.pids()[0]
         worker = self._start_action.worker
@@ -171,9 +179,13 @@ class BambooElasticAgent(LocalElasticAgent):
     def _work(self) -> None:
         if self._boot.host_pid or self._slot.local_rank == 0:
             self._mailbox.put(_LOOK)
+        self._mailbox.put(_FEEL)
         self._perform(self._supervisor.start())
         while self._exit_code is None:
             event = self._mailbox.get()
+            if event == _FEEL:
+                self._feel_pulse()
+                continue
             if event == _LOOK and self._registration is not None:
                 self._look_after_coordinator(self._registration)
                 continue
@@ -227,6 +239,9 @@ class BambooElasticAgent(LocalElasticAgent):
         if self._report is not None:
             self._report.close()
             self._report = None
+        if self._pulse is not None:
+            self._pulse.close()
+            self._pulse = None
         return decisions.WorkerExited(worker, code, text)
 
     def _sweep(self, event: decisions.WorkerExited) -> None:
@@ -256,7 +271,13 @@ class BambooElasticAgent(LocalElasticAgent):
             self._expected.discard(change.worker)
             if not self._expected:
                 self._hooks.on_all_present()
+        if change.kind == "member" and change.value is not None and change.worker == self._start_action.worker:
+            self._note_own(change.value)
         self._mailbox.put(decisions.Changed(change))
+
+    def _note_own(self, member: Member) -> None:
+        if self._keeping is not None:
+            self._keeping.note(member_text(member, generation=generation_of(member.worker)))
 
     def _watch_notices(self) -> NodeNotices | None:
         plan = self._settings.notices
@@ -287,6 +308,19 @@ class BambooElasticAgent(LocalElasticAgent):
         if news is not None:
             self._say(news)
         self._mailbox.put_later(_LOOK, after_seconds=_LOOK_SECONDS)
+
+    def _feel_pulse(self) -> None:
+        """Find out whether the worker stands still, and where; again in a moment."""
+        self._mailbox.put_later(_FEEL, after_seconds=_LOOK_SECONDS)
+        worker = self._start_action.worker
+        pulse, pid = None if self._pulse is None else self._pulse.read(), self._sessions.get(worker, 0)
+        if self._pulse is None or pulse is None or not is_running(pid):
+            return
+        news = self._hang_watch.look(pulse, now_seconds=time.monotonic())
+        if isinstance(news, Hang):
+            self._mailbox.put(decisions.Stuck(worker, news, self._pulse.stack(pid)))
+        elif news is not None:
+            self._mailbox.put(decisions.WentOn(worker, news.seconds))
 
     def _take_signals(self) -> None:
         """Hear the signals that end a program, except those that this process was started to ignore."""

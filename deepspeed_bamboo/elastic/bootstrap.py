@@ -9,6 +9,8 @@ which failed cannot linger in its exit handlers.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import faulthandler
 import os
 import runpy
 import signal
@@ -20,7 +22,7 @@ from types import TracebackType
 
 from deepspeed_bamboo.elastic.error_report import write_report
 from deepspeed_bamboo.elastic.orphans import die_with_agent
-from deepspeed_bamboo.protocol import NOTICE_SIGNALS
+from deepspeed_bamboo.protocol import NOTICE_SIGNALS, STACK_FILE, STACK_SIGNAL
 
 _LINGER_SECONDS = 2.0
 
@@ -53,6 +55,7 @@ def guarded(function: Callable[[], object]) -> int:
     """
     die_with_agent()
     _leave_notices_to_agent()
+    _show_stack_when_asked()
     code = _call(function)
     if code != 0:
         timer = threading.Timer(_LINGER_SECONDS, os._exit, args=(code,))
@@ -88,6 +91,15 @@ def _leave_notices_to_agent() -> None:
     for text in os.environ.get(NOTICE_SIGNALS, "").split(","):
         if text:
             signal.signal(int(text), signal.SIG_IGN)
+
+
+def _show_stack_when_asked() -> None:
+    """Have C code write the main thread's stack for the agent: it works while Python code can't run any more."""
+    path = os.environ.get(STACK_FILE)
+    if path:
+        with contextlib.suppress(OSError):  # the agent has gone
+            stream = open(path, "a", encoding="utf-8")  # noqa: PTH123, SIM115 - faulthandler keeps it open
+            faulthandler.register(STACK_SIGNAL, file=stream, all_threads=False)
 
 
 def _report(text: str) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from deepspeed_bamboo.coordination import Change, EpochRecord, JobFailure
 from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.elastic.hang_watch import Hang
 
 # -- events ----------------------------------------------------------------------------------------
 
@@ -81,6 +84,23 @@ class FailureRecorded:
 
 
 @dataclass(frozen=True)
+class Stuck:
+    """The own worker stands still; ``stack``: where its main thread is, if that is known."""
+
+    worker: WorkerId
+    hang: Hang
+    stack: str
+
+
+@dataclass(frozen=True)
+class WentOn:
+    """The own worker does not stand still any more, after so many seconds."""
+
+    worker: WorkerId
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Woken:
     """The time asked for with WakeAfter is over."""
 
@@ -96,6 +116,8 @@ Event = (
     | LossSettled
     | SlotsChecked
     | FailureRecorded
+    | Stuck
+    | WentOn
     | Woken
 )
 
@@ -201,6 +223,14 @@ class Finish:
 
 
 @dataclass(frozen=True)
+class PublishHang:
+    """Let everybody know that ``worker`` stands still, or (None) that it does not any more."""
+
+    worker: WorkerId
+    facts: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
 class Say:
     """Tell the user. ``once``: only if no other agent of the job on this machine has spoken for all."""
 
@@ -237,6 +267,7 @@ Action = (
     | ForgetDrain
     | Fail
     | Finish
+    | PublishHang
     | Say
     | WakeAfter
     | Leave

@@ -28,6 +28,7 @@ from deepspeed_bamboo.elastic.errors import ExchangeError, LaunchError, RefusedE
 from deepspeed_bamboo.elastic.exchange_file import FileExchange
 from deepspeed_bamboo.elastic.exchange_socket import SocketExchange
 from deepspeed_bamboo.elastic.greeting import greeting
+from deepspeed_bamboo.elastic.hang_watch import HangRules
 from deepspeed_bamboo.elastic.notices import NoticePlan, look_around, notice_plan
 from deepspeed_bamboo.elastic.processes import launcher_chain, outlived_its_launcher
 from deepspeed_bamboo.elastic.rules import MAX_RESTARTS, Entry, Rules
@@ -314,6 +315,7 @@ def _settings(slot: Slot, boot: Boot, config: BambooConfig) -> AgentSettings:
         restart_seconds=config.topology.restart_seconds,
         notice_signals=frozenset({signal.SIGUSR1, *([signal.SIGTERM] if config.notices.sigterm == "drain" else [])}),
         grace_seconds=config.notices.grace_seconds,
+        hangs=HangRules(config.hangs.after_seconds, config.hangs.start_seconds, config.hangs.action),
     )
     return AgentSettings(
         config.coordinator.lease_seconds,

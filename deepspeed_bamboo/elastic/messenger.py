@@ -79,6 +79,11 @@ class Messenger:
         elif isinstance(action, decisions.ForgetDrain):
             node = action.node
             self._endings.send(Errand(f"end of the drain of {node}", lambda: self._forget_drain(node), _ENDED_SECONDS))
+        elif isinstance(action, decisions.PublishHang):
+            hang = action
+            self._endings.send(
+                Errand("hang", lambda: self._coordinator.publish_hang(hang.worker, hang.facts), _FAILURE_SECONDS)
+            )
         elif isinstance(action, decisions.Finish):
             summary = {"reason": action.reason}
             finish = Errand("finish", lambda: self._coordinator.finish(summary), _ENDED_SECONDS, self._unrecorded)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from deepspeed_bamboo.coordination.records import FailureKind
+from deepspeed_bamboo.elastic.hang_watch import HangRules
 from deepspeed_bamboo.protocol import EXIT_TRY_AGAIN
 
 # How often all workers start again when one is lost before the job has its first epoch.
@@ -18,7 +19,7 @@ TOLD_BY_ONE: frozenset[FailureKind] = frozenset({"interrupted", "slots_lost"})
 
 def exit_code(failure: FailureKind, *, if_interrupted: int | None) -> int:
     """What an agent of a job that ended by such a failure ends with. ``if_interrupted``: had it been a signal to it."""
-    if failure in ("fatal_loss", "slots_lost", "no_coordinator"):
+    if failure in ("fatal_loss", "slots_lost", "no_coordinator", "hang"):
         return if_interrupted or EXIT_TRY_AGAIN
     return (if_interrupted or 1) if failure == "interrupted" else 1
 
@@ -35,7 +36,8 @@ class Entry(Enum):
 class Rules:
     """``max_restarts``: how often a slot replaces a lost worker, first after ``restart_seconds``, then twice that...
 
-    ``notice_signals`` to the agent are notices for its node, ``grace_seconds`` before its end.
+    ``notice_signals`` to the agent are notices for its node, ``grace_seconds`` before its end. ``hangs``: what is done
+    about a worker that stands still.
     """
 
     entry: Entry = Entry.START
@@ -43,3 +45,4 @@ class Rules:
     restart_seconds: float = 5.0
     notice_signals: frozenset[int] = frozenset({signal.SIGUSR1})
     grace_seconds: float = 30.0
+    hangs: HangRules = field(default_factory=HangRules)

@@ -34,7 +34,9 @@ from deepspeed_bamboo.elastic.decisions import (
     Signalled,
     SlotsChecked,
     StartWorker,
+    Stuck,
     WakeAfter,
+    WentOn,
     Withdraw,
     Woken,
     WorkerExited,
@@ -47,6 +49,7 @@ from deepspeed_bamboo.elastic.own import Own
 from deepspeed_bamboo.elastic.replacing import RESTART, replace_later
 from deepspeed_bamboo.elastic.rules import TOLD_BY_ONE, Entry, Rules, exit_code
 from deepspeed_bamboo.elastic.slot import Slot
+from deepspeed_bamboo.elastic.standing_still import ending, in_words, on_stuck, on_went_on
 from deepspeed_bamboo.elastic.wording import of_drain, of_early_end, of_loss
 from deepspeed_bamboo.protocol import EXIT_DRAINED, EXIT_EXPELLED, EXIT_JOB_FAILED
 
@@ -128,6 +131,8 @@ class Supervisor:
             actions = self._on_slots_checked(event)
         elif isinstance(event, FailureRecorded):
             actions = self._on_failure_recorded(event)
+        elif isinstance(event, Stuck | WentOn):
+            actions = self._on_pulse(event)
         else:
             actions = self._on_woken(event)
         return actions + self._leave_if_done()
@@ -271,6 +276,8 @@ class Supervisor:
         if change.kind == "stop" and change.value is not None:
             self._stopping = True
             return self._end_before_training("interrupted", before_training(change.value))
+        if change.kind == "hang":
+            return self._on_hang(change)
         if change.kind == "resync":
             self._synced = True
             return self._join_if_due()
@@ -340,6 +347,23 @@ class Supervisor:
         else:
             complete = all(worker in self._ended for worker in self._epoch.members)
         return [Finish("every worker has ended its script")] if complete else []
+
+    def _on_pulse(self, event: Stuck | WentOn) -> list[Action]:
+        if event.worker != self.worker or self._own is not Own.RUNNING or self._over:
+            return []
+        if isinstance(event, WentOn):
+            return on_went_on(event)
+        actions = on_stuck(event, self._slot, action=self._rules.hangs.action)
+        if self._rules.hangs.action == "end" and not event.hang.waiting and self._offered is None:
+            actions += [*self._offer(ending(event, self._slot)), *self._end_worker()]
+        return actions
+
+    def _on_hang(self, change: Change) -> list[Action]:
+        """Whoever looks at the output of the worker that reports for all finds it there, too."""
+        reports = self._epoch is not None and self._epoch.members[0] == self.worker
+        if change.value is None or change.worker == self.worker or not reports:
+            return []
+        return [Say(in_words(change.worker, change.value))]
 
     # -- starting over -----------------------------------------------------------------------------
 

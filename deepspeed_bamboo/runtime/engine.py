@@ -18,6 +18,7 @@ from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.planning import plan_inference
 from deepspeed_bamboo.core.schedule import Plan
 from deepspeed_bamboo.eventlog.log import EventLog
+from deepspeed_bamboo.pulse import IN_SCRIPT
 from deepspeed_bamboo.runtime.checkpoint.automatic import automatic_checkpoints
 from deepspeed_bamboo.runtime.comm.all_gather import agree
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerLostError
@@ -279,12 +280,15 @@ class BambooPipelineEngine(FedEngine):
         self.activity.kind = kind
         while True:
             try:
+                self.session.pulse.at(kind)
                 self.session.interruption.check()
                 self.executor.attempt(body)
                 break
             except (EpochChangedError, PeerLostError) as cause:
+                self.session.pulse.at("recovery")
                 self.failover.run(cause)
         self.activity.finish()
+        self.session.pulse.at(IN_SCRIPT)
 
     def agree_on(self, kind: str, value: Callable[[], Any]) -> Round:
         """As the next activity: hand in what ``value`` returns, and get everybody's.
@@ -332,6 +336,7 @@ class BambooPipelineEngine(FedEngine):
         if not self.host.replicas():
             self._count_iteration()
         self.activate_first()
+        self.session.pulse.stepped(self.global_steps)
         self.failover.protect_again()
         every = self.session.config.debug_check_shadows
         if every and self.global_steps % every == 0:
@@ -348,7 +353,9 @@ class BambooPipelineEngine(FedEngine):
             for instruction in program:
                 if instruction.coordinate is not None:
                     self.executor.execute(instruction, context)
-                elif instruction.op is not Op.STEP:
+                    continue
+                self.session.pulse.at(str(instruction))
+                if instruction.op is not Op.STEP:
                     self.executor.leave_passes()
                     self.iteration_end.execute(instruction, context)
         self.iteration_end.step(self.context(training=True, micro_batches=self.micro_batches))

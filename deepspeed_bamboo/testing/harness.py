@@ -30,6 +30,7 @@ from deepspeed_bamboo.coordination.server import PrivateEtcd, free_ports
 from deepspeed_bamboo.elastic.agent_settings import AgentSettings
 from deepspeed_bamboo.elastic.boot import Boot
 from deepspeed_bamboo.elastic.errors import LaunchError
+from deepspeed_bamboo.elastic.hang_watch import HangRules
 from deepspeed_bamboo.elastic.leftovers import signal_session
 from deepspeed_bamboo.elastic.notices import NoticePlan, look_around, notice_plan
 from deepspeed_bamboo.elastic.rules import MAX_RESTARTS, Entry, Rules
@@ -87,12 +88,13 @@ class Machine:
         max_restarts: int = 0,
         restart_seconds: float = 0.1,
         notices: Mapping[str, Mapping[str, Any]] | None = None,
+        hangs: Mapping[str, Any] | None = None,
     ) -> None:
         """Start. ``environment`` is added to that of agents and workers; without ``endpoints`` an etcd is started.
 
         Give the same ``endpoints`` and no ``job`` to many machines, one after the other, to save that time.
         ``nodes``, ``zones``: of each slot, for a job as of several machines. Slots from
-        ``start_workers`` on are standbys. ``notices``: the section of that name, by node.
+        ``start_workers`` on are standbys. ``notices``: the section of that name, by node. ``hangs``: that section.
         """
         self.job = job or f"run-{os.getpid()}-{time.monotonic_ns()}"
         self._workers = workers
@@ -104,7 +106,7 @@ class Machine:
         self._started = time.monotonic()
         self._rules = Rules(max_restarts=max_restarts, restart_seconds=restart_seconds)
         self._start_workers = start_workers
-        self._nodes, self._notices = list(nodes), dict(notices or {})
+        self._nodes, self._notices, self._hangs = list(nodes), dict(notices or {}), dict(hangs or {})
         self._server, self._lease_seconds = server, lease_seconds
         self._worker_main, self._argv, self._environment = worker_main, list(argv), dict(environment or {})
         self._boot = Boot(
@@ -262,6 +264,7 @@ class Machine:
                 "max_restarts": self._rules.max_restarts,
                 "restart_seconds": self._rules.restart_seconds,
             },
+            "hangs": self._hangs,
         }
 
     def _local_rank(self, rank: int) -> int:
@@ -301,7 +304,7 @@ def agent_main(plan: dict[str, Any]) -> int:
         settings=AgentSettings(
             lease_seconds=plan["lease_seconds"],
             launchers=(plan["launcher"],),
-            rules=Rules(**{**plan["rules"], "entry": Entry(plan["rules"]["entry"])}),
+            rules=Rules(**{**plan["rules"], "entry": Entry(plan["rules"]["entry"])}, hangs=HangRules(**plan["hangs"])),
             notices=_notice_plan(plan["notices"]),
         ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -105,6 +106,46 @@ def test_a_stopped_worker_is_lost_with_its_lease_and_killed_by_its_agent(fork_se
         wait_until(lambda: not alive(pid), what="the stopped worker's end")
         outcome = finish(machine)
     assert outcome.exit_codes == ALL_WELL, outcome.output
+
+
+def test_a_stopped_agent_alone_loses_nobody(fork_server: ForkServer) -> None:
+    """Its worker looks after its own key meanwhile."""
+    with Machine(fork_server, workers.train, **leased(short_lease())) as machine:
+        epoch_of(machine, 0)
+        freeze(machine.agent_pids[2])
+        wait_until(lambda: 2 not in machine.coordinator.agents(), within_seconds=60, what="the agent's silence")
+        time.sleep(2 * short_lease())  # there is no event to wait for: nothing must happen
+        assert epoch_of(machine, 0).number == 0 and len(machine.coordinator.members()) == 4
+        machine.signal_agent(2, signal.SIGCONT)
+        outcome = finish(machine)
+    assert outcome.exit_codes == ALL_WELL, outcome.output
+
+
+def test_a_worker_stopped_with_its_agent_is_lost_with_its_lease(fork_server: ForkServer) -> None:
+    with Machine(fork_server, workers.train, **leased(short_lease())) as machine:
+        epoch_of(machine, 0)
+        pid = machine.worker_pid(2)
+        freeze(machine.agent_pids[2])
+        stopped = machine.kill_worker(2, signal.SIGSTOP)
+        epoch = epoch_of(machine, 1)
+        assert 0.5 < time.monotonic() - stopped < stretched(4)
+        assert ranks(epoch) == [0, 1, 3] and "no sign of life" in epoch.reason
+        machine.signal_agent(2, signal.SIGCONT)
+        wait_until(lambda: not alive(pid), within_seconds=60, what="the stopped worker's end")
+        outcome = finish(machine)
+    assert outcome.exit_codes == ALL_WELL, outcome.output
+
+
+@pytest.mark.parametrize("holders", ["all", "2"])
+def test_a_worker_that_holds_the_gil_for_three_leases_is_not_lost(fork_server: ForkServer, holders: str) -> None:
+    lease = short_lease()
+    arguments = [str(3 * lease), holders]
+    with Machine(fork_server, workers.hold_the_gil, argv=arguments, **leased(lease)) as machine:
+        epoch_of(machine, 0)
+        outcome = machine.wait(within_seconds=120)
+        assert outcome.output.count("held the GIL") == (8 if holders == "all" else 2), outcome.output
+    assert outcome.exit_codes == ALL_WELL, outcome.output
+    assert "lost" not in outcome.output, outcome.output
 
 
 def test_two_losses_in_a_row(fork_server: ForkServer) -> None:
@@ -348,17 +389,26 @@ def test_an_outage_longer_than_all_leases_loses_nobody(fork_server: ForkServer) 
 
 
 def test_an_outage_is_told_of_once_a_machine_and_so_is_its_end(fork_server: ForkServer) -> None:
+    """By one agent of each machine, in turn; how many outages a busy machine makes of it is not the point."""
     with Machine(fork_server, workers.train, nodes=("vm-0", "vm-0", "vm-1", "vm-1")) as machine:
         epoch_of(machine, 0)
         freeze(machine.etcd.pid)
         silent = f"etcd at {machine.endpoints[0]} has not answered for "
-        wait_until(lambda: silent in machine.output(0) and silent in machine.output(2), what="word of the outage")
-        os.kill(machine.etcd.pid, signal.SIGCONT)
         back = f"etcd at {machine.endpoints[0]} answers again, after "
-        wait_until(lambda: back in machine.output(0) and back in machine.output(2), what="word of its end")
+        wait_until(
+            lambda: all(silent in machine.output(rank) for rank in (0, 2)), within_seconds=60, what="word of the outage"
+        )
+        os.kill(machine.etcd.pid, signal.SIGCONT)
+        wait_until(
+            lambda: all(back in machine.output(rank) for rank in (0, 2)), within_seconds=60, what="word of its end"
+        )
         outcome = finish(machine)
     assert outcome.exit_codes == ALL_WELL, outcome.output
-    assert outcome.output.count(silent) == outcome.output.count(back) == 2, outcome.output
+    for rank in (0, 2):
+        told = re.findall(r"has not answered for|answers again, after", outcome.outputs[rank])
+        assert told[:2] == ["has not answered for", "answers again, after"], outcome.output
+        assert all(one != following for one, following in itertools.pairwise(told)), outcome.output
+    assert all("etcd at" not in outcome.outputs[rank] for rank in (1, 3)), outcome.output
 
 
 def test_a_death_during_an_outage_is_settled_after_it(fork_server: ForkServer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from deepspeed_bamboo.coordination.process_state import is_left_alone
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.protocol import EXIT_DRAINED
+from deepspeed_bamboo.pulse import Pulse
 
 WORKER = "BAMBOO_WORKER"
 
@@ -153,6 +155,47 @@ def train(argv: list[str]) -> None:
     training = FakeTraining()
     training.begin()
     training.wait()
+
+
+def hold_the_gil(argv: list[str]) -> None:
+    """Register, then hold the GIL for ``argv[0]`` seconds before the first epoch and again after it.
+
+    ``argv[1]``: the rank that does, or ``all``. As one call into C that does not let go of it.
+    """
+    seconds, who = float(argv[0]), argv[1]
+    training = FakeTraining()
+    holds = who in ("all", str(training.rank))
+    for begin in (training.begin, lambda: None):
+        if holds:
+            sleep_with_the_gil(seconds)
+            print("held the GIL", flush=True)
+        begin()
+    if training.rank == 0:
+        time.sleep(0 if holds else seconds)
+        training.job.finish({"by": "rank 0"})
+    training.wait()
+
+
+def stand_still(argv: list[str]) -> None:
+    """On rank 1 a hook never returns: ``argv[0]`` seconds, or for ever. It does not let go of the GIL either."""
+    training = FakeTraining()
+    training.begin()
+    if training.rank == 1 and not training.joining:
+        pulse = Pulse.of_worker(os.environ)
+        pulse.stepped(7)
+        pulse.at("FNC 0.1 2")
+        endless_hook(float(argv[0]))
+        pulse.at("BNC 0.1 2")
+    training.come_and_go()
+
+
+def endless_hook(seconds: float) -> None:
+    sleep_with_the_gil(seconds)
+
+
+def sleep_with_the_gil(seconds: float) -> None:
+    """No thread of this process runs Python meanwhile."""
+    ctypes.PyDLL(None).usleep(ctypes.c_uint(int(seconds * 1_000_000)))
 
 
 def train_elastically(argv: list[str]) -> int:

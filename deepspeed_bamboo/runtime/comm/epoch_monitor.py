@@ -32,7 +32,9 @@ class Interruption:
     :meth:`enter` says which epoch the main thread works in; a newer record interrupts its waits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_wait: Callable[[bool], None] = lambda waiting: None) -> None:
+        """``on_wait`` is called, on the thread that waits, when a wait begins (True) and when it ends."""
+        self._on_wait = on_wait
         self.condition = threading.Condition()
         self._record: EpochRecord | None = None
         self._seen_seconds = 0.0
@@ -134,15 +136,25 @@ class Interruption:
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         with self.condition:
-            while True:
-                if predicate():
-                    return True
-                self._raise_if_set()
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    return False
-                # A bounded wait also keeps the main thread reachable for signals.
-                self.condition.wait(min(0.5, left) if left is not None else 0.5)
+            if predicate():
+                return True
+            self._on_wait(True)
+            try:
+                return self._wait(predicate, deadline=deadline)
+            finally:
+                self._on_wait(False)
+
+    def _wait(self, predicate: Callable[[], bool], *, deadline: float | None) -> bool:
+        """Under the condition's lock."""
+        while True:
+            self._raise_if_set()
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            # A bounded wait also keeps the main thread reachable for signals.
+            self.condition.wait(min(0.5, left) if left is not None else 0.5)
+            if predicate():
+                return True
 
     @property
     def changes(self) -> int:

@@ -28,6 +28,7 @@ from deepspeed_bamboo.errors import BambooError, ConfigError
 from deepspeed_bamboo.eventlog.log import EventLog
 from deepspeed_bamboo.faults import Fault, FaultScript
 from deepspeed_bamboo.protocol import ADDRESS, ENDPOINTS, JOB, JOINING, NODE, PREFIX, WORKER, ZONE
+from deepspeed_bamboo.pulse import Pulse
 from deepspeed_bamboo.runtime.comm.c10d import c10d
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption
 from deepspeed_bamboo.runtime.comm.retry import insist
@@ -101,7 +102,8 @@ class WorkerSession:
         self._etcd = etcd
         self.coordinator = coordinator
         self.config = config
-        self.interruption = Interruption()
+        self.pulse = Pulse.of_worker(os.environ)
+        self.interruption = Interruption(on_wait=self.pulse.waits)
         self.faults = FaultScript.of_job(config.faults)
         self.events = EventLog(config.event_log, identity.worker)
         self._status = StatusTeller(coordinator, worker=identity.worker)
