@@ -20,6 +20,9 @@ STACK_FILE = "BAMBOO_STACK_FILE"  # where the worker's stack is written when it 
 NOTICE_SIGNALS = "BAMBOO_NOTICE_SIGNALS"  # signals that the worker ignores, since its agent handles them
 ETCD_PREFIX = "BAMBOO_ETCD_"  # begins the names of what a guarded etcd asks for
 
+# What `ds_bamboo run` puts into the environment of its command: a folder for the notes of its slots, see outcome.py.
+OUTCOME = "BAMBOO_OUTCOME"
+
 # Sent to a worker that stands still. A handler in C writes the main thread's Python stack to STACK_FILE.
 STACK_SIGNAL = int(signal.SIGRTMIN) + 9
 

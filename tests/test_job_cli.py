@@ -74,6 +74,21 @@ def test_status_shows_who_hosts_what(
     ]
 
 
+def test_status_shows_who_stands_still_and_where(
+    job: JobCoordinator, server: PrivateEtcd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = {"rank": 1, "node": "a", "doing": "FNC 0.1 2", "step": 7, "seconds": 64.2, "waiting": False}
+    job.publish_hang("a-1-0", {**facts, "stack": '  File "train.py", line 7 in hook'})
+    job.publish_hang("gone", {**facts, "stack": ""})
+    assert main(["status", "--job", "busy", "--endpoints", str(server.endpoint)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("worker a-1-0 (rank 1 on a) has stood still for 64 s in step 7, in FNC 0.1 2; its main")
+    assert lines[3] == '  File "train.py", line 7 in hook'
+    assert not [line for line in lines if "gone" in line]
+    job.publish_hang("a-1-0", None)
+    assert look(job).hangs == {}
+
+
 def test_status_shows_slots_whose_worker_is_still_getting_ready(
     job: JobCoordinator, server: PrivateEtcd, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from deepspeed_bamboo.coordination import Drain, EpochRecord, JobCoordinator, Member
 from deepspeed_bamboo.coordination.records import AgentRecord
 from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.elastic.standing_still import in_words
 
 _SHOWN = 8
 _LONG_SECONDS, _LONG_STEPS = 30.0, 10.0  # without a step, when a job is said to stand still: the longer of the two
@@ -54,6 +55,8 @@ class JobView:
     """With how many it was started; 0 if that isn't known."""
     missing_slots: tuple[int, ...] = ()
     """While it starts: those of them that are not there, and without which it can't begin."""
+    hangs: dict[WorkerId, dict[str, Any]] = field(default_factory=dict)
+    """Workers that stand still: rank, node, doing, step, seconds (when that was noticed), waiting, stack."""
 
     @property
     def over(self) -> bool:
@@ -87,6 +90,7 @@ def look(coordinator: JobCoordinator) -> JobView:
         progress=coordinator.status(),
         slots=slots,
         missing_slots=tuple(rank for rank in range(slots) if rank not in agents) if state == "starting" else (),
+        hangs={worker: facts for worker, facts in coordinator.hangs().items() if worker in members},
     )
 
 
@@ -103,6 +107,8 @@ def lines(view: JobView) -> list[str]:
         found.append(_step_line(view.progress))
         if view.state == "running" and _stands_still(view.progress):
             found.append("no step has ended since: a worker is busy otherwise, or stands still; see their output")
+    for worker, facts in view.hangs.items():
+        found += in_words(worker, facts).splitlines()
     for drain in view.draining:
         hurry = "" if drain.deadline_seconds is None else f", {drain.deadline_seconds:.0f} s from the request on"
         found.append(f"node {drain.node} is to be left{hurry}: {drain.reason}")

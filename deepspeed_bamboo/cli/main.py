@@ -17,6 +17,7 @@ COMMAND_MODULES = (
     "deepspeed_bamboo.cli.doctor",
     "deepspeed_bamboo.cli.job",
     "deepspeed_bamboo.cli.plan",
+    "deepspeed_bamboo.cli.run",
     "deepspeed_bamboo.cli.schedule",
     "deepspeed_bamboo.sim.cli",
     "deepspeed_bamboo.sim.advise_cli",

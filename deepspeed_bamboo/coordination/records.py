@@ -8,7 +8,10 @@ from typing import Any, Literal
 
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 
-FailureKind = Literal["user_error", "fatal_loss", "slots_lost", "no_start", "no_coordinator", "interrupted", "hang"]
+# stopped: as it was asked to, before it had begun to train.
+FailureKind = Literal[
+    "user_error", "fatal_loss", "slots_lost", "no_start", "no_coordinator", "interrupted", "stopped", "hang"
+]
 ChangeKind = Literal[
     "epoch",
     "member",
@@ -110,11 +113,15 @@ class JobFailure:
 
 @dataclass(frozen=True)
 class AgentRecord:
-    """A slot's agent, for as long as it runs: the slot's rank, its node, its process."""
+    """A slot's agent, for as long as it runs: the slot's rank, its node, its process.
+
+    ``machine``: see :func:`~deepspeed_bamboo.coordination.machine_identity.own_machine`; ``node`` is but a name.
+    """
 
     rank: int
     node: str
     pid: int
+    machine: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

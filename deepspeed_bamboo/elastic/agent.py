@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from deepspeed_bamboo import protocol
 from deepspeed_bamboo.coordination import AgentRecord, Change, JobCoordinator, Member, Registration, SharedRegistration
 from deepspeed_bamboo.coordination.keys import member_text
+from deepspeed_bamboo.coordination.machine_identity import own_machine
 from deepspeed_bamboo.coordination.machine_token import MachineToken
 from deepspeed_bamboo.coordination.process_state import is_running
 from deepspeed_bamboo.elastic import decisions
@@ -33,6 +34,7 @@ from deepspeed_bamboo.elastic.mailbox import Mailbox
 from deepspeed_bamboo.elastic.messenger import Messenger
 from deepspeed_bamboo.elastic.notices import NodeNotices
 from deepspeed_bamboo.elastic.outage import OutageNews
+from deepspeed_bamboo.elastic.outcome import FINISHED, LEFT, SlotNote
 from deepspeed_bamboo.elastic.processes import DeathWatch
 from deepspeed_bamboo.elastic.rendezvous import LauncherRendezvous
 from deepspeed_bamboo.elastic.slot import Slot, generation_of
@@ -103,6 +105,7 @@ class BambooElasticAgent(LocalElasticAgent):
         self._report: ErrorReport | None = None
         self._pulse: WorkerPulse | None = None  # of the current worker
         self._hang_watch = HangWatch(settings.rules.hangs)
+        self._step = -1  # as far as the own workers have come
         self._sessions: dict[str, int] = {}  # worker -> process id, which is also its session
         self._exit_code: int | None = None
         self._registration: Registration | None = None
@@ -117,11 +120,19 @@ class BambooElasticAgent(LocalElasticAgent):
         """What the slot's process should end with, after :meth:`run`."""
         return 1 if self._exit_code is None else self._exit_code
 
+    @property
+    def note(self) -> SlotNote:
+        """How it has ended, for ``ds_bamboo run``, after :meth:`run`."""
+        failure = self._supervisor.failure
+        if failure is not None:
+            return SlotNote(failure.kind, self.exit_code, self._step, failure.message)
+        return SlotNote(FINISHED if self._supervisor.finished else LEFT, self.exit_code, self._step)
+
     # -- what the base class calls -----------------------------------------------------------------
 
     def _invoke_run(self, role: str = "bamboo") -> RunResult:
         registration = self._coordinator.register_agent(
-            AgentRecord(rank=self._slot.rank, node=self._slot.node, pid=os.getpid()),
+            AgentRecord(self._slot.rank, self._slot.node, os.getpid(), own_machine()),
             lease_seconds=self._settings.lease_seconds,
         )
         self._registration = registration
@@ -240,6 +251,8 @@ class BambooElasticAgent(LocalElasticAgent):
             self._report.close()
             self._report = None
         if self._pulse is not None:
+            last = self._pulse.read()
+            self._step = self._step if last is None else max(self._step, last.step)
             self._pulse.close()
             self._pulse = None
         return decisions.WorkerExited(worker, code, text)
@@ -316,6 +329,7 @@ class BambooElasticAgent(LocalElasticAgent):
         pulse, pid = None if self._pulse is None else self._pulse.read(), self._sessions.get(worker, 0)
         if self._pulse is None or pulse is None or not is_running(pid):
             return
+        self._step = max(self._step, pulse.step)
         news = self._hang_watch.look(pulse, now_seconds=time.monotonic())
         if isinstance(news, Hang):
             self._mailbox.put(decisions.Stuck(worker, news, self._pulse.stack(pid)))

@@ -84,6 +84,14 @@ class FailureRecorded:
 
 
 @dataclass(frozen=True)
+class Suspected:
+    """The own worker cannot talk to ``worker``, whose process is gone; the agent beside that one has not judged yet."""
+
+    worker: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True)
 class Stuck:
     """The own worker stands still; ``stack``: where its main thread is, if that is known."""
 
@@ -117,6 +125,7 @@ Event = (
     | SlotsChecked
     | FailureRecorded
     | Stuck
+    | Suspected
     | WentOn
     | Woken
 )
@@ -170,7 +179,11 @@ class CheckSlots:
 
 @dataclass(frozen=True)
 class CheckSuspect:
-    """``reporter`` cannot talk to ``worker``: find out whether its process is gone, and if so report the loss."""
+    """The own worker cannot talk to ``worker``: find out whether its process is gone, and if so report the loss.
+
+    Unless an agent is beside that process: it knows how the process ended, and whether that is a loss. Then Suspected
+    comes in a moment.
+    """
 
     worker: WorkerId
     reason: str

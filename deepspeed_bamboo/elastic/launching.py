@@ -30,6 +30,7 @@ from deepspeed_bamboo.elastic.exchange_socket import SocketExchange
 from deepspeed_bamboo.elastic.greeting import greeting
 from deepspeed_bamboo.elastic.hang_watch import HangRules
 from deepspeed_bamboo.elastic.notices import NoticePlan, look_around, notice_plan
+from deepspeed_bamboo.elastic.outcome import BEGUN, PLAIN, REFUSED, OutcomeNote, SlotNote
 from deepspeed_bamboo.elastic.processes import launcher_chain, outlived_its_launcher
 from deepspeed_bamboo.elastic.rules import MAX_RESTARTS, Entry, Rules
 from deepspeed_bamboo.elastic.running_job import (
@@ -45,7 +46,7 @@ from deepspeed_bamboo.elastic.slot import Slot, key_part, slot_from_environment
 from deepspeed_bamboo.errors import BambooError
 from deepspeed_bamboo.eventlog.log import check_directory
 from deepspeed_bamboo.news import tell
-from deepspeed_bamboo.protocol import PIPELINES
+from deepspeed_bamboo.protocol import OUTCOME, PIPELINES
 
 WORKER_MODULE = "deepspeed_bamboo.runtime.main"
 
@@ -69,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(line: CommandLine) -> int:
+    note = OutcomeNote(os.environ)
+    note.write(SlotNote(BEGUN))
     # All slots of a machine would say the same about the command line and the settings.
     speaks = _first_number(line.local_rank, os.environ.get("LOCAL_RANK")) == 0
     try:
@@ -94,6 +97,7 @@ def _run(line: CommandLine) -> int:
             print(f"deepspeed_bamboo cannot start: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(_SILENT_SLOTS_WAIT_SECONDS)
+        note.write(SlotNote(REFUSED, EXIT_CANNOT_START, message=str(error)))
         return EXIT_CANNOT_START
 
 
@@ -113,6 +117,8 @@ def _why_unprotected(source: str | None) -> str:
 
 def run_plain(line: CommandLine) -> int:
     """Become the script, in this very process, as if the launcher had started it. Does not return."""
+    OutcomeNote(os.environ).write(SlotNote(PLAIN))
+    os.environ.pop(OUTCOME, None)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-u", *line.script_line])
@@ -348,6 +354,7 @@ def _be_agent(
         agent.run()
     except CoordinationError as error:
         raise LaunchError(f"the agent of rank {slot.rank} lost its coordinator: {error}") from error
+    OutcomeNote(os.environ).write(agent.note)
     return agent.exit_code
 
 

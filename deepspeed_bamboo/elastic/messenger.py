@@ -12,8 +12,11 @@ from deepspeed_bamboo.coordination import (
     EpochRecord,
     JobCoordinator,
     JobFailure,
+    Member,
     Registration,
 )
+from deepspeed_bamboo.coordination.machine_identity import own_machine
+from deepspeed_bamboo.coordination.process_state import process_state
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.elastic import decisions
 from deepspeed_bamboo.elastic.courier import Courier, Errand
@@ -28,6 +31,8 @@ _AS_LONG_AS_IT_TAKES = float("inf")
 _FAILURE_SECONDS = 2.0
 _ENDED_SECONDS = 30.0
 _SETTLING_SECONDS = 1.0
+_JUDGING_SECONDS = 0.05
+_JUDGE_ELSEWHERE_SECONDS = 1.0  # its key stays for the time of its lease, even if it was killed with its worker
 
 
 class Messenger:
@@ -54,6 +59,7 @@ class Messenger:
         self._lease_seconds = lease_seconds
         self._say = say
         self._waiting: WorkerId | None = None  # the lost worker of which it was said that its loss waits
+        self._unjudged: dict[WorkerId, float] = {}  # gone worker -> since when its own agent is to judge
         self._proposer = f"agent of rank {slot.rank}"
         self._losses = Courier()
         self._endings = Courier()
@@ -164,8 +170,23 @@ class Messenger:
 
     def _probe(self, action: decisions.CheckSuspect) -> None:
         member = self._coordinator.members().get(action.worker)
-        if member is not None and probe(member) is Presence.GONE:
-            self._propose(action.worker, f"{action.reason}; its process is gone, its machine answers")
+        if member is None or probe(member) is not Presence.GONE:
+            return
+        since = self._unjudged.setdefault(action.worker, time.monotonic())
+        if self._has_a_judge(member, waited_seconds=time.monotonic() - since):
+            suspected = decisions.Suspected(action.worker, action.reason)
+            self._mailbox.put_later(suspected, after_seconds=_JUDGING_SECONDS)
+            return
+        self._propose(action.worker, f"{action.reason}; its process is gone, its machine answers")
+
+    def _has_a_judge(self, member: Member, *, waited_seconds: float) -> bool:
+        """Whether there is an agent beside the process of ``member``, which knows better how that ended."""
+        agent = self._coordinator.agents().get(member.rank)
+        if agent is None:
+            return False
+        if agent.machine and agent.machine == own_machine():
+            return process_state(agent.pid) not in ("", "Z", "X")
+        return waited_seconds < _JUDGE_ELSEWHERE_SECONDS
 
     def _propose(self, worker: WorkerId, reason: str) -> None:
         before = self._coordinator.epoch()

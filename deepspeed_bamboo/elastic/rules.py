@@ -14,7 +14,7 @@ from deepspeed_bamboo.protocol import EXIT_TRY_AGAIN
 MAX_RESTARTS = 3
 
 # Ends of a job that the agent which records them tells of on its machine.
-TOLD_BY_ONE: frozenset[FailureKind] = frozenset({"interrupted", "slots_lost"})
+TOLD_BY_ONE: frozenset[FailureKind] = frozenset({"interrupted", "slots_lost", "stopped"})
 
 
 def exit_code(failure: FailureKind, *, if_interrupted: int | None) -> int:

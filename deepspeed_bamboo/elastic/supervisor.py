@@ -35,6 +35,7 @@ from deepspeed_bamboo.elastic.decisions import (
     SlotsChecked,
     StartWorker,
     Stuck,
+    Suspected,
     WakeAfter,
     WentOn,
     Withdraw,
@@ -102,6 +103,11 @@ class Supervisor:
         return self._finished
 
     @property
+    def failure(self) -> JobFailure | None:
+        """Why the job ended, if it failed."""
+        return self._failure
+
+    @property
     def drained(self) -> bool:
         """Whether the job goes on elsewhere, as it was asked to."""
         return self._own is Own.DRAINED or self._draining
@@ -131,6 +137,8 @@ class Supervisor:
             actions = self._on_slots_checked(event)
         elif isinstance(event, FailureRecorded):
             actions = self._on_failure_recorded(event)
+        elif isinstance(event, Suspected):
+            actions = self._suspect(event.worker, event.reason)
         elif isinstance(event, Stuck | WentOn):
             actions = self._on_pulse(event)
         else:
@@ -151,9 +159,10 @@ class Supervisor:
             return self._on_end_of_script(event)
         if event.code == EXIT_DRAINED:
             return self._on_left_node(event)
-        if self._was_expelled() or event.code == EXIT_EXPELLED:
-            self._own = Own.LOST
-            return [Withdraw(event.worker), *self._plan_restart()]
+        if self._was_expelled():
+            return self._on_expelled(event)
+        if event.code == EXIT_EXPELLED:
+            return self._wait_for_explanation(event, _WAIT_FOR_EPOCH_SECONDS)  # the epoch that says so, too
         if event.code < 0 and self._finished:
             return [
                 Say(f"worker {event.worker} {how_it_ended(event.code)} after the job was complete"),
@@ -164,6 +173,10 @@ class Supervisor:
         if event.code == EXIT_JOB_FAILED and not event.report:
             return self._wait_for_explanation(event, _WAIT_FOR_FAILURE_SECONDS)
         return self._conclude(event)
+
+    def _on_expelled(self, event: WorkerExited) -> list[Action]:
+        self._own = Own.LOST
+        return [Withdraw(event.worker), *self._plan_restart()]
 
     def _wait_for_explanation(self, event: WorkerExited, seconds: float) -> list[Action]:
         self._own, self._exit = Own.UNEXPLAINED, event
@@ -177,7 +190,9 @@ class Supervisor:
                 return [Withdraw(event.worker)]  # without this slot the others need not start again
             loss = ReportLoss(event.worker, f"its process {how_it_ended(event.code)}", self._generation)
             return [loss, *self._plan_restart()]
-        if event.code == EXIT_DRAINED:
+        if event.code == EXIT_EXPELLED and self._was_expelled():
+            return self._on_expelled(event)
+        if event.code == EXIT_DRAINED and self._draining:
             self._own = Own.LOST
             return [ReportLoss(event.worker, "it left before its part was taken over", self._generation)]
         report = event.report or f"(no traceback: the process {how_it_ended(event.code)})"
@@ -275,7 +290,7 @@ class Supervisor:
             return self._gathering.note(int(change.worker), change.value)
         if change.kind == "stop" and change.value is not None:
             self._stopping = True
-            return self._end_before_training("interrupted", before_training(change.value))
+            return self._end_before_training("stopped", before_training(change.value))
         if change.kind == "hang":
             return self._on_hang(change)
         if change.kind == "resync":
@@ -330,13 +345,15 @@ class Supervisor:
         return [] if explained or own else [CheckVanished(worker)]
 
     def _on_suspicion(self, change: Change) -> list[Action]:
-        reporter, suspect = change.value["reporter"], change.worker
-        if reporter != self.worker or self._finished or self._failure is not None:
+        return self._suspect(change.worker, change.value["reason"]) if change.value["reporter"] == self.worker else []
+
+    def _suspect(self, suspect: WorkerId, reason: str) -> list[Action]:
+        if self._over or self._offered is not None or (self._epoch is not None and suspect in self._epoch.lost):
             return []
         if suspect in self._ended:
-            message = of_early_end(suspect, reporter=reporter, reason=change.value["reason"])
+            message = of_early_end(suspect, reporter=self.worker, reason=reason)
             return self._offer(JobFailure(worker=suspect, kind="user_error", message=message, traceback=""))
-        return [CheckSuspect(suspect, change.value["reason"])]
+        return [CheckSuspect(suspect, reason)]
 
     def _finish_if_all_ended(self) -> list[Action]:
         if self._finished or self._failure is not None or not self._ended:
@@ -424,7 +441,8 @@ class Supervisor:
             return []
         if self._rules.entry is not Entry.JOIN and (event.command or self._slot.one_machine):
             return self._interrupt(by_lost_launcher(event.pid), signal.SIGHUP)
-        return self._leave_alone("its launcher is gone, which is taken for the loss of this node", code=1)
+        reason = "its launcher is gone, which is taken for the loss of this node"
+        return self._leave_alone(reason, code=128 + signal.SIGHUP)
 
     def _leave_alone(self, reason: str, *, code: int) -> list[Action]:
         """This slot leaves the job, which goes on."""

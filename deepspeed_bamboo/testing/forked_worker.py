@@ -61,8 +61,19 @@ class ForkStarter:
     The worker's process id is appended to ``pid_file``, one line for each attempt.
     """
 
-    def __init__(self, address: str, *, target: str, arguments: list[str], output: str, pid_file: str) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        target: str,
+        arguments: list[str],
+        output: str,
+        pid_file: str,
+        inherited: Mapping[str, str],
+    ) -> None:
+        """``inherited``: what a child of the agent would have from it, and one of the fork server has not."""
         self._address = address
+        self._inherited = dict(inherited)
         self._pid_file = Path(pid_file)
         self._request = ForkRequest(target=target, arguments=(arguments,), output=output)
 
@@ -70,7 +81,7 @@ class ForkStarter:
         request = ForkRequest(
             target=self._request.target,
             arguments=self._request.arguments,
-            environment=dict(environment),
+            environment={**self._inherited, **environment},
             output=self._request.output,
         )
         context = ForkedContext(self._address, request)

@@ -225,11 +225,12 @@ class Machine:
         self, rank: int, *, node: str, zone: str, entry: Entry, environment: Mapping[str, str] | None = None
     ) -> None:
         plan = self._plan(rank, node=node or key_part(socket.gethostname()), zone=zone, entry=entry)
+        plan["environment"] = {**self._environment, **(environment or {})}
         self._agents[rank] = self._server.fork(
             ForkRequest(
                 target=reference(agent_main),
                 arguments=(plan,),
-                environment={**self._environment, **(environment or {})},
+                environment=plan["environment"],
                 output=str(self._output(rank)),
             )
         )
@@ -300,6 +301,7 @@ def agent_main(plan: dict[str, Any]) -> int:
             arguments=plan["argv"],
             output=plan["output"],
             pid_file=plan["pid_file"],
+            inherited=plan["environment"],
         ),
         settings=AgentSettings(
             lease_seconds=plan["lease_seconds"],

@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from deepspeed_bamboo.sweep.forked import PRELOAD
 from deepspeed_bamboo.testing.fork_server import ForkServer
-from deepspeed_bamboo.testing.harness import PRELOAD
 
 MARK = "BAMBOO_TEST_SESSION"
 

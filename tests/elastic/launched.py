@@ -31,7 +31,7 @@ class LaunchedJob:
     """``python -m deepspeed.launcher.launch ... --module tests.elastic.fast_launch train.py``, as the command runs it.
 
     One launcher of several ``nodes`` is made by giving its ``node_rank``.
-    With ``command`` it is ``deepspeed ...`` itself. It leads a process group, so that Ctrl-C can be sent to it.
+    With ``command`` it is ``deepspeed ...`` itself, under ``ds_bamboo run`` with the options ``run`` if given. It leads a process group, so that Ctrl-C can be sent to it.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class LaunchedJob:
         options: tuple[str, ...] = (),
         arguments: tuple[str, ...] = (),
         command: bool = False,
+        run: tuple[str, ...] | None = None,
         nodes: int = 1,
         node_rank: int = 0,
         master_port: int = 29511,
@@ -58,6 +59,8 @@ class LaunchedJob:
         if command:
             head = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(slots)]
             head += ["--master_port", str(master_port)]
+            if run is not None:
+                head = [sys.executable, "-m", "deepspeed_bamboo.cli.main", "run", *run, "--", *head]
         else:
             world = {f"node{number}": list(range(slots)) for number in range(nodes)}
             encoded = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()

@@ -391,7 +391,7 @@ def test_an_outage_longer_than_all_leases_loses_nobody(fork_server: ForkServer) 
 def test_an_outage_is_told_of_once_a_machine_and_so_is_its_end(fork_server: ForkServer) -> None:
     """By one agent of each machine, in turn; how many outages a busy machine makes of it is not the point."""
     with Machine(fork_server, workers.train, nodes=("vm-0", "vm-0", "vm-1", "vm-1")) as machine:
-        epoch_of(machine, 0)
+        wait_until(lambda: len(machine.coordinator.progress(0)) == 4, within_seconds=60, what="all to know epoch 0")
         freeze(machine.etcd.pid)
         silent = f"etcd at {machine.endpoints[0]} has not answered for "
         back = f"etcd at {machine.endpoints[0]} answers again, after "

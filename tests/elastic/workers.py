@@ -128,8 +128,8 @@ class FakeTraining:
 
     def _on_change(self, change: Change) -> None:
         if change.kind == "epoch" and change.value is not None:
-            self.job.publish_progress(change.epoch, self.worker, {"seen": time.monotonic()})
             self._epoch_seen.set()
+            self.job.publish_progress(change.epoch, self.worker, {"seen": time.monotonic()})
         if change.kind in ("finished", "failure") and change.value is not None:
             self.over.set()
         self._news.set()

@@ -1,0 +1,145 @@
+"""``ds_bamboo run -- deepspeed ...``: gives a command again until its job is complete, or can't be completed so."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from deepspeed_bamboo.errors import BambooError
+from deepspeed_bamboo.protocol import EXIT_TRY_AGAIN, OUTCOME
+
+_DESCRIPTION = """\
+Runs a deepspeed command, and runs it again whenever machines were wanting and its script did
+nothing wrong: too much was lost at once, an agent or a launcher was killed, slots vanished while
+it started. The job goes on from its last checkpoint then (bamboo.checkpoint.dir). Where each
+machine has a launcher of its own, start one of these on each.
+
+Exit codes: 0 the job is complete (or goes on without this machine, which has left it); 75 it was
+given up though machines were wanting, so the same may be tried later; 128 + signal if this command
+was interrupted; otherwise that of the script, or of its start, which failed: another run would
+not help.
+"""
+_END_SECONDS = 60.0
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the command."""
+    run = subparsers.add_parser(
+        "run",
+        help="run a deepspeed command, again and again until its job is complete",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="ds_bamboo run [options] -- deepspeed ... --module deepspeed_bamboo.launch --job NAME train.py ...",
+    )
+    run.add_argument("--once", action="store_true", help="run it once; only say by the exit code what is to be done")
+    run.add_argument(
+        "--pause-seconds", type=float, default=10.0, metavar="S", help="before the next run; doubled while none gets on"
+    )
+    run.add_argument(
+        "--fruitless", type=int, default=5, metavar="N", help="give up after N runs in a row that came to no new step"
+    )
+    run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command with its arguments")
+    run.set_defaults(run=run_command)
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Run until there is nothing to run any more. Returns the exit code. Raises BambooError for no command."""
+    from deepspeed_bamboo.elastic.judging import Patience, judge
+    from deepspeed_bamboo.elastic.outcome import read_notes
+    from deepspeed_bamboo.news import tell
+
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if not command:
+        raise BambooError("there is no command to run; write it behind two dashes: ds_bamboo run -- deepspeed ...")
+    if arguments.pause_seconds < 0 or arguments.fruitless < 1:
+        raise BambooError("--pause-seconds must be 0 or more, and --fruitless 1 or more")
+    patience = Patience(pause_seconds=arguments.pause_seconds, fruitless_limit=arguments.fruitless)
+    with _signals() as heard:
+        while True:
+            with tempfile.TemporaryDirectory(prefix="bamboo-run-") as folder:
+                code = _run_once(command, folder, heard)
+                notes = read_notes(Path(folder))
+            verdict = judge(code, notes, signalled=heard.number)
+            if verdict.kind != "again" or arguments.once:
+                tell(f"{verdict.kind}, exit code {verdict.code}: {verdict.reason}", who="run")
+                return verdict.code
+            pause = patience.next_pause_seconds(notes)
+            if pause is None:
+                tell(f"given up after {patience.fruitless} runs that came to no new step: {verdict.reason}", who="run")
+                return EXIT_TRY_AGAIN
+            tell(f"again in {pause:g} s: {verdict.reason}", who="run")
+            if heard.wait(pause):
+                return 128 + (heard.number or 0)
+
+
+class _Heard:
+    """The first signal that was to end this process."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.child: subprocess.Popen[bytes] | None = None
+        self._event = threading.Event()
+
+    def hear(self, number: int, frame: object) -> None:
+        self.number = self.number or number
+        self._event.set()
+        if self.child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.child.send_signal(number)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether one came in that time."""
+        return self._event.wait(seconds)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[_Heard]:
+    """Pass what would end this process to the command, which ends its job in good order, and end after it."""
+    heard = _Heard()
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, heard.hear) for number in numbers}
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run_once(command: Sequence[str], folder: str, heard: _Heard) -> int:
+    """The command's exit code, negative for a signal, once its slots have ended, too."""
+    if heard.number is not None:
+        return -heard.number
+    try:
+        child = subprocess.Popen(command, env={**os.environ, OUTCOME: folder})
+    except OSError as error:
+        raise BambooError(
+            f"{command[0]!r} can't be run ({error.strerror}); give the command as you would without"
+        ) from error
+    heard.child = child
+    try:
+        code = child.wait()
+    finally:
+        heard.child = None
+    _wait_for_slots(folder)
+    sys.stdout.flush()
+    return code
+
+
+def _wait_for_slots(folder: str) -> None:
+    """A launcher that was killed ends before its slots, which have a word to say, and ports to give back."""
+    from deepspeed_bamboo.elastic.outcome import slots_running
+
+    pause = threading.Event()
+    for _ in range(int(_END_SECONDS / 0.1)):
+        if not slots_running(Path(folder)):
+            return
+        pause.wait(0.1)
