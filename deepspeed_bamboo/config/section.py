@@ -146,6 +146,8 @@ class CoordinatorConfig(Section):
     def _check_prefix(cls, prefix: str) -> str:
         if not re.fullmatch(r"(/[^/\s]+)+", prefix):
             raise ValueError("a prefix starts with a slash, has no empty parts and no blanks, as in /team/jobs")
+        if "/." in prefix:
+            raise ValueError("no part of a prefix begins with a dot, since keys that do are the jobs' own")
         return prefix
 
 

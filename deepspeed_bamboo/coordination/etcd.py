@@ -145,4 +145,4 @@ def _end(prefix: str) -> bytes:
 
 
 def _entry(kv: Any) -> Entry:
-    return Entry(kv.key.decode(), kv.value.decode(), kv.mod_revision)
+    return Entry(kv.key.decode(errors="replace"), kv.value.decode(errors="replace"), kv.mod_revision)

@@ -102,7 +102,7 @@ class EtcdWatch:
 
 
 def _event(event: Any) -> StoreEvent:
-    key = event.kv.key.decode()
+    key = event.kv.key.decode(errors="replace")
     if event.type == event.DELETE:
         return StoreEvent("delete", key, "", event.kv.mod_revision)
-    return StoreEvent("put", key, event.kv.value.decode(), event.kv.mod_revision)
+    return StoreEvent("put", key, event.kv.value.decode(errors="replace"), event.kv.mod_revision)

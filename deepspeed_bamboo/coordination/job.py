@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable, JobNameTaken, NoEpoch
-from deepspeed_bamboo.coordination.keys import GENERATION, JobKeys, decode, encode, member_of, member_text, stop_reason
+from deepspeed_bamboo.coordination.keys import JobKeys, jobs_root
 from deepspeed_bamboo.coordination.records import AgentRecord, Change, Drain, EpochRecord, JobFailure, Member
 from deepspeed_bamboo.coordination.registration import Registration
 from deepspeed_bamboo.coordination.shared_registration import SharedRegistration, conditions_for
 from deepspeed_bamboo.coordination.store import KeyValueStore
+from deepspeed_bamboo.coordination.values import GENERATION, Reader, encode, member_of, member_text
 from deepspeed_bamboo.coordination.watching import JobWatch
 from deepspeed_bamboo.core.placement import WorkerId
 
@@ -41,6 +42,7 @@ class JobCoordinator:
         self.job = job
         self._own_generation = generation
         self._store = store
+        self._read = Reader(store)
         self._keys = JobKeys(prefix=prefix, job=job)
         self._lock = threading.Lock()
         self._latest: EpochRecord | None = None
@@ -83,7 +85,7 @@ class JobCoordinator:
 
     def members(self) -> dict[WorkerId, Member]:
         """The registered workers, of the own generation if this coordinator has one."""
-        found = self._children(self._keys.members)
+        found = self._read.children(self._keys.members, "member")
         return {name: member_of(value) for name, value in found if self._is_of_own_generation(value)}
 
     def withdraw(self, worker: WorkerId) -> None:
@@ -101,7 +103,8 @@ class JobCoordinator:
 
     def agents(self) -> dict[int, AgentRecord]:
         """The agents that run now, by their slot's rank."""
-        return {int(rank): AgentRecord.from_json(value) for rank, value in self._children(self._keys.agents)}
+        found = self._read.children(self._keys.agents, "agent")
+        return {int(rank): agent for rank, agent in found if rank.isascii() and rank.isdigit()}
 
     def mark_ended(self, worker: WorkerId, info: dict[str, Any]) -> None:
         """Record that ``worker`` ended its script without an error, so that its absence is no loss."""
@@ -109,7 +112,7 @@ class JobCoordinator:
 
     def ended(self) -> dict[WorkerId, dict[str, Any]]:
         """The workers that ended their scripts without an error."""
-        return dict(self._children(self._keys.all_ended))
+        return dict(self._read.children(self._keys.all_ended, "ended"))
 
     # -- epochs ------------------------------------------------------------------------------------
 
@@ -123,8 +126,8 @@ class JobCoordinator:
 
     def peek_epoch(self) -> EpochRecord | None:
         """The current epoch as the store has it, for onlookers: nothing is put back."""
-        entry = self._store.get(self._keys.epoch)
-        return None if entry is None else EpochRecord.from_json(decode(entry.value))
+        found: EpochRecord | None = self._read.one(self._keys.epoch, "epoch")
+        return found
 
     def propose(self, record: EpochRecord, *, expected: int | None) -> bool:
         """Make ``record`` the current epoch if the current one is still ``expected`` (None: none yet).
@@ -188,7 +191,7 @@ class JobCoordinator:
 
     def reports(self, epoch_number: int) -> dict[WorkerId, dict[str, Any]]:
         """What was handed in for that epoch so far, by worker."""
-        return dict(self._children(self._keys.reports(epoch_number)))
+        return dict(self._read.children(self._keys.reports(epoch_number), "report"))
 
     def publish_progress(self, epoch_number: int, name: str, value: dict[str, Any]) -> None:
         """Tell all who watch something about the beginning of an epoch. ``name`` is one that a worker could have."""
@@ -196,7 +199,7 @@ class JobCoordinator:
 
     def progress(self, epoch_number: int) -> dict[str, dict[str, Any]]:
         """What was published for that epoch so far, by name."""
-        return dict(self._children(self._keys.all_progress(epoch_number)))
+        return dict(self._read.children(self._keys.all_progress(epoch_number), "progress"))
 
     def report_suspicion(self, epoch_number: int, *, reporter: WorkerId, suspect: WorkerId, reason: str) -> None:
         """Tell the agents that ``reporter`` cannot reach ``suspect``. A hint, not a loss: they look themselves."""
@@ -209,7 +212,7 @@ class JobCoordinator:
 
     def whereabouts(self) -> dict[WorkerId, dict[str, Any]]:
         """What each worker said last of that, if anything."""
-        return dict(self._children(self._keys.all_whereabouts))
+        return dict(self._read.children(self._keys.all_whereabouts, "whereabouts"))
 
     def publish_hang(self, worker: WorkerId, facts: Mapping[str, Any] | None) -> None:
         """Say that ``worker`` stands still, and what is known of that; None: not any more."""
@@ -220,7 +223,7 @@ class JobCoordinator:
 
     def hangs(self) -> dict[WorkerId, dict[str, Any]]:
         """The workers that stand still."""
-        return dict(self._children(self._keys.hangs))
+        return dict(self._read.children(self._keys.hangs, "hang"))
 
     def claim_fault(self, name: str) -> bool:
         """True for the first caller in this job: scripted fault ``name`` is for it to cause, and for nobody else."""
@@ -258,13 +261,13 @@ class JobCoordinator:
 
     def started_seconds(self) -> float | None:
         """The wall clock of whoever started the job, at that time, for people to read; None if it isn't known."""
-        entry = self._store.get(self._keys.started)
-        return None if entry is None else float(decode(entry.value)["time_seconds"])
+        found = self._read.one(self._keys.started, "started")
+        return None if found is None else float(found["time_seconds"])
 
     def start_slots(self) -> int:
         """With how many slots the job was started; 0 if that isn't known."""
-        entry = self._store.get(self._keys.started)
-        return 0 if entry is None else int(decode(entry.value).get("slots", 0))
+        found = self._read.one(self._keys.started, "started")
+        return 0 if found is None else int(found.get("slots", 0))
 
     def reserve_ranks(self, count: int) -> None:
         """Keep ranks 0 to ``count`` - 1 for the slots that start the job; :meth:`next_rank` gives later ones."""
@@ -273,14 +276,11 @@ class JobCoordinator:
     def next_rank(self) -> int:
         """A slot rank that nobody in this job has or had, for an agent that joins it."""
         while True:
-            entry = self._store.get(self._keys.next_rank)
-            if entry is None:  # the store lost its data: at least nobody who is there now has the same
+            rank, revision = self._read.with_revision(self._keys.next_rank, "next_rank")
+            if rank is None:  # the store lost its data: at least nobody who is there now has the same
                 rank = 1 + max([-1, *self.agents(), *(member.rank for member in self._all_members())])
-            else:
-                rank = int(decode(entry.value))
-            revision = 0 if entry is None else entry.revision
             if self._store.compare_and_swap(self._keys.next_rank, encode(rank + 1), revision=revision):
-                return rank
+                return int(rank)
 
     def request_drain(self, node: str, *, deadline_seconds: float | None, reason: str) -> None:
         """Ask the job to leave ``node``, at the latest in so many seconds (None: no hurry).
@@ -291,11 +291,9 @@ class JobCoordinator:
         key = self._keys.drain(node)
         value = Drain(node, deadline_seconds, reason, time_seconds=time.time())
         while True:
-            entry = self._store.get(key)
-            known = None if entry is None else Drain.from_json(decode(entry.value))
+            known, revision = self._read.with_revision(key, "drain")
             if known is not None and known.deadline_seconds is not None and deadline_seconds is None:
                 return
-            revision = 0 if entry is None else entry.revision
             if self._store.compare_and_swap(key, encode(value.to_json()), revision=revision):
                 return
 
@@ -305,36 +303,36 @@ class JobCoordinator:
 
     def draining(self) -> dict[str, Drain]:
         """The nodes that the job is asked to leave."""
-        return {node: Drain.from_json(value) for node, value in self._children(self._keys.drains)}
+        return dict(self._read.children(self._keys.drains, "drain"))
 
     def request_stop(self, reason: str) -> None:
         """Ask the job to end at the next boundary. The first reason stands."""
-        self._store.compare_and_swap(self._keys.stop, encode({"reason": reason}), revision=0)
+        self._put_first(self._keys.stop, "stop", {"reason": reason})
 
     def stop_requested(self) -> str | None:
         """Why the job is asked to end, if it is."""
-        entry = self._store.get(self._keys.stop)
-        return None if entry is None else stop_reason(decode(entry.value))
+        reason: str | None = self._read.one(self._keys.stop, "stop")
+        return reason
 
     # -- the end -----------------------------------------------------------------------------------
 
     def fail(self, failure: JobFailure) -> bool:
         """Record why the job ends. The first failure stands; False when there was one already."""
-        return self._store.compare_and_swap(self._keys.failure, encode(failure.to_json()), revision=0)
+        return self._put_first(self._keys.failure, "failure", failure.to_json())
 
     def failure(self) -> JobFailure | None:
         """Why the job ends, if it failed."""
-        entry = self._store.get(self._keys.failure)
-        return None if entry is None else JobFailure.from_json(decode(entry.value))
+        failure: JobFailure | None = self._read.one(self._keys.failure, "failure")
+        return failure
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Record that the job is complete. The first summary stands."""
-        self._store.compare_and_swap(self._keys.finished, encode(summary), revision=0)
+        self._put_first(self._keys.finished, "finished", summary)
 
     def finished(self) -> dict[str, Any] | None:
         """The summary, if the job is complete."""
-        entry = self._store.get(self._keys.finished)
-        return None if entry is None else dict(decode(entry.value))
+        found: dict[str, Any] | None = self._read.one(self._keys.finished, "finished")
+        return found
 
     def publish_facts(self, facts: dict[str, Any]) -> None:
         """Say what all workers of this job have in common; :meth:`watch` does not tell of it."""
@@ -342,8 +340,8 @@ class JobCoordinator:
 
     def facts(self) -> dict[str, Any] | None:
         """What was said of that, if anything."""
-        entry = self._store.get(self._keys.facts)
-        return None if entry is None else dict(decode(entry.value))
+        found: dict[str, Any] | None = self._read.one(self._keys.facts, "facts")
+        return found
 
     def publish_status(self, status: dict[str, Any]) -> None:
         """Say where the job is, for onlookers; :meth:`watch` does not tell of it."""
@@ -351,8 +349,8 @@ class JobCoordinator:
 
     def status(self) -> dict[str, Any] | None:
         """What was said last, if anything."""
-        entry = self._store.get(self._keys.status)
-        return None if entry is None else dict(decode(entry.value))
+        found: dict[str, Any] | None = self._read.one(self._keys.status, "status")
+        return found
 
     def watch(self, on_change: Callable[[Change], None]) -> JobWatch:
         """Call ``on_change`` from one thread for all there is, then for every change; see JobWatch."""
@@ -408,25 +406,25 @@ class JobCoordinator:
         self._store.delete_prefix(self._keys.all_whereabouts)
         self._store.delete(self._keys.status)
 
-    def _children(self, prefix: str) -> list[tuple[str, Any]]:
-        return [(e.key.removeprefix(prefix), decode(e.value)) for e in self._store.read(prefix).entries]
+    def _put_first(self, key: str, kind: str, value: dict[str, Any]) -> bool:
+        """Write unless there is a value already; one that is none of its ``kind`` does not count."""
+        known, revision = self._read.with_revision(key, kind)
+        return known is None and self._store.compare_and_swap(key, encode(value), revision=revision)
 
     def _all_members(self) -> list[Member]:
-        return [member_of(value) for _, value in self._children(self._keys.members)]
+        return [member_of(value) for _, value in self._read.children(self._keys.members, "member")]
 
     def _is_of_own_generation(self, value: dict[str, Any]) -> bool:
         return self._own_generation is None or value.get(GENERATION, 0) == self._own_generation
 
     def _read_generation(self) -> tuple[int, int]:
-        entry = self._store.get(self._keys.generation)
-        return (0, 0) if entry is None else (int(decode(entry.value)), entry.revision)
+        generation, revision = self._read.with_revision(self._keys.generation, "generation")
+        return generation or 0, revision
 
     def _read_epoch(self) -> tuple[EpochRecord | None, int]:
         """The current epoch and the revision to swap it at, after putting back a lost one."""
         while True:
-            entry = self._store.get(self._keys.epoch)
-            record = None if entry is None else EpochRecord.from_json(decode(entry.value))
-            revision = 0 if entry is None else entry.revision
+            record, revision = self._read.with_revision(self._keys.epoch, "epoch")
             newest = self._remember(record)
             if newest is None or (record is not None and record.number >= newest.number):
                 return record, revision
@@ -463,6 +461,6 @@ class JobCoordinator:
 
 def running_jobs(store: KeyValueStore, *, prefix: str = DEFAULT_PREFIX) -> list[str]:
     """The names of the jobs under ``prefix`` that have a live agent, in alphabetical order."""
-    root = f"/{prefix.strip('/')}/"
+    root = jobs_root(prefix)
     parts = (entry.key.removeprefix(root).split("/") for entry in store.read(root).entries)
     return sorted({part[0] for part in parts if part[1:2] == ["agent"]})

@@ -1,29 +1,14 @@
-"""The names of a job's keys, and how their values are written. Nothing else knows either."""
+"""The names of a job's keys. Nothing else knows them; ``values.py`` knows what is written there."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable
-from typing import Any
 
 from deepspeed_bamboo.coordination.errors import EndpointError
-from deepspeed_bamboo.coordination.records import AgentRecord, Change, Drain, EpochRecord, JobFailure, Member
-from deepspeed_bamboo.coordination.shared_registration import LEASE
+from deepspeed_bamboo.coordination.records import Change
+from deepspeed_bamboo.coordination.values import decode_as, member_of
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-
-# A member's value carries its generation and its lease as well, which are nobody's business outside of this part.
-GENERATION = "generation"
-
-_DECODERS: dict[str, Callable[[Any], Any]] = {
-    "epoch": EpochRecord.from_json,
-    "member": lambda value: member_of(value),
-    "agent": AgentRecord.from_json,
-    "failure": JobFailure.from_json,
-    "drain": Drain.from_json,
-    "stop": lambda value: stop_reason(value),
-}
 
 
 def check_name(name: str, *, what: str) -> str:
@@ -35,11 +20,20 @@ def check_name(name: str, *, what: str) -> str:
     return name
 
 
+def jobs_root(prefix: str) -> str:
+    """Below which the keys of all jobs under ``prefix`` are."""
+    return f"/{prefix.strip('/')}/.jobs/"
+
+
 class JobKeys:
-    """``<prefix>/<job>/<kind>[/<epoch>][/<worker or node>[/<reporter>]]``"""
+    """``<prefix>/.jobs/<job>/<kind>[/<epoch>][/<worker or node>[/<reporter>]]``
+
+    No part of a prefix begins with a dot (``config.section``). So no key of one job is below that of another, not even
+    where one's prefix is the other's prefix and name.
+    """
 
     def __init__(self, *, prefix: str, job: str) -> None:
-        self.root = f"/{prefix.strip('/')}/{check_name(job, what='job name')}/"
+        self.root = f"{jobs_root(prefix)}{check_name(job, what='job name')}/"
         # Beside the root, so that nobody who watches the job hears of every step.
         self.status = f"/{prefix.strip('/')}/.status/{job}"
         # Nor of every report: one worker looks for them, and tells the others what all have said.
@@ -101,46 +95,43 @@ class JobKeys:
         return f"{self.all_suspicions(epoch)}{check_name(suspect, what='worker id')}/{reporter}"
 
     def change(self, key: str, value: str | None) -> Change | None:
-        """What a new ``value`` of ``key`` (None: removed) means; None for a key that means nothing here."""
+        """What a new ``value`` of ``key`` (None: removed) means; None for a key that means nothing here.
+
+        Raises OddValueError for a value that is none of its kind.
+        """
         kind, *parts = key.removeprefix(self.root).split("/")
-        decoded = None if value is None else _DECODERS.get(kind, _as_is)(decode(value))
-        if kind in ("failure", "finished", "generation", "stop") and not parts:
-            return Change(kind, value=decoded)  # type: ignore[arg-type]
-        if kind == "epoch" and not parts:
+        if not _is_known(kind, parts):
+            return None
+        decoded = None if value is None else decode_as(kind, value)
+        if kind == "epoch":
             return Change("epoch", epoch=decoded.number if decoded else -1, value=decoded)
-        if kind in ("member", "ended", "agent", "drain", "hang") and len(parts) == 1:
-            return Change(kind, worker=parts[0], value=decoded)  # type: ignore[arg-type]
-        if kind == "progress" and len(parts) == 2:
-            return Change("progress", epoch=int(parts[0]), worker=parts[1], value=decoded)
-        if kind == "suspicion" and len(parts) == 3:
-            return Change("suspicion", epoch=int(parts[0]), worker=parts[1], value=decoded)
-        return None
+        if kind == "member" and decoded is not None:
+            decoded = member_of(decoded)
+        if kind in ("progress", "suspicion"):
+            return Change(kind, epoch=int(parts[0]), worker=parts[1], value=decoded)  # type: ignore[arg-type]
+        return Change(kind, worker=parts[0] if parts else "", value=decoded)  # type: ignore[arg-type]
 
 
-def member_of(value: dict[str, Any]) -> Member:
-    """The member that a value of its key describes."""
-    return Member.from_json({name: field for name, field in value.items() if name not in (GENERATION, LEASE)})
+# How many parts a key of each kind has behind the kind.
+_PARTS = {
+    "epoch": 0,
+    "failure": 0,
+    "finished": 0,
+    "generation": 0,
+    "stop": 0,
+    "member": 1,
+    "ended": 1,
+    "agent": 1,
+    "drain": 1,
+    "hang": 1,
+    "progress": 2,
+    "suspicion": 3,
+}
+_NUMBERED = ("agent", "progress", "suspicion")  # whose first part is a rank or an epoch
 
 
-def member_text(member: Member, *, generation: int) -> str:
-    """Inverse of :func:`member_of`, as a worker of ``generation`` writes it."""
-    return encode({**member.to_json(), GENERATION: generation})
-
-
-def stop_reason(value: dict[str, Any]) -> str:
-    """Why the job is asked to end, from the value of that key."""
-    return str(value["reason"])
-
-
-def encode(value: Any) -> str:
-    """Compact JSON."""
-    return json.dumps(value, separators=(",", ":"))
-
-
-def decode(text: str) -> Any:
-    """Inverse of :func:`encode`."""
-    return json.loads(text)
-
-
-def _as_is(value: Any) -> Any:
-    return value
+def _is_known(kind: str, parts: list[str]) -> bool:
+    """Whether a key is one that watchers are told of."""
+    if _PARTS.get(kind) != len(parts):
+        return False
+    return kind not in _NUMBERED or (parts[0].isascii() and parts[0].isdigit())

@@ -10,6 +10,7 @@ from deepspeed_bamboo.coordination.errors import CoordinationError
 from deepspeed_bamboo.coordination.keys import JobKeys
 from deepspeed_bamboo.coordination.records import Change
 from deepspeed_bamboo.coordination.store import KeyValueStore, StoreEvent, WatchHandle
+from deepspeed_bamboo.coordination.values import OddValueError, OddValues
 
 logger = logging.getLogger(__name__)
 _RETRY_SECONDS = 0.1
@@ -20,7 +21,7 @@ class JobWatch:
 
     Events that the store missed are found by reading again; then the change is told as if it had
     just happened, and a ``resync`` follows. A key changed and changed back between two readings is
-    not told. An exception in ``on_change`` is logged, and the watch goes on.
+    not told. An exception in ``on_change`` is logged, and the watch goes on; so is a value that makes no sense.
     """
 
     def __init__(self, store: KeyValueStore, keys: JobKeys, on_change: Callable[[Change], None]) -> None:
@@ -29,6 +30,7 @@ class JobWatch:
         self._on_change = on_change
         self._known: dict[str, int] = {}  # key -> revision of what was told last
         self._read_revision = 0
+        self._odd = OddValues()
         self._stopped = threading.Event()
         self._handle: WatchHandle = store.watch(keys.root, self._on_event)
 
@@ -68,7 +70,11 @@ class JobWatch:
             self._known.pop(key, None)
         else:
             self._known[key] = revision
-        change = self._keys.change(key, value)
+        try:
+            change = self._keys.change(key, value)
+        except OddValueError as error:
+            self._odd.report(key, revision, error)
+            return
         if change is not None:
             self._tell(change)
 

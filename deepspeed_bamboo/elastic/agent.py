@@ -19,10 +19,10 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from deepspeed_bamboo import protocol
 from deepspeed_bamboo.coordination import AgentRecord, Change, JobCoordinator, Member, Registration, SharedRegistration
-from deepspeed_bamboo.coordination.keys import member_text
 from deepspeed_bamboo.coordination.machine_identity import own_machine
 from deepspeed_bamboo.coordination.machine_token import MachineToken
 from deepspeed_bamboo.coordination.process_state import is_running
+from deepspeed_bamboo.coordination.values import member_text
 from deepspeed_bamboo.elastic import decisions
 from deepspeed_bamboo.elastic.address import advertised_address, gloo_interface
 from deepspeed_bamboo.elastic.agent_settings import AgentHooks, AgentSettings

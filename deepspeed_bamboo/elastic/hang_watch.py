@@ -62,11 +62,11 @@ class HangWatch:
     @property
     def limit_seconds(self) -> float:
         """How long a worker may be busy with one thing."""
-        if len(self._intervals) < _ENOUGH:
+        if self._step is None or self._step[0] < _ENOUGH:
             return max(self._rules.start_seconds, self._rules.after_seconds or 0.0)
         if self._rules.after_seconds is not None:
             return self._rules.after_seconds
-        usual = _USUAL_STEPS * statistics.median(self._intervals)
+        usual = _USUAL_STEPS * statistics.median(self._intervals or [0.0])
         return max(_FLOOR_SECONDS, usual, _LONGEST_STEPS * self._longest)
 
     def look(self, pulse: PulseReading, *, now_seconds: float) -> Hang | Resumed | None:

@@ -59,6 +59,7 @@ _SIGNALS_OF_THE_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _WAIT_FOR_OWN_SIGNAL_SECONDS = 0.3
 _WAIT_FOR_FAILURE_SECONDS = 2.0
 _WAIT_FOR_EPOCH_SECONDS = 2.0
+_WAIT_FOR_EXPULSION_SECONDS = 10.0
 
 
 class Supervisor:
@@ -162,7 +163,7 @@ class Supervisor:
         if self._was_expelled():
             return self._on_expelled(event)
         if event.code == EXIT_EXPELLED:
-            return self._wait_for_explanation(event, _WAIT_FOR_EPOCH_SECONDS)  # the epoch that says so, too
+            return self._wait_for_explanation(event, _WAIT_FOR_EXPULSION_SECONDS)  # the epoch that says so, too
         if event.code < 0 and self._finished:
             return [
                 Say(f"worker {event.worker} {how_it_ended(event.code)} after the job was complete"),
@@ -190,8 +191,6 @@ class Supervisor:
                 return [Withdraw(event.worker)]  # without this slot the others need not start again
             loss = ReportLoss(event.worker, f"its process {how_it_ended(event.code)}", self._generation)
             return [loss, *self._plan_restart()]
-        if event.code == EXIT_EXPELLED and self._was_expelled():
-            return self._on_expelled(event)
         if event.code == EXIT_DRAINED and self._draining:
             self._own = Own.LOST
             return [ReportLoss(event.worker, "it left before its part was taken over", self._generation)]
@@ -317,6 +316,8 @@ class Supervisor:
             actions += self._end_expelled() if sure else [WakeAfter(self._lease_seconds, "expelled")]
         if self._own is Own.UNEXPLAINED and self._exit is not None and self._exit.code == EXIT_DRAINED:
             actions += self._on_left_node(self._exit) if self.worker not in epoch.members else []
+        if self._own is Own.UNEXPLAINED and self._exit is not None and self._exit.code == EXIT_EXPELLED:
+            actions += self._on_expelled(self._exit) if self._was_expelled() else []
         absent = [worker for worker in epoch.members if worker not in self._members and worker != self.worker]
         if absent and not self._finished:
             actions.append(WakeAfter(self._lease_seconds, "absent"))

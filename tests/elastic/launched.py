@@ -31,7 +31,8 @@ class LaunchedJob:
     """``python -m deepspeed.launcher.launch ... --module tests.elastic.fast_launch train.py``, as the command runs it.
 
     One launcher of several ``nodes`` is made by giving its ``node_rank``.
-    With ``command`` it is ``deepspeed ...`` itself, under ``ds_bamboo run`` with the options ``run`` if given. It leads a process group, so that Ctrl-C can be sent to it.
+    With ``command`` it is ``deepspeed ...`` itself, under ``ds_bamboo run`` with options ``run``. It leads a process
+    group, so that Ctrl-C can be sent to it.
     """
 
     def __init__(

@@ -283,6 +283,24 @@ def test_a_suspicion_makes_a_vanished_process_known_before_its_lease_runs_out(fo
     assert outcome.exit_codes == {0: 0, 1: -9, 2: 0, 3: 0}, outcome.output
 
 
+@pytest.mark.parametrize("code", [0, 4, 7])
+def test_a_process_that_ends_itself_is_judged_by_its_own_agent_whoever_notices_first(
+    fork_server: ForkServer, code: int
+) -> None:
+    """The others suspect it at once, and its agent is held up; that does not make a loss of a script's end."""
+    with Machine(fork_server, workers.suspect_rank_1, argv=[str(code)], nodes=("a", "b", "c", "d")) as machine:
+        pid, agent = machine.worker_pid(1), machine.agent_pids[1]
+        freeze(agent)
+        epoch_of(machine, 0)
+        wait_until(lambda: not alive(pid), within_seconds=60, what="its end")
+        time.sleep(0.5)  # for the others to find out, and to do nothing about it
+        assert epoch_of(machine, 0).number == 0
+        os.kill(agent, signal.SIGCONT)
+        outcome = machine.wait(within_seconds=60)
+    assert set(outcome.exit_codes.values()) == {1}, outcome.output
+    assert "lost" not in outcome.output, outcome.output
+
+
 def test_a_suspicion_alone_expels_nobody(fork_server: ForkServer) -> None:
     with Machine(fork_server, workers.suspect_a_live_worker) as machine:
         epoch_of(machine, 0)

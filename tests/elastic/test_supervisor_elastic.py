@@ -121,9 +121,23 @@ def test_a_user_error_is_not_replaced() -> None:
 @pytest.mark.parametrize("known", [True, False])
 def test_an_expelled_worker_comes_back_as_another(known: bool) -> None:
     agent = restarting(*([epoch(OWN)] if known else []))
-    assert agent.handle(WorkerExited(OWN, 4, "ExpelledError")) == [Withdraw(OWN), WakeAfter(5, "restart")]
-    started = agent.handle(Woken("restart")) if known else [*agent.handle(Woken("restart")), *agent.handle(epoch(OWN))]
-    assert started == [StartWorker(REPLACED, 0, joining=True)]
+    actions = agent.handle(WorkerExited(OWN, 4, "ExpelledError"))
+    if not known:
+        assert actions == [WakeAfter(10, "explanation")]
+        actions = agent.handle(epoch(OWN))
+    assert actions == [Withdraw(OWN), WakeAfter(5, "restart")]
+    assert agent.handle(Woken("restart")) == [StartWorker(REPLACED, 0, joining=True)]
+
+
+@pytest.mark.parametrize("code", [3, 4, 5, 7])
+def test_a_code_that_the_jobs_records_do_not_explain_is_the_scripts_own(code: int) -> None:
+    """os._exit may be called with any: also with those by which workers tell their agents something else."""
+    agent = training()
+    actions = agent.handle(WorkerExited(OWN, code, ""))
+    if code != 7:
+        assert kinds(actions) == ["WakeAfter"]
+        actions = agent.handle(Woken("explanation"))
+    assert kinds(actions) == ["Fail"]
 
 
 def test_a_joiner_that_cannot_run_does_not_end_the_job() -> None:
@@ -177,8 +191,9 @@ def test_a_worker_that_leaves_before_the_epoch_without_it_is_known_here() -> Non
     assert agent.handle(epoch(OWN))[-1] == Leave(0)
 
     agent = training()
+    agent.handle(changed("drain", Drain("n", None, "why", 1.0), worker="n"))
     agent.handle(WorkerExited(OWN, 5, ""))
-    assert kinds(agent.handle(Woken("explanation"))) == ["ReportLoss"], "nobody took over what it had"
+    assert kinds(agent.handle(Woken("explanation")))[0] == "ReportLoss", "nobody took over what it had"
 
 
 def test_others_know_a_drained_worker_from_a_vanished_one() -> None:

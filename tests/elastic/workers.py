@@ -296,9 +296,11 @@ def die_before_the_first_epoch(argv: list[str]) -> None:
 
 
 def suspect_rank_1(argv: list[str]) -> None:
-    """When rank 1 does not answer any more, the others say so."""
+    """When rank 1 does not answer any more, the others say so. ``argv``: with which code it ends itself."""
     training = FakeTraining()
     training.begin()
+    if argv and training.rank == 1:
+        os._exit(int(argv[0]))
     suspect = next(worker for worker, member in training.job.members().items() if member.rank == 1)
     pid = training.job.members()[suspect].pid
     while training.rank != 1 and not training.over.is_set():
