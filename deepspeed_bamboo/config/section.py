@@ -91,6 +91,9 @@ class CoordinatorConfig(Section):
     prefix: str = "/deepspeed_bamboo"
     """Under which etcd keys the job lives; starts with a slash."""
 
+    compact: bool = False
+    """Have your etcd forget replaced values of all its keys once an hour; for one that nothing else uses."""
+
     username: Annotated[str, Field(min_length=1)] | None = None
     """User of an etcd with authentication; null: it has none."""
 
@@ -133,6 +136,8 @@ class CoordinatorConfig(Section):
         if guards and not self.endpoints:
             says = "says" if len(guards) == 1 else "say"
             raise ValueError(f"{', '.join(guards)} {says} how to reach your own etcd; name it in endpoints, too")
+        if self.compact and not self.endpoints:
+            raise ValueError("compact is for your own etcd, which endpoints names; a job's own is compacted anyway")
         if (self.username is None) != (self.password_env is None):
             raise ValueError("username and password_env go together; give both or none")
         if (self.cert is None) != (self.key is None):

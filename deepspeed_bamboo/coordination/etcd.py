@@ -120,6 +120,20 @@ class EtcdStore:
         except grpc.RpcError:
             return  # NOT_FOUND: it has ended already, which is what was asked for
 
+    def compact(self) -> None:
+        """etcd knows no compaction of some keys alone: this concerns all that it holds."""
+        revision = self._range(etcdrpc.RangeRequest(key=b"\0", count_only=True)).header.revision
+        request = etcdrpc.CompactionRequest(revision=revision)
+
+        def ask(stubs: Stubs, timeout: float) -> None:
+            try:
+                stubs.kv.Compact(request, timeout=timeout)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.OUT_OF_RANGE:  # another has done so
+                    raise
+
+        self._connection.call(ask)
+
     def close(self) -> None:
         self._connection.close()
         for watch in self._watches:

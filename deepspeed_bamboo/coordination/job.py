@@ -344,13 +344,21 @@ class JobCoordinator:
         return found
 
     def publish_status(self, status: dict[str, Any]) -> None:
-        """Say where the job is, for onlookers; :meth:`watch` does not tell of it."""
+        """Say where the job is, for onlookers; :meth:`watch` does not tell of it. Events are not a part of it."""
         self._store.put(self._keys.status, encode(status))
 
+    def publish_events(self, events: list[dict[str, Any]]) -> None:
+        """Say what has happened to the job lately; apart from the status, since it changes seldom and is longer."""
+        self._store.put(self._keys.events, encode({"events": events}))
+
     def status(self) -> dict[str, Any] | None:
-        """What was said last, if anything."""
-        found: dict[str, Any] | None = self._read.one(self._keys.status, "status")
-        return found
+        """What was said last, with ``events``; None if nothing was said of where the job is."""
+        found, events = self._read.one(self._keys.status, "status"), self._read.one(self._keys.events, "events")
+        return None if found is None else {"events": [], **found, **(events or {})}
+
+    def compact_history(self) -> None:
+        """Have the store forget values that were replaced, of this job and of all others in it."""
+        self._store.compact()
 
     def watch(self, on_change: Callable[[Change], None]) -> JobWatch:
         """Call ``on_change`` from one thread for all there is, then for every change; see JobWatch."""
@@ -405,6 +413,7 @@ class JobCoordinator:
         self._store.delete_prefix(self._keys.all_reports)
         self._store.delete_prefix(self._keys.all_whereabouts)
         self._store.delete(self._keys.status)
+        self._store.delete(self._keys.events)
 
     def _put_first(self, key: str, kind: str, value: dict[str, Any]) -> bool:
         """Write unless there is a value already; one that is none of its ``kind`` does not count."""

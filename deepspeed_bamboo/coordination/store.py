@@ -79,5 +79,8 @@ class KeyValueStore(Protocol):
     def revoke(self, lease: int) -> None:
         """End ``lease`` and remove its keys, if it still exists."""
 
+    def compact(self) -> None:
+        """Forget all values that were replaced up to now, under whatever keys. Raises CoordinatorUnavailable."""
+
     def close(self) -> None:
         """End all watches and connections."""

@@ -179,12 +179,21 @@ def _started(value: Any) -> dict[str, Any]:
     return _dict(value)
 
 
+def _events(value: Any) -> dict[str, Any]:
+    """What has happened lately, each with time, step and name."""
+    for event in _dict(value)["events"]:
+        _count(event["step"])
+        if not _is_a(event["t"], float) or not isinstance(event["event"], str):
+            raise TypeError("t or event")
+    return {"events": list(value["events"])}
+
+
 def _status(value: Any) -> dict[str, Any]:
     """Of a running job: shown as it is, once its few fixed parts are what they should be."""
     found = _dict(value)
     _count(found["step"])
-    if not _is_a(found["t"], float) or not isinstance(found.get("events", []), list):
-        raise TypeError("t or events")
+    if not _is_a(found["t"], float) or not _is_a(found.get("seconds", 0.0), float):
+        raise TypeError("t or seconds")
     return found
 
 
@@ -203,6 +212,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "hang": _hang,
     "started": _started,
     "status": _status,
+    "events": _events,
     "progress": _dict,
     "report": _dict,
     "whereabouts": _dict,

@@ -51,6 +51,7 @@ _OTHERS_SECONDS = 5.0
 _COORDINATOR_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
 _LOOK = decisions.Woken("look after the coordinator")
+_COMPACT = decisions.Woken("compact etcd's history")
 _FEEL = decisions.Woken("feel the worker's pulse")
 
 
@@ -191,11 +192,15 @@ class BambooElasticAgent(LocalElasticAgent):
         if self._boot.host_pid or self._slot.local_rank == 0:
             self._mailbox.put(_LOOK)
         self._mailbox.put(_FEEL)
+        self._compact_later()
         self._perform(self._supervisor.start())
         while self._exit_code is None:
             event = self._mailbox.get()
             if event == _FEEL:
                 self._feel_pulse()
+                continue
+            if event == _COMPACT:
+                self._compact()
                 continue
             if event == _LOOK and self._registration is not None:
                 self._look_after_coordinator(self._registration)
@@ -321,6 +326,16 @@ class BambooElasticAgent(LocalElasticAgent):
         if news is not None:
             self._say(news)
         self._mailbox.put_later(_LOOK, after_seconds=_LOOK_SECONDS)
+
+    def _compact_later(self) -> None:
+        if self._settings.compact_seconds is not None:
+            self._mailbox.put_later(_COMPACT, after_seconds=self._settings.compact_seconds)
+
+    def _compact(self) -> None:
+        """The first agent of the job does."""
+        if self._messenger is not None and str(self._slot.rank) == min(self._agents, key=int, default=""):
+            self._messenger.compact()
+        self._compact_later()
 
     def _feel_pulse(self) -> None:
         """Find out whether the worker stands still, and where; again in a moment."""

@@ -19,6 +19,7 @@ class AgentSettings:
 
     ``launchers``: the processes without which there is no reason to go on (see ``launcher_chain``).
     ``notices``: for the first agent of a node, who warns that the node is about to go.
+    ``compact_seconds``: how often etcd's history is compacted; None: it is not this job's business.
     ``environment``: what workers find in theirs besides (how to reach a guarded etcd, for instance).
     """
 
@@ -28,6 +29,7 @@ class AgentSettings:
     rules: Rules = field(default_factory=Rules)
     environment: tuple[tuple[str, str], ...] = ()
     notices: NoticePlan | None = None
+    compact_seconds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ _SHOWN_CHARACTERS = 200  # longer is base64 and no path
 _BOOT_SECONDS = 120.0
 _CLEANING_UP_SECONDS = 3.0
 _CLAIM_SECONDS = 60.0
+_COMPACT_SECONDS = 3600.0
 # The launcher ends all slots when one fails, so those with nothing to say leave that to the one that speaks.
 _SILENT_SLOTS_WAIT_SECONDS = 3.0
 # With --join: for a job that is starting. Importing everything and building a large model takes minutes.
@@ -327,6 +328,7 @@ def _settings(slot: Slot, boot: Boot, config: BambooConfig) -> AgentSettings:
         config.coordinator.lease_seconds,
         rules=rules,
         environment=(*EtcdGuard.of(config.coordinator).to_environment().items(), *_logical_grid(config)),
+        compact_seconds=_COMPACT_SECONDS if config.coordinator.compact else None,
     )
 
 

@@ -100,6 +100,16 @@ class Messenger:
                 Errand("failure", lambda: self._fail(failure), _FAILURE_SECONDS, lambda: self._recorded(failure))
             )
 
+    def compact(self) -> None:
+        """Have etcd forget what was replaced, if it lets this user do so; returns at once."""
+        self._endings.send(Errand("compaction", self._compact, within_seconds=_FAILURE_SECONDS))
+
+    def _compact(self) -> None:
+        try:
+            self._coordinator.compact_history()
+        except CoordinatorUnavailable as error:
+            self._say(f"etcd's history is not compacted (coordinator.compact): {error.reason}")
+
     def stop(self, *, within_seconds: float) -> None:
         """Deliver what there is to deliver, as far as that is possible in time."""
         deadline = time.monotonic() + within_seconds

@@ -9,8 +9,10 @@ from typing import Any
 
 from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobCoordinator
 
-# At most so often, whatever the steps take; no worker waits for it or hears of it.
-_PERIOD_SECONDS = 1.0
+# Each value written stays in etcd until its history is compacted. So a job that has run for long says less often where
+# it is: at these rates 2 to 3 MB a day. No worker waits for it or hears of it.
+_SHORTEST_SECONDS, _LONGEST_SECONDS = 1.0, 10.0
+_PART_OF_AGE = 1 / 60
 _TOLD = ("loss_of_node", "reconfigured", "notice", "mode", "checkpoint", "fatal_restore")
 _BEGINNINGS = ("taken",)  # whose end is told
 _PERIODIC = "checkpoint"
@@ -51,7 +53,8 @@ class StatusTeller:
             self._changed.notify()
 
     def _run(self) -> None:
-        earlier: list[dict[str, Any]] | None = None
+        began = time.monotonic()
+        told: list[dict[str, Any]] | None = None  # as this worker has published them last
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._newest is not None)
@@ -60,15 +63,25 @@ class StatusTeller:
                 newest, self._newest = self._newest, None
                 own = list(self._events)
             try:
-                if earlier is None:
-                    before = self._coordinator.status() or {}
-                    earlier = [] if before.get("worker") == self._worker else before.get("events", [])
-                events = _merged(earlier, own)
-                self._coordinator.publish_status({"worker": self._worker, **(newest or {}), "events": events[-_KEPT:]})
+                events = _merged(self._told_before() if told is None else told, own)[-_KEPT:]
+                if events != told:
+                    self._coordinator.publish_events(events)
+                    told = events
+                self._coordinator.publish_status({"worker": self._worker, **(newest or {})})
             except CoordinatorUnavailable:
-                earlier = None  # the next one will do
+                told = None  # the next one will do
             with self._changed:
-                self._changed.wait_for(lambda: self._closed, timeout=_PERIOD_SECONDS)
+                self._changed.wait_for(lambda: self._closed, timeout=period_seconds(time.monotonic() - began))
+
+    def _told_before(self) -> list[dict[str, Any]]:
+        """The events that the reporter before has told."""
+        before = self._coordinator.status() or {}
+        return [] if before.get("worker") == self._worker else list(before.get("events", []))
+
+
+def period_seconds(age_seconds: float) -> float:
+    """How long to wait before the next word, after so much time of this worker as the reporter."""
+    return min(_LONGEST_SECONDS, max(_SHORTEST_SECONDS, age_seconds * _PART_OF_AGE))
 
 
 def _merged(earlier: list[dict[str, Any]], own: list[dict[str, Any]]) -> list[dict[str, Any]]:
