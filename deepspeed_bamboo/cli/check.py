@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any
 
 from deepspeed_bamboo.cloud.scripted import load_script
+from deepspeed_bamboo.config.requirements import zero_problems
 from deepspeed_bamboo.config.section import SECTION, BambooConfig
 from deepspeed_bamboo.coordination.guard import EtcdGuard
-from deepspeed_bamboo.elastic.settings_source import load_section
+from deepspeed_bamboo.elastic.settings_source import hjson_value, load_section
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.eventlog.log import check_directory
 from deepspeed_bamboo.faults import FaultScript
@@ -39,7 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
             f'"{SECTION}": {{}} turns the plugin on'
         )
         return 0
-    problems = list(_problems(config))
+    settings = hjson_value(arguments.configuration)
+    problems = [ConfigError(problem) for problem in zero_problems(settings)] if config.enabled else []
+    problems += _problems(config)
     if problems:
         raise problems[0] if len(problems) == 1 else ConfigError(*map(str, problems), where=arguments.configuration)
     print(config.model_dump_json(indent=2))

@@ -7,9 +7,10 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from deepspeed_bamboo.cli.node_files import read_placement, read_sites
+from deepspeed_bamboo.config.section import RedundancyConfig, RedundancyMode
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.loss_cost import LossCost, loss_cost
 from deepspeed_bamboo.core.placement import Placement, WorkerId
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     _SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _SHOWN_COORDINATES = 6
+_EXIT_FATAL = 3
 
 
 def add_parser(subparsers: _SubParsers) -> None:
@@ -43,16 +45,32 @@ def add_parser(subparsers: _SubParsers) -> None:
     parser.add_argument(
         "--most", type=int, metavar="N", help="the most coordinates a worker may host (default: its fair share)"
     )
+    modes = [mode for mode in get_args(RedundancyMode) if mode != "auto"]
+    mode = RedundancyConfig.model_fields["mode"].default
+    parser.add_argument("--mode", choices=modes, default=mode, help=f"redundancy.mode (default: {mode})")
+    parser.add_argument(
+        "--zero",
+        type=int,
+        choices=(0, 1),
+        default=1,
+        help="0: every pipeline holds the state of all stages, as without ZeRO and bf16 (default: 1, it does not)",
+    )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the placement as JSON, for --current")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan that ``args`` ask for. Returns 0, or 2 after a message for values that can't be."""
+    """Print the plan that ``args`` ask for.
+
+    Returns 0, 2 after a message for values that can't be, or 3 if there is a loss that it does not survive: of a node,
+    or of one of several zones.
+    """
     try:
         current = read_placement(args.current) if args.current is not None else None
         grid = Grid(args.pipelines, args.stages)
-        decision = decide(grid, read_sites(args.nodes), current=current, most=args.most)
+        protected, alike = args.mode != "off", args.zero == 0
+        sites = read_sites(args.nodes)
+        decision = decide(grid, sites, current=current, most=args.most, protected=protected, alike=alike)
         if args.write is not None:
             args.write.write_text(json.dumps(decision.placement.to_json()) + "\n", encoding="utf-8")
     except OSError as error:
@@ -63,7 +81,18 @@ def run(args: argparse.Namespace) -> int:
         print(f"ds_bamboo plan: {error}", file=sys.stderr)
         return 2
     print("\n".join(plan_lines(decision, current=current)))
-    return 0
+    fatal = _fatal(decision)
+    if fatal:
+        print(f"\nnot survived: the loss of {', or of '.join(fatal)} (exit code {_EXIT_FATAL})")
+    return _EXIT_FATAL if fatal else 0
+
+
+def _fatal(decision: Decision) -> list[str]:
+    """The nodes and zones whose loss ends the job. A single zone is left out: nothing can be elsewhere then."""
+    placement, sites = decision.placement, decision.sites
+    nodes = [(f"node {name}", sites.of_node(number)) for number, name in enumerate(sites.nodes)]
+    zones = [(f"zone {name}", sites.of_zone(number)) for number, name in enumerate(sites.zones)]
+    return [name for name, lost in (*nodes, *(zones if len(zones) > 1 else [])) if loss_cost(placement, lost).fatal]
 
 
 def plan_lines(decision: Decision, *, current: Placement | None = None) -> list[str]:

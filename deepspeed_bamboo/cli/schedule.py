@@ -48,6 +48,13 @@ def add_parser(subparsers: _SubParsers) -> None:
     )
     parser.add_argument("--overlap", action="store_true", help="redundancy.overlap, for eager")
     parser.add_argument(
+        "--zero",
+        type=int,
+        choices=(0, 1),
+        default=1,
+        help="0: every pipeline holds the state of all stages, as without ZeRO and bf16 (default: 1, it does not)",
+    )
+    parser.add_argument(
         "--lost",
         type=int,
         action="append",
@@ -98,7 +105,10 @@ class _Shown:
 
 def _scenario(args: argparse.Namespace) -> _Shown:
     grid = Grid(args.pipelines, args.stages)
-    placement = Placement.initial(grid, [f"w{rank}" for rank in range(len(grid))])
+    workers = [f"w{rank}" for rank in range(len(grid))]
+    # Without shadows a stage lives on in another pipeline only, and there only where pipelines hold the same.
+    protected = args.mode != Mode.OFF.value
+    placement = Placement.initial(grid, workers, protected=protected, alike=args.zero == 0)
     costs = Costs(args.forward_slots, args.backward_slots)
     mode = _mode(args)
     plan = plan_iteration(placement, micro_batches=args.micro_batches, mode=mode, costs=costs)
@@ -182,7 +192,8 @@ def _recovery(plan: Plan, undisturbed: Execution, *, lost: Sequence[int], at: in
     after, fatal = before.without(before.owner(Coordinate(0, stage)) for stage in lost)
     if after is None:
         names = ", ".join(map(str, fatal))
-        raise ValueError(f"losing these is fatal: no live worker holds {names}; lose fewer or no neighbours")
+        remedy = "lose fewer or no neighbours" if before.shadows else "mode off keeps no shadows, choose another --mode"
+        raise ValueError(f"losing these is fatal: no live worker holds {names}; {remedy}")
     progress = progress_after_loss(
         before,
         after,

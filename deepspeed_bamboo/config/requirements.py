@@ -45,7 +45,7 @@ def validate_deepspeed_settings(
     """
     problems = [
         *_model_problems(model, model_name=model_name),
-        *_zero_problems(settings),
+        *zero_problems(settings),
         *_size_problems(stages, world_size=world_size),
     ]
     if redundant:
@@ -64,7 +64,8 @@ def _model_problems(model: ModelKind, *, model_name: str) -> Iterator[str]:
         )
 
 
-def _zero_problems(settings: Mapping[str, Any]) -> Iterator[str]:
+def zero_problems(settings: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with ZeRO in a DeepSpeed configuration."""
     zero = settings.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     if stage in (2, 3):

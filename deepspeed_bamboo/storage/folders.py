@@ -13,6 +13,7 @@ from typing import BinaryIO, Protocol
 from deepspeed_bamboo.errors import CheckpointError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_HALF_A_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+-]*:/|s3:")  # as in s3:/bucket, which would be a folder called s3:
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PART = ".part"
 
@@ -45,6 +46,11 @@ class Folder(Protocol):
 def location_problem(location: str) -> str | None:
     """What is wrong with ``location`` as the name of a folder, in words that follow it; None: nothing."""
     found = _SCHEME.fullmatch(location)
+    if found is None and _HALF_A_SCHEME.match(location):
+        scheme = location.partition(":")[0]
+        return (
+            f"begins with {scheme}: and is no folder's name; write s3://bucket/prefix, or ./{location} for that folder"
+        )
     if found is None:
         return None
     scheme, rest = found.groups()

@@ -160,3 +160,20 @@ def test_an_output_that_is_full_is_said_without_a_traceback(tmp_path: Path) -> N
         )
     assert result.returncode == 1
     assert result.stderr.strip() == "ds_bamboo: [Errno 28] No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"zero_optimization": {"stage": 2}, "bamboo": {}}, "zero_optimization.stage is 2"),
+        ({"zero_optimization": {"stage": 3}, "bamboo": {}}, "zero_optimization.stage is 3"),
+        ({"bamboo": {"checkpoint": {"dir": "s3:/x"}}}, "write s3://bucket/prefix"),
+    ],
+)
+def test_check_finds_what_the_start_would_refuse(
+    tmp_path: Path, settings: dict[str, object], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(settings))
+    assert main(["check", str(file)]) == 1
+    assert problem in capsys.readouterr().err

@@ -118,3 +118,27 @@ def test_a_current_that_is_no_placement_is_refused(nodes: Path, capsys: pytest.C
     command = ["plan", "--nodes", str(nodes), "--pipelines", "1", "--stages", "2", "--current", str(nodes)]
     assert main(command) == 2
     assert "ds_bamboo plan --write" in capsys.readouterr().err
+
+
+def test_the_plan_knows_mode_and_zero_and_its_exit_code_says_what_is_not_survived(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "nodes.csv"
+    file.write_text("w0,n0,a\nw1,n1,b\nw2,n2,a\nw3,n3,b\n")
+    command = ["plan", "--nodes", str(file), "--pipelines", "2", "--stages", "2"]
+    assert main(command) == 0
+    assert main([*command, "--mode", "off"]) == 3
+    shown = capsys.readouterr().out
+    assert "not survived: the loss of node n0, or of node n1" in shown and "zone a" in shown.splitlines()[-1]
+    main([*command, "--mode", "off", "--zero", "0"])
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in lines if line.startswith(("n0", "n1", "n2", "n3"))]
+    assert [row[1:] for row in rows] == [["1", "0", "1", "0", "survived"]] * 4, "the other pipeline has the same"
+
+
+def test_the_loss_of_the_only_zone_is_nothing_that_a_plan_could_change(tmp_path: Path) -> None:
+    file = tmp_path / "nodes.csv"
+    file.write_text("w0,n0,a\nw1,n1,a\n")
+    assert main(["plan", "--nodes", str(file), "--pipelines", "1", "--stages", "2"]) == 0
+    file.write_text("w0,n0,a\nw1,n0,a\n")
+    assert main(["plan", "--nodes", str(file), "--pipelines", "1", "--stages", "2"]) == 3

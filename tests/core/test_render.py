@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_bamboo.cli.main import main
 from deepspeed_bamboo.cli.schedule import add_parser
 from deepspeed_bamboo.config.section import RedundancyConfig
 from deepspeed_bamboo.core.grid import Coordinate, Grid
@@ -209,3 +210,13 @@ def test_command_takes_the_settings_of_the_configuration(
 def test_command_draws_a_single_worker_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert schedule("--stages", "1", "--micro-batches", "2", "--mode", "eager") == 0
     assert "extra time: 0 slots" in capsys.readouterr().out
+
+
+def test_without_shadows_no_take_over_is_drawn_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["schedule", "--stages", "4", "--micro-batches", "4", "--mode", "off", "--lost", "1"]
+    assert main(command) == 2
+    assert "no live worker holds 0.1; mode off keeps no shadows" in capsys.readouterr().err
+    assert main([*command, "--pipelines", "2"]) == 2
+    capsys.readouterr()
+    assert main([*command, "--pipelines", "2", "--zero", "0"]) == 0
+    assert "0.1: worker w3 takes over from w2" in capsys.readouterr().out
