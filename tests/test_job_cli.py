@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,15 +18,18 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_bamboo.cli.job_view import look
+from deepspeed_bamboo.cli.job_view import lines, look
 from deepspeed_bamboo.cli.main import main
+from deepspeed_bamboo.coordination.ended import ended_folder, note_end
+from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable
 from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.job import JobCoordinator
+from deepspeed_bamboo.coordination.memory import MemoryStore
 from deepspeed_bamboo.coordination.published import PublishedJob, own_pid_namespace, publish, published_jobs
 from deepspeed_bamboo.coordination.records import AgentRecord, JobFailure
 from deepspeed_bamboo.coordination.server import PrivateEtcd
 from deepspeed_bamboo.runtime.job.status import StatusTeller
-from tests.coordination.helpers import first_epoch, member
+from tests.coordination.helpers import first_epoch, freeze, member
 
 WORKERS = ["a-0-0", "a-1-0", "b-2-0", "c-3-0"]
 
@@ -32,6 +37,7 @@ WORKERS = ["a-0-0", "a-1-0", "b-2-0", "c-3-0"]
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PrivateEtcd]:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with PrivateEtcd() as etcd:
         yield etcd
@@ -64,13 +70,14 @@ def test_status_shows_who_hosts_what(
     assert lines[0].startswith("job busy: running, started ") and lines[0].endswith("s ago, 5 agents")
     assert lines[1].startswith("epoch 0, since ") and lines[1].endswith("start")
     assert lines[2] == "node b is to be left, 90 s from the request on: EC2 takes it"
+    own = str(os.getpid())
     assert [line.split() for line in lines[4:]] == [
-        ["worker", "node", "zone", "state", "hosts", "(pipeline.stage)", "shadows"],
-        ["a-0-0", "a", "z0", "active", "0.0", "0.1"],
-        ["a-1-0", "a", "z1", "active", "0.1", "0.2"],
-        ["b-2-0", "b", "z2", "leaving", "0.2", "0.0"],
-        ["c-3-0", "c", "z3", "standby", "-", "-"],
-        ["d-4-0", "d", "z4", "joining", "-", "-"],
+        ["worker", "node", "zone", "state", "hosts", "(pipeline.stage)", "shadows", "address", "pid", "agent's"],
+        ["a-0-0", "a", "z0", "active", "0.0", "0.1", "127.0.0.1", own, "1"],
+        ["a-1-0", "a", "z1", "active", "0.1", "0.2", "127.0.0.1", own, "1"],
+        ["b-2-0", "b", "z2", "leaving", "0.2", "0.0", "127.0.0.1", own, "1"],
+        ["c-3-0", "c", "z3", "standby", "-", "-", "127.0.0.1", own, "1"],
+        ["d-4-0", "d", "z4", "joining", "-", "-", "127.0.0.1", own, "1"],
     ]
 
 
@@ -94,7 +101,9 @@ def test_status_shows_slots_whose_worker_is_still_getting_ready(
 ) -> None:
     registration = job.register_agent(AgentRecord(7, "e", 1), lease_seconds=60)
     assert main(["status", "--job", "busy", "--endpoints", str(server.endpoint)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["(slot", "7)", "e", "?", "preparing", "-", "-"]
+    assert capsys.readouterr().out.splitlines()[-1].split() == [
+        *["(slot", "7)", "e", "?", "preparing", "-", "-", "?", "-", "1"]
+    ]
     registration.withdraw()
 
 
@@ -254,6 +263,126 @@ def test_what_two_reporters_have_noted_is_shown_once(job: JobCoordinator) -> Non
     assert told == [(1, "neighbours further apart"), (4, "joined: d-4-0"), (5, ["b-2-0"]), (5, ["c-3-0"])]
 
 
+class Terminal(io.StringIO):
+    """Somebody at a keyboard who has typed this."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("command", [["stop"], ["drain", "b"]])
+def test_the_only_job_is_not_ended_or_drained_unasked(
+    job: JobCoordinator,
+    server: PrivateEtcd,
+    command: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    where = ["--endpoints", str(server.endpoint)]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    assert main([*command, *where]) == 1
+    assert "job busy, which was not named; give --job NAME, or --yes" in capsys.readouterr().err
+    for answer, code in (("\n", 1), ("no\n", 1), ("y\n", 0)):
+        assert job.stop_requested() is None and job.draining() == {}
+        monkeypatch.setattr(sys, "stdin", Terminal(answer))
+        assert main([*command, *where]) == code
+        assert "job busy? [y/N]" in capsys.readouterr().out
+
+
+def test_status_says_how_a_job_has_ended_that_is_there_no_more(
+    job: JobCoordinator, server: PrivateEtcd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.publish_status({"worker": "a-0-0", "t": time.time(), "step": 41})
+    job.fail(JobFailure(worker="a-0-0", kind="fatal_loss", message="no live worker holds 0.2", traceback=""))
+    end = job.end()
+    for rank in range(5):
+        job._store.delete(job._keys.agent(rank))
+    for worker in job.members():
+        job.withdraw(worker)
+    job.clean_up()
+    where = ["--endpoints", str(server.endpoint)]
+    assert main(["status", "--job", "busy", *where]) == 0
+    told = capsys.readouterr().out
+    assert re.fullmatch(r"job busy: failed in step 41, \d+ s ago \(no live worker holds 0.2\)\n", told), told
+    assert main(["status", "--job", "busy", *where, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "failed"
+    assert main(["stop", "--job", "busy", *where]) == 1 and main(["status", *where]) == 1
+    capsys.readouterr()
+
+    assert end is not None and main(["status"]) == 1
+    note_end(end, ended_folder(os.environ))
+    note_end(replace(end, job="older", time_seconds=time.time() - 100_000), ended_folder(os.environ))
+    for command in (["status"], ["status", "--job", "busy"]):
+        assert main(command) == 0
+    assert capsys.readouterr().out.count("job busy: failed in step 41") == 2
+    assert main(["status", "--job", "older"]) == 1
+    with job.claim_name(lease_seconds=10):
+        assert job.last_end() is None, "another one has been started"
+
+
+def test_a_file_without_the_section_shows_nobody_elses_job(
+    job: JobCoordinator, server: PrivateEtcd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(
+        server.directory,
+        PublishedJob("busy", "/deepspeed_bamboo", str(server.endpoint), os.getpid(), own_pid_namespace()),
+    )
+    file = tmp_path / "ds.json"
+    for settings in ({"train_batch_size": 4}, {"bamboo": {"enabled": False}}):
+        file.write_text(json.dumps(settings))
+        assert main(["status", "--deepspeed_config", str(file)]) == 1
+        assert 'has no "bamboo" section that is on' in capsys.readouterr().err
+
+
+def test_status_shows_the_last_good_checkpoint_and_whether_the_next_is_overdue(job: JobCoordinator) -> None:
+    now = time.time()
+    saved = {"t": now - 1300, "event": "checkpoint", "action": "saved", "step": 30, "path": "kept/30"}
+    failed = {"t": now - 60, "event": "checkpoint", "action": "failed", "step": 60, "reason": "disk full"}
+    job.publish_status({"worker": "a-0-0", "t": now, "step": 70})
+    job.publish_events([saved, failed])
+    assert "last checkpoint: step 30, 21 min 40 s ago" in lines(look(job))
+    job.publish_events([{**saved, "interval_seconds": 600.0}, failed])
+    overdue = "last checkpoint: step 30, 21 min 40 s ago; the next one is overdue, they are due every 10 min 0 s"
+    assert overdue in lines(look(job))
+
+
+def test_a_checkpoint_that_failed_does_not_hide_the_last_good_one() -> None:
+    store = MemoryStore()
+    job = JobCoordinator(store, job="j")
+    teller = StatusTeller(job, worker="w0")
+    for step, action in ((1, "saved"), (2, "saved"), (3, "failed"), (4, "failed")):
+        teller.note("checkpoint", step=step, reporter=True, fields={"action": action, "path": "p", "reason": "r"})
+    teller.note("step", step=5, reporter=True, fields={"loss": 1.0, "seconds": 0.1})
+    await_status(job, step=5)
+    assert [event["step"] for event in (job.status() or {})["events"]] == [2, 4]
+    teller.close()
+    store.close()
+
+
+def test_watching_outlives_an_outage_of_an_external_etcd(job: JobCoordinator, server: PrivateEtcd) -> None:
+    command = [sys.executable, "-m", "deepspeed_bamboo.cli.main", "status", "--job", "busy", "--watch", "--json"]
+    with subprocess.Popen(
+        [*command, "--endpoints", str(server.endpoint)], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    ) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["state"] == "running"
+        freeze(server.pid)
+        while "unavailable" not in json.loads(process.stdout.readline()):
+            pass
+        os.kill(server.pid, signal.SIGCONT)
+        while json.loads(process.stdout.readline()).get("state") != "running":
+            pass
+        process.kill()
+
+
+def test_a_wrong_password_is_called_that(tmp_path: Path) -> None:
+    told = [
+        CoordinatorUnavailable(endpoints=["e:1"], tried_seconds=0.1, reason=f"INVALID_ARGUMENT: etcdserver: {reason}")
+        for reason in ("authentication failed, invalid user ID or password", "user name is empty")
+    ]
+    assert all("refuses this user" in str(error) and "no answer" not in str(error) for error in told)
+
+
 def test_a_job_that_is_not_there_is_named_with_those_that_are(
     job: JobCoordinator, server: PrivateEtcd, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,7 +396,7 @@ def test_the_only_job_needs_no_name(
     job: JobCoordinator, server: PrivateEtcd, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = ["--endpoints", str(server.endpoint)]
-    assert main(["drain", "b", *where]) == 0
+    assert main(["drain", "b", "--yes", *where]) == 0
     assert "job busy: node b is to be left" in capsys.readouterr().out
     assert main(["status"]) == 1
     assert "no job of yours with an etcd of its own on this machine. For a job that" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from deepspeed_bamboo.errors import BambooError
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.coordination import JobCoordinator
+    from deepspeed_bamboo.coordination.records import EndedJob
 
 _CONNECT_SECONDS = 5.0
 _WATCH_SECONDS = 1.0
@@ -24,6 +26,10 @@ _STOPS_TRAINING = (
 )
 _STOPS_START = "has not begun to train, so it ends now (with exit code 1)"
 _ELSEWHERE = "For a job that uses your own etcd give --endpoints or --deepspeed_config"
+
+
+class NotMeantError(BambooError):
+    """A command that changes a job did not say which, and nobody has said that the only one is meant."""
 
 
 class NoSuchJobError(BambooError):
@@ -41,6 +47,7 @@ def add_parser(subparsers: Any) -> None:
     drain = subparsers.add_parser("drain", help="have a running job leave a node, without losing anything")
     drain.add_argument("node", metavar="NODE", help="the node, as ds_bamboo status calls it")
     _add_job_options(drain)
+    _add_yes(drain)
     drain.add_argument("--deadline-seconds", type=_positive, metavar="S", help="when the node goes (default: no hurry)")
     drain.add_argument("--cancel", action="store_true", help="take the request back")
     drain.set_defaults(run=run_drain)
@@ -49,16 +56,25 @@ def add_parser(subparsers: Any) -> None:
         "stop", help="have a running job end at its next iteration boundary, or at once while it starts"
     )
     _add_job_options(stop)
+    _add_yes(stop)
     stop.set_defaults(run=run_stop)
 
 
 def run_status(arguments: argparse.Namespace) -> int:
     """Print the state of the job. Raises NoSuchJobError and CoordinatorUnavailable."""
-    from deepspeed_bamboo.cli.job_view import lines, look
+    from deepspeed_bamboo.cli.job_view import ended_line, lines, look
 
-    with _job(arguments) as coordinator:
+    with contextlib.ExitStack() as opened:
+        try:
+            coordinator = opened.enter_context(_job(arguments))
+        except NoSuchJobError:
+            end = _last_end(arguments)
+            if end is None:
+                raise
+            print(json.dumps(end.to_json(), indent=2) if arguments.json else ended_line(end))
+            return 0
         if arguments.watch:
-            return _watch(coordinator, as_json=arguments.json)
+            return _watch(coordinator, as_json=arguments.json, external=_is_external(arguments))
         view = look(coordinator)
         print(json.dumps(view.to_json(), indent=2) if arguments.json else "\n".join(lines(view)))
     return 0
@@ -67,6 +83,7 @@ def run_status(arguments: argparse.Namespace) -> int:
 def run_drain(arguments: argparse.Namespace) -> int:
     """Request or take back the drain of a node. Raises NoSuchJobError for one that has no part in the job."""
     with _job(arguments) as coordinator:
+        _confirm(arguments, f"leave node {arguments.node} of job {coordinator.job}")
         if arguments.cancel:
             coordinator.cancel_drain(arguments.node)
             print(f"job {coordinator.job}: node {arguments.node} may stay")
@@ -85,6 +102,7 @@ def run_drain(arguments: argparse.Namespace) -> int:
 def run_stop(arguments: argparse.Namespace) -> int:
     """Request the end of the job."""
     with _job(arguments) as coordinator:
+        _confirm(arguments, f"end job {coordinator.job}")
         trains = coordinator.peek_epoch() is not None
         coordinator.request_stop("ds_bamboo stop")
         print(f"job {coordinator.job}: {_STOPS_TRAINING if trains else _STOPS_START}")
@@ -102,21 +120,67 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_yes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--yes", action="store_true", help="do so without --job, to the only job there is")
+
+
+def _confirm(arguments: argparse.Namespace, what: str) -> None:
+    """Have it said that the only job there is, which nobody has named, is meant. Raises NotMeantError."""
+    if arguments.job is not None or arguments.yes:
+        return
+    if not (sys.stdin is not None and sys.stdin.isatty()):
+        raise NotMeantError(f"this would {what}, which was not named; give --job NAME, or --yes if it is meant")
+    if input(f"{what[0].upper()}{what[1:]}? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise NotMeantError("nothing was done")
+
+
+def _is_external(arguments: argparse.Namespace) -> bool:
+    """Whether the job's etcd is one that outlives it."""
+    return bool(_where(arguments)[0])
+
+
+def _last_end(arguments: argparse.Namespace) -> EndedJob | None:
+    """How the job that the options name has ended, if it is there no more; without a name: the last one here."""
+    from deepspeed_bamboo.coordination import JobCoordinator
+    from deepspeed_bamboo.coordination.ended import ended_folder, ended_jobs
+    from deepspeed_bamboo.elastic.running_job import open_store
+
+    endpoints, prefix, guard = _where(arguments)
+    if endpoints:
+        if arguments.job is None:
+            return None
+        with contextlib.closing(open_store(endpoints, within_seconds=_CONNECT_SECONDS, guard=guard)) as store:
+            return JobCoordinator(store, job=arguments.job, prefix=prefix).last_end()
+    ended = ended_jobs(ended_folder(os.environ))
+    return next((end for end in ended if arguments.job in (None, end.job)), None)
+
+
+def _where(arguments: argparse.Namespace) -> tuple[list[str], str, Any]:
+    """Endpoints (none: the job's own etcd, on this machine), prefix, and how etcd is reached.
+
+    Raises NoSuchJobError for a configuration of plain DeepSpeed.
+    """
+    from deepspeed_bamboo.coordination import DEFAULT_PREFIX, EtcdGuard
+
+    if arguments.endpoints:
+        return arguments.endpoints.split(","), DEFAULT_PREFIX, EtcdGuard()
+    if not arguments.deepspeed_config:
+        return [], DEFAULT_PREFIX, EtcdGuard()
+    from deepspeed_bamboo.elastic.settings_source import load_section
+
+    section = load_section(arguments.deepspeed_config)
+    if section is None or not section.enabled:
+        raise NoSuchJobError(
+            f'{arguments.deepspeed_config} has no "bamboo" section that is on, so what runs with it is plain DeepSpeed '
+            "and no job that could be found; name the configuration of the job"
+        )
+    return list(section.coordinator.endpoints), section.coordinator.prefix, EtcdGuard.of(section.coordinator)
+
+
 @contextmanager
 def _job(arguments: argparse.Namespace) -> Iterator[JobCoordinator]:
     """The job that the options name. Raises NoSuchJobError that lists those that there are."""
-    from deepspeed_bamboo.coordination import DEFAULT_PREFIX, EtcdGuard
-
-    endpoints, prefix, guard = [], DEFAULT_PREFIX, EtcdGuard()
-    if arguments.endpoints:
-        endpoints = arguments.endpoints.split(",")
-    elif arguments.deepspeed_config:
-        from deepspeed_bamboo.elastic.settings_source import load_section
-
-        section = load_section(arguments.deepspeed_config)
-        if section is not None:
-            endpoints, prefix = section.coordinator.endpoints, section.coordinator.prefix
-            guard = EtcdGuard.of(section.coordinator)
+    endpoints, prefix, guard = _where(arguments)
     with contextlib.ExitStack() as opened:
         if endpoints:
             yield _find(arguments.job, endpoints, prefix=prefix, guard=guard, opened=opened)
@@ -172,19 +236,30 @@ def _those(jobs: list[str]) -> str:
     return f"there run {', '.join(jobs)}" if jobs else "no job runs there"
 
 
-def _watch(coordinator: JobCoordinator, *, as_json: bool) -> int:
-    """Show the job until it is over, its etcd is gone, or the user has seen enough."""
+def _watch(coordinator: JobCoordinator, *, as_json: bool, external: bool) -> int:
+    """Show the job until it is over, its own etcd is gone, or the user has seen enough.
+
+    An ``external`` etcd may be away for a while; the job trains on then.
+    """
     from deepspeed_bamboo.cli.job_view import lines, look
     from deepspeed_bamboo.coordination import CoordinatorUnavailable
 
     with contextlib.suppress(KeyboardInterrupt), _display(as_json=as_json) as show:
+        seen, away_since = "", 0.0
         while True:
             try:
                 view = look(coordinator)
             except CoordinatorUnavailable as error:
-                print(f"ds_bamboo: the job's etcd is gone, and probably the job with it: {error}", file=sys.stderr)
-                return 1
-            show(json.dumps(view.to_json()) if as_json else "\n".join(lines(view)))
+                if not external:
+                    print(f"ds_bamboo: the job's own etcd is gone, and the job with it: {error}", file=sys.stderr)
+                    return 1
+                away_since = away_since or time.monotonic()
+                text = f"etcd has not answered for {time.monotonic() - away_since:.0f} s; the job trains on without it"
+                show(json.dumps({"unavailable": str(error)}) if as_json else f"{text}. It was:\n{seen}".rstrip())
+                time.sleep(_WATCH_SECONDS)
+                continue
+            seen, away_since = "\n".join(lines(view)), 0.0
+            show(json.dumps(view.to_json()) if as_json else seen)
             if view.over:
                 return 0
             time.sleep(_WATCH_SECONDS)

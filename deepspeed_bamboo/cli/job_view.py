@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from deepspeed_bamboo.coordination import Drain, EpochRecord, JobCoordinator, Member
-from deepspeed_bamboo.coordination.records import AgentRecord
+from deepspeed_bamboo.coordination.records import AgentRecord, EndedJob
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.elastic.standing_still import in_words
 
 _SHOWN = 8
+_OVERDUE_INTERVALS = 2.0
 _LONG_SECONDS, _LONG_STEPS = 30.0, 10.0  # without a step, when a job is said to stand still: the longer of the two
 
 
@@ -30,6 +31,12 @@ class WorkerView:
     state: str
     hosts: tuple[str, ...]
     shadows: tuple[str, ...]
+    address: str = "?"
+    """Where its machine is reached."""
+    pid: int | None = None
+    """Its process there."""
+    agent_pid: int | None = None
+    """That of its agent."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ def look(coordinator: JobCoordinator) -> JobView:
         epoch_seconds=None if epoch is None else max(0.0, time.time() - epoch.time_seconds),
         agents=len(agents),
         workers=(
-            *_workers(epoch, members, set(drains), finished=state == "finished"),
+            *_with_agents(_workers(epoch, members, set(drains), finished=state == "finished"), members, agents),
             *(_preparing(agents, members) if state in ("starting", "running") else ()),
         ),
         draining=tuple(drains.values()),
@@ -105,6 +112,7 @@ def lines(view: JobView) -> list[str]:
         found.append(f"epoch {view.epoch}, since {_duration(view.epoch_seconds)}: {view.reason}")
     if view.progress is not None:
         found.append(_step_line(view.progress))
+        found += _checkpoint_line(view.progress)
         if view.state == "running" and _stands_still(view.progress):
             found.append("no step has ended since: a worker is busy otherwise, or stands still; see their output")
     for worker, facts in view.hangs.items():
@@ -112,14 +120,44 @@ def lines(view: JobView) -> list[str]:
     for drain in view.draining:
         hurry = "" if drain.deadline_seconds is None else f", {drain.deadline_seconds:.0f} s from the request on"
         found.append(f"node {drain.node} is to be left{hurry}: {drain.reason}")
-    rows = [(w.worker, w.node, w.zone, w.state, _short(w.hosts), _short(w.shadows)) for w in view.workers]
-    if rows:
-        found += ["", *_table([("worker", "node", "zone", "state", "hosts (pipeline.stage)", "shadows"), *rows])]
+    if view.workers:
+        found += ["", *_table([_HEADING, *map(_row, view.workers)])]
     events = (view.progress or {}).get("events", [])
     if events:
         ages = [(f"{_duration(max(0.0, time.time() - event['t']))} ago", _told(event)) for event in events]
         found += ["", *_table(ages)]
     return found
+
+
+_HEADING = ("worker", "node", "zone", "state", "hosts (pipeline.stage)", "shadows", "address", "pid", "agent's")
+
+
+def _row(view: WorkerView) -> tuple[str, ...]:
+    processes = ("-" if pid is None else str(pid) for pid in (view.pid, view.agent_pid))
+    hosts, shadows = _short(view.hosts), _short(view.shadows)
+    return (view.worker, view.node, view.zone, view.state, hosts, shadows, view.address, *processes)
+
+
+def ended_line(end: EndedJob) -> str:
+    """A job that is there no more."""
+    step = f" in step {end.step}" if end.step >= 0 else ""
+    ago = _duration(max(0.0, time.time() - end.time_seconds))
+    return f"job {end.job}: {end.state}{step}, {ago} ago{_after(end.detail)}"
+
+
+def _checkpoint_line(progress: dict[str, Any]) -> list[str]:
+    """The last good checkpoint, and whether the next one is overdue."""
+    saved = [event for event in progress.get("events", []) if event["event"] == "checkpoint"]
+    saved = [event for event in saved if event.get("action") == "saved"]
+    if not saved:
+        return []
+    newest = saved[-1]
+    age = max(0.0, time.time() - newest["t"])
+    line = f"last checkpoint: step {newest['step']}, {_duration(age)} ago"
+    interval = newest.get("interval_seconds")
+    if isinstance(interval, int | float) and age > _OVERDUE_INTERVALS * interval:
+        line += f"; the next one is overdue, they are due every {_duration(interval)}"
+    return [line]
 
 
 def _step_line(progress: dict[str, Any]) -> str:
@@ -187,8 +225,20 @@ def _workers(
             state = "joining" if member.joining else "starting"
         else:
             state = "active" if owned or shadows else "standby"
-        node, zone = ("?", "?") if member is None else (member.node, member.zone)
-        yield WorkerView(worker, node, zone, state, owned, shadows)
+        if member is None:
+            yield WorkerView(worker, "?", "?", state, owned, shadows)
+        else:
+            yield WorkerView(worker, member.node, member.zone, state, owned, shadows, member.address, member.pid)
+
+
+def _with_agents(
+    workers: Iterator[WorkerView], members: Mapping[WorkerId, Member], agents: Mapping[int, AgentRecord]
+) -> Iterator[WorkerView]:
+    """``workers``, and the agent beside each."""
+    for view in workers:
+        member = members.get(view.worker)
+        agent = None if member is None else agents.get(member.rank)
+        yield view if agent is None else replace(view, agent_pid=agent.pid)
 
 
 def _preparing(agents: Mapping[int, AgentRecord], members: Mapping[WorkerId, Member]) -> Iterator[WorkerView]:
@@ -196,7 +246,7 @@ def _preparing(agents: Mapping[int, AgentRecord], members: Mapping[WorkerId, Mem
     there = {member.rank for member in members.values()}
     for rank, agent in sorted(agents.items()):
         if rank not in there:
-            yield WorkerView(f"(slot {rank})", agent.node, "?", "preparing", (), ())
+            yield WorkerView(f"(slot {rank})", agent.node, "?", "preparing", (), (), agent_pid=agent.pid)
 
 
 def _short(coordinates: Sequence[str]) -> str:

@@ -18,6 +18,13 @@ from collections.abc import Sequence
 from deepspeed_bamboo.errors import BambooError, ConfigError
 
 _FULL = "database space exceeded"  # what etcd says with its alarm NOSPACE
+_REFUSALS = (
+    "authentication failed",
+    "user name is empty",
+    "UNAUTHENTICATED",
+    "PERMISSION_DENIED",
+    "user name not found",
+)
 
 
 class CoordinationError(BambooError):
@@ -36,6 +43,11 @@ class CoordinatorUnavailable(CoordinationError):
             text = (
                 f"{where} takes nothing more, its database has reached its quota ({reason}); compact and defragment "
                 f"etcd, or raise its --quota-backend-bytes, and end the alarm with `etcdctl alarm disarm`"
+            )
+        elif any(refusal in reason for refusal in _REFUSALS):
+            text = (
+                f"{where} refuses this user ({reason}); check coordinator.username, the password in the variable that "
+                "coordinator.password_env names, and what the user's role may read and write"
             )
         else:
             text = (

@@ -5,26 +5,28 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable, JobNameTaken, NoEpoch
-from deepspeed_bamboo.coordination.keys import JobKeys, jobs_root
-from deepspeed_bamboo.coordination.records import AgentRecord, Change, Drain, EpochRecord, JobFailure, Member
+from deepspeed_bamboo.coordination.job_news import JobNews
+from deepspeed_bamboo.coordination.keys import jobs_root
+from deepspeed_bamboo.coordination.records import AgentRecord, Change, EpochRecord, JobFailure, Member
 from deepspeed_bamboo.coordination.registration import Registration
 from deepspeed_bamboo.coordination.shared_registration import SharedRegistration, conditions_for
 from deepspeed_bamboo.coordination.store import KeyValueStore
-from deepspeed_bamboo.coordination.values import GENERATION, Reader, encode, member_of, member_text
+from deepspeed_bamboo.coordination.values import GENERATION, encode, member_of, member_text
 from deepspeed_bamboo.coordination.watching import JobWatch
 from deepspeed_bamboo.core.placement import WorkerId
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_PREFIX = "/deepspeed_bamboo"
+_KEPT_SECONDS = 86_400.0
 
 
-class JobCoordinator:
+class JobCoordinator(JobNews):
     """The job ``job`` under ``prefix`` in ``store``. Safe to use from any number of threads.
 
     Every call is bounded in time by the store's own limit and raises CoordinatorUnavailable when
@@ -39,11 +41,8 @@ class JobCoordinator:
         ``generation`` is that of the worker that uses this coordinator (see :meth:`advance_generation`):
         it sees members of its own generation only. None, for an agent: all of them.
         """
-        self.job = job
+        super().__init__(store, job=job, prefix=prefix)
         self._own_generation = generation
-        self._store = store
-        self._read = Reader(store)
-        self._keys = JobKeys(prefix=prefix, job=job)
         self._lock = threading.Lock()
         self._latest: EpochRecord | None = None
 
@@ -206,25 +205,6 @@ class JobCoordinator:
         key = self._keys.suspicion(epoch_number, suspect=suspect, reporter=reporter)
         self._store.put(key, encode({"reporter": reporter, "reason": reason}))
 
-    def publish_whereabouts(self, worker: WorkerId, where: dict[str, Any]) -> None:
-        """Say in which call ``worker`` has waited for long; :meth:`watch` does not tell of it."""
-        self._store.put(self._keys.whereabouts(worker), encode(where))
-
-    def whereabouts(self) -> dict[WorkerId, dict[str, Any]]:
-        """What each worker said last of that, if anything."""
-        return dict(self._read.children(self._keys.all_whereabouts, "whereabouts"))
-
-    def publish_hang(self, worker: WorkerId, facts: Mapping[str, Any] | None) -> None:
-        """Say that ``worker`` stands still, and what is known of that; None: not any more."""
-        if facts is None:
-            self._store.delete(self._keys.hang(worker))
-        else:
-            self._store.put(self._keys.hang(worker), encode(dict(facts)))
-
-    def hangs(self) -> dict[WorkerId, dict[str, Any]]:
-        """The workers that stand still."""
-        return dict(self._read.children(self._keys.hangs, "hang"))
-
     def claim_fault(self, name: str) -> bool:
         """True for the first caller in this job: scripted fault ``name`` is for it to cause, and for nobody else."""
         return self._store.compare_and_swap(self._keys.fault(name), encode({}), revision=0)
@@ -282,83 +262,7 @@ class JobCoordinator:
             if self._store.compare_and_swap(self._keys.next_rank, encode(rank + 1), revision=revision):
                 return int(rank)
 
-    def request_drain(self, node: str, *, deadline_seconds: float | None, reason: str) -> None:
-        """Ask the job to leave ``node``, at the latest in so many seconds (None: no hurry).
-
-        The latest request stands, except that one without a deadline does not take a deadline away.
-        Raises EndpointError when ``node`` cannot be the name of a node.
-        """
-        key = self._keys.drain(node)
-        value = Drain(node, deadline_seconds, reason, time_seconds=time.time())
-        while True:
-            known, revision = self._read.with_revision(key, "drain")
-            if known is not None and known.deadline_seconds is not None and deadline_seconds is None:
-                return
-            if self._store.compare_and_swap(key, encode(value.to_json()), revision=revision):
-                return
-
-    def cancel_drain(self, node: str) -> None:
-        """Take the request back, or forget it when the node has been left; it may host workers again."""
-        self._store.delete(self._keys.drain(node))
-
-    def draining(self) -> dict[str, Drain]:
-        """The nodes that the job is asked to leave."""
-        return dict(self._read.children(self._keys.drains, "drain"))
-
-    def request_stop(self, reason: str) -> None:
-        """Ask the job to end at the next boundary. The first reason stands."""
-        self._put_first(self._keys.stop, "stop", {"reason": reason})
-
-    def stop_requested(self) -> str | None:
-        """Why the job is asked to end, if it is."""
-        reason: str | None = self._read.one(self._keys.stop, "stop")
-        return reason
-
     # -- the end -----------------------------------------------------------------------------------
-
-    def fail(self, failure: JobFailure) -> bool:
-        """Record why the job ends. The first failure stands; False when there was one already."""
-        return self._put_first(self._keys.failure, "failure", failure.to_json())
-
-    def failure(self) -> JobFailure | None:
-        """Why the job ends, if it failed."""
-        failure: JobFailure | None = self._read.one(self._keys.failure, "failure")
-        return failure
-
-    def finish(self, summary: dict[str, Any]) -> None:
-        """Record that the job is complete. The first summary stands."""
-        self._put_first(self._keys.finished, "finished", summary)
-
-    def finished(self) -> dict[str, Any] | None:
-        """The summary, if the job is complete."""
-        found: dict[str, Any] | None = self._read.one(self._keys.finished, "finished")
-        return found
-
-    def publish_facts(self, facts: dict[str, Any]) -> None:
-        """Say what all workers of this job have in common; :meth:`watch` does not tell of it."""
-        self._store.put(self._keys.facts, encode(facts))
-
-    def facts(self) -> dict[str, Any] | None:
-        """What was said of that, if anything."""
-        found: dict[str, Any] | None = self._read.one(self._keys.facts, "facts")
-        return found
-
-    def publish_status(self, status: dict[str, Any]) -> None:
-        """Say where the job is, for onlookers; :meth:`watch` does not tell of it. Events are not a part of it."""
-        self._store.put(self._keys.status, encode(status))
-
-    def publish_events(self, events: list[dict[str, Any]]) -> None:
-        """Say what has happened to the job lately; apart from the status, since it changes seldom and is longer."""
-        self._store.put(self._keys.events, encode({"events": events}))
-
-    def status(self) -> dict[str, Any] | None:
-        """What was said last, with ``events``; None if nothing was said of where the job is."""
-        found, events = self._read.one(self._keys.status, "status"), self._read.one(self._keys.events, "events")
-        return None if found is None else {"events": [], **found, **(events or {})}
-
-    def compact_history(self) -> None:
-        """Have the store forget values that were replaced, of this job and of all others in it."""
-        self._store.compact()
 
     def watch(self, on_change: Callable[[Change], None]) -> JobWatch:
         """Call ``on_change`` from one thread for all there is, then for every change; see JobWatch."""
@@ -397,10 +301,14 @@ class JobCoordinator:
         return self._store.get(self._keys.claim) is not None
 
     def clean_up(self) -> None:
-        """Remove the job's keys. For the last one to leave."""
+        """Remove the job's keys, except for how it ended, which is kept for a day. For the last one to leave."""
+        end = self.end()
         with self._lock:
             self._latest = None
         self._delete_everything()
+        if end is not None:
+            lease = self._store.grant_lease(_KEPT_SECONDS)
+            self._store.put(self._keys.last_end, encode(end.to_json()), lease=lease)
 
     def close(self) -> None:
         """End the watches and the connection of the store underneath."""
@@ -414,11 +322,7 @@ class JobCoordinator:
         self._store.delete_prefix(self._keys.all_whereabouts)
         self._store.delete(self._keys.status)
         self._store.delete(self._keys.events)
-
-    def _put_first(self, key: str, kind: str, value: dict[str, Any]) -> bool:
-        """Write unless there is a value already; one that is none of its ``kind`` does not count."""
-        known, revision = self._read.with_revision(key, kind)
-        return known is None and self._store.compare_and_swap(key, encode(value), revision=revision)
+        self._store.delete(self._keys.last_end)
 
     def _all_members(self) -> list[Member]:
         return [member_of(value) for _, value in self._read.children(self._keys.members, "member")]

@@ -39,6 +39,7 @@ class JobKeys:
         self.events = f"/{prefix.strip('/')}/.events/{job}"
         # Nor of every report: one worker looks for them, and tells the others what all have said.
         self.all_reports = f"/{prefix.strip('/')}/.reports/{job}/"
+        self.last_end = f"/{prefix.strip('/')}/.ended/{job}"
         self.claim = f"/{prefix.strip('/')}/.claims/{job}"  # no job's name begins with a dot
         self.epoch = self.root + "epoch"
         self.generation = self.root + "generation"

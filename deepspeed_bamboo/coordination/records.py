@@ -132,6 +132,27 @@ class AgentRecord:
 
 
 @dataclass(frozen=True)
+class EndedJob:
+    """How a job has ended, for whoever asks after its keys, or its etcd, are gone.
+
+    ``state``: finished or failed. ``step``: how many steps it had told of; -1 if that isn't known.
+    """
+
+    job: str
+    state: str
+    detail: str
+    step: int
+    time_seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> EndedJob:
+        return cls(**value)
+
+
+@dataclass(frozen=True)
 class Drain:
     """``node`` is to be left: what it hosts moves elsewhere at a boundary, and its workers end.
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from deepspeed_bamboo.coordination.records import AgentRecord, Drain, EpochRecord, JobFailure, Member
+from deepspeed_bamboo.coordination.records import AgentRecord, Drain, EndedJob, EpochRecord, JobFailure, Member
 from deepspeed_bamboo.coordination.shared_registration import LEASE
 from deepspeed_bamboo.coordination.store import Entry, KeyValueStore
 
@@ -204,6 +204,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "agent": _record(AgentRecord),
     "failure": _record(JobFailure),
     "drain": _record(Drain),
+    "ended_job": _record(EndedJob),
     "stop": lambda value: _texts("reason")(value)["reason"],
     "generation": _count,
     "next_rank": _count,

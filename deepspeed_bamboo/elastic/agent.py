@@ -18,7 +18,16 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from deepspeed_bamboo import protocol
-from deepspeed_bamboo.coordination import AgentRecord, Change, JobCoordinator, Member, Registration, SharedRegistration
+from deepspeed_bamboo.coordination import (
+    AgentRecord,
+    Change,
+    CoordinatorUnavailable,
+    JobCoordinator,
+    Member,
+    Registration,
+    SharedRegistration,
+)
+from deepspeed_bamboo.coordination.ended import ended_folder, note_end
 from deepspeed_bamboo.coordination.machine_identity import own_machine
 from deepspeed_bamboo.coordination.machine_token import MachineToken
 from deepspeed_bamboo.coordination.process_state import is_running
@@ -374,9 +383,17 @@ class BambooElasticAgent(LocalElasticAgent):
         if self._registration is not None:
             self._registration.withdraw()
         if self._settings.hosts_coordinator:
+            self._note_end()
             self._wait_for_others()
         if not self._expected:  # otherwise some slot may be about to come, and must find out how it ended
             Messenger.clean_up_if_last(self._coordinator)
+
+    def _note_end(self) -> None:
+        """Keep how the job ended where ``ds_bamboo status`` finds it when etcd has gone with this process."""
+        with contextlib.suppress(CoordinatorUnavailable):
+            end = self._coordinator.end()
+            if end is not None:
+                note_end(end, ended_folder(os.environ))
 
     def _wait_for_others(self) -> None:
         """They need the coordinator until they have left: for as long as they like if all went well."""

@@ -15,7 +15,7 @@ from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.job import JobCoordinator, running_jobs
 from deepspeed_bamboo.coordination.keys import JobKeys
 from deepspeed_bamboo.coordination.memory import MemoryStore
-from deepspeed_bamboo.coordination.records import AgentRecord, Change, Drain, JobFailure
+from deepspeed_bamboo.coordination.records import AgentRecord, Change, Drain, EndedJob, JobFailure
 from deepspeed_bamboo.coordination.server import PrivateEtcd
 from deepspeed_bamboo.coordination.store import KeyValueStore
 from deepspeed_bamboo.coordination.values import _READERS, OddValueError, decode_as, encode, member_text
@@ -27,6 +27,7 @@ GOOD: dict[str, Any] = {
     "agent": AgentRecord(3, "n", 77, "boot/1").to_json(),
     "failure": JobFailure("w0", "hang", "text", "").to_json(),
     "drain": Drain("n", None, "why", 1.5).to_json(),
+    "ended_job": EndedJob("j", "failed", "why", 7, 1.5).to_json(),
     "stop": {"reason": "why"},
     "generation": 2,
     "next_rank": 7,

@@ -27,8 +27,13 @@ MARK = "BAMBOO_TEST_SESSION"
 def temporary_folder() -> Iterator[Path]:
     """What TMPDIR names for everything that the tests start, and a mark in the environment of it all."""
     multiprocessing.util.get_temp_dir()  # type: ignore[attr-defined]  # elsewhere, as it is removed after that folder
-    with tempfile.TemporaryDirectory(prefix="bamboo-tests-") as name, pytest.MonkeyPatch.context() as patch:
+    with (
+        tempfile.TemporaryDirectory(prefix="bamboo-state-") as state,
+        tempfile.TemporaryDirectory(prefix="bamboo-tests-") as name,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setenv("TMPDIR", name)
+        patch.setenv("XDG_STATE_HOME", state)
         patch.setattr(tempfile, "tempdir", name)
         patch.setenv(MARK, uuid.uuid4().hex)
         yield Path(name)

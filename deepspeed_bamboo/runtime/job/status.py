@@ -35,9 +35,10 @@ class StatusTeller:
         """This worker has logged ``event``. Events are kept by all, for any of them may become the reporter."""
         with self._changed:
             if event in _TOLD and fields.get("action") not in _BEGINNINGS:
-                if event == _PERIODIC:  # else there would soon be nothing else
-                    self._events = deque((e for e in self._events if e["event"] != event), maxlen=_KEPT)
-                self._events.append({"t": time.time(), "event": event, "step": step, **fields})
+                noted = {"t": time.time(), "event": event, "step": step, **fields}
+                # Of those that come again and again the newest of each kind: else there would soon be nothing else.
+                self._events = deque((e for e in self._events if not _replaces(noted, e)), maxlen=_KEPT)
+                self._events.append(noted)
             if event != "step" or not reporter or self._closed:
                 return
             self._newest = {"t": time.time(), "step": step, "loss": fields["loss"], "seconds": fields["seconds"]}
@@ -86,10 +87,15 @@ def period_seconds(age_seconds: float) -> float:
 
 def _merged(earlier: list[dict[str, Any]], own: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """All events in order, those that the reporter before has told and the own ones, which may be the same."""
-    known, periodic = {_what(event) for event in own}, any(event["event"] == _PERIODIC for event in own)
+    known = {_what(event) for event in own}
     others = [event for event in earlier if _what(event) not in known]
-    others = [event for event in others if not (periodic and event["event"] == _PERIODIC)]
+    others = [event for event in others if not any(_replaces(newer, event) for newer in own)]
     return sorted([*others, *own], key=lambda event: float(event["t"]))
+
+
+def _replaces(newer: dict[str, Any], older: dict[str, Any]) -> bool:
+    """Whether the older one need not be shown any more: a checkpoint saved before, or one that failed before."""
+    return newer["event"] == older["event"] == _PERIODIC and newer.get("action") == older.get("action")
 
 
 def _what(event: dict[str, Any]) -> tuple[object, ...]:

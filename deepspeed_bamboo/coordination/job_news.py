@@ -1,0 +1,137 @@
+"""What is asked of a job, and what is said of it: the part of its shared state that decides nothing by itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from deepspeed_bamboo.coordination.keys import JobKeys
+from deepspeed_bamboo.coordination.records import Drain, EndedJob, JobFailure
+from deepspeed_bamboo.coordination.store import KeyValueStore
+from deepspeed_bamboo.coordination.values import Reader, encode
+from deepspeed_bamboo.core.placement import WorkerId
+
+
+class JobNews:
+    """Requests, reports and the end of ``job``. Every call raises CoordinatorUnavailable as the store does."""
+
+    def __init__(self, store: KeyValueStore, *, job: str, prefix: str) -> None:
+        """Raises EndpointError when ``job`` cannot be part of a key."""
+        self.job = job
+        self._store = store
+        self._read = Reader(store)
+        self._keys = JobKeys(prefix=prefix, job=job)
+
+    def publish_whereabouts(self, worker: WorkerId, where: dict[str, Any]) -> None:
+        """Say in which call ``worker`` has waited for long; :meth:`watch` does not tell of it."""
+        self._store.put(self._keys.whereabouts(worker), encode(where))
+
+    def whereabouts(self) -> dict[WorkerId, dict[str, Any]]:
+        """What each worker said last of that, if anything."""
+        return dict(self._read.children(self._keys.all_whereabouts, "whereabouts"))
+
+    def publish_hang(self, worker: WorkerId, facts: Mapping[str, Any] | None) -> None:
+        """Say that ``worker`` stands still, and what is known of that; None: not any more."""
+        if facts is None:
+            self._store.delete(self._keys.hang(worker))
+        else:
+            self._store.put(self._keys.hang(worker), encode(dict(facts)))
+
+    def hangs(self) -> dict[WorkerId, dict[str, Any]]:
+        """The workers that stand still."""
+        return dict(self._read.children(self._keys.hangs, "hang"))
+
+    def request_drain(self, node: str, *, deadline_seconds: float | None, reason: str) -> None:
+        """Ask the job to leave ``node``, at the latest in so many seconds (None: no hurry).
+
+        The latest request stands, except that one without a deadline does not take a deadline away.
+        Raises EndpointError when ``node`` cannot be the name of a node.
+        """
+        key = self._keys.drain(node)
+        value = Drain(node, deadline_seconds, reason, time_seconds=time.time())
+        while True:
+            known, revision = self._read.with_revision(key, "drain")
+            if known is not None and known.deadline_seconds is not None and deadline_seconds is None:
+                return
+            if self._store.compare_and_swap(key, encode(value.to_json()), revision=revision):
+                return
+
+    def cancel_drain(self, node: str) -> None:
+        """Take the request back, or forget it when the node has been left; it may host workers again."""
+        self._store.delete(self._keys.drain(node))
+
+    def draining(self) -> dict[str, Drain]:
+        """The nodes that the job is asked to leave."""
+        return dict(self._read.children(self._keys.drains, "drain"))
+
+    def request_stop(self, reason: str) -> None:
+        """Ask the job to end at the next boundary. The first reason stands."""
+        self._put_first(self._keys.stop, "stop", {"reason": reason})
+
+    def stop_requested(self) -> str | None:
+        """Why the job is asked to end, if it is."""
+        reason: str | None = self._read.one(self._keys.stop, "stop")
+        return reason
+
+    def fail(self, failure: JobFailure) -> bool:
+        """Record why the job ends. The first failure stands; False when there was one already."""
+        return self._put_first(self._keys.failure, "failure", failure.to_json())
+
+    def failure(self) -> JobFailure | None:
+        """Why the job ends, if it failed."""
+        failure: JobFailure | None = self._read.one(self._keys.failure, "failure")
+        return failure
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Record that the job is complete. The first summary stands."""
+        self._put_first(self._keys.finished, "finished", summary)
+
+    def finished(self) -> dict[str, Any] | None:
+        """The summary, if the job is complete."""
+        found: dict[str, Any] | None = self._read.one(self._keys.finished, "finished")
+        return found
+
+    def publish_facts(self, facts: dict[str, Any]) -> None:
+        """Say what all workers of this job have in common; :meth:`watch` does not tell of it."""
+        self._store.put(self._keys.facts, encode(facts))
+
+    def facts(self) -> dict[str, Any] | None:
+        """What was said of that, if anything."""
+        found: dict[str, Any] | None = self._read.one(self._keys.facts, "facts")
+        return found
+
+    def publish_status(self, status: dict[str, Any]) -> None:
+        """Say where the job is, for onlookers; :meth:`watch` does not tell of it. Events are not a part of it."""
+        self._store.put(self._keys.status, encode(status))
+
+    def publish_events(self, events: list[dict[str, Any]]) -> None:
+        """Say what has happened to the job lately; apart from the status, since it changes seldom and is longer."""
+        self._store.put(self._keys.events, encode({"events": events}))
+
+    def status(self) -> dict[str, Any] | None:
+        """What was said last, with ``events``; None if nothing was said of where the job is."""
+        found, events = self._read.one(self._keys.status, "status"), self._read.one(self._keys.events, "events")
+        return None if found is None else {"events": [], **found, **(events or {})}
+
+    def compact_history(self) -> None:
+        """Have the store forget values that were replaced, of this job and of all others in it."""
+        self._store.compact()
+
+    def end(self) -> EndedJob | None:
+        """How the job has ended, if it has."""
+        failure, status = self.failure(), self.status() or {}
+        if failure is None and self.finished() is None:
+            return None
+        state, detail = ("finished", "") if failure is None else ("failed", failure.message)
+        return EndedJob(self.job, state, detail, int(status.get("step", -1)), time.time())
+
+    def last_end(self) -> EndedJob | None:
+        """How the last job of this name ended, as long as that is kept and no other was started."""
+        found: EndedJob | None = self._read.one(self._keys.last_end, "ended_job")
+        return found
+
+    def _put_first(self, key: str, kind: str, value: dict[str, Any]) -> bool:
+        """Write unless there is a value already; one that is none of its ``kind`` does not count."""
+        known, revision = self._read.with_revision(key, kind)
+        return known is None and self._store.compare_and_swap(key, encode(value), revision=revision)
