@@ -110,7 +110,7 @@ def test_worker_that_only_holds_a_shadow_runs_the_tail() -> None:
     verify(plan)
 
 
-def test_activations_in_flight_stay_bounded_when_one_worker_hosts_neighbours() -> None:
+def test_activations_in_flight_are_those_of_as_many_stages_as_there_are_blocks() -> None:
     grid = Grid(1, 4)
     owners = {Coordinate(0, 0): "a", Coordinate(0, 1): "b", Coordinate(0, 2): "b", Coordinate(0, 3): "c"}
     plan = plan_iteration(Placement.of(grid, owners=owners, shadows={}), micro_batches=12)
@@ -120,7 +120,8 @@ def test_activations_in_flight_stay_bounded_when_one_worker_hosts_neighbours() -
             for i in plan.program(owners[coordinate])
             if i.coordinate == coordinate and i.op in (Op.FNC, Op.BNC)
         ]
-        assert max(sum(alive[:n]) for n in range(1, len(alive) + 1)) == grid.stages - coordinate.stage
+        block = "abc".index(owners[coordinate])
+        assert max(sum(alive[:n]) for n in range(1, len(alive) + 1)) == 3 - block
 
 
 def test_inference_has_forwards_only() -> None:
