@@ -235,6 +235,9 @@ class CheckpointConfig(Section):
     interval_minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
     """Time between checkpoints."""
 
+    keep: Annotated[int, Field(ge=1, le=1000)] = 2
+    """How many of the newest complete checkpoints are kept. With 1 a damaged one has no other to fall back on."""
+
     @field_validator("dir")
     @classmethod
     def _check_dir(cls, location: str | None) -> str | None:

@@ -1,88 +1,245 @@
 """How far a checkpoint is that workers write beside training: a value that all of them derive from the same notes.
 
-A checkpoint is taken at one boundary, by whoever owns the coordinates there, and is complete when all of them are
-written. Notes travel with the agreement of each iteration, so all workers know the same. A part whose worker is lost
-before it was written is gone: the checkpoint is given up, and the next one is due at once.
+Notes travel with the agreement of each iteration. A round goes through three states, and everything that moves it is in
+a note, so workers that count steps differently or finish an iteration on both sides of a loss still agree:
+
+1. taken: the reporter's note names the step. Each worker copies what it owns at that boundary;
+2. writing: in the next iteration each worker says what it has copied. A coordinate that no live worker has copied, or
+   whose worker is lost before it was written, is gone: the round is given up, and the next one is due at once;
+3. complete: all coordinates are written. The reporter (whoever that is by then) names the checkpoint.
+
+A failure, or the reporter's word that a round takes too long, ends it as well, so no round blocks the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.placement import WorkerId
+
+
+@dataclass(frozen=True)
+class FileFact:
+    """What was written into a file: ``size`` in bytes, ``sha256`` in hexadecimal digits."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """``coordinates`` of the checkpoint of ``step``, as copied, or as written into ``files`` (facts by file name)."""
+
+    step: int
+    coordinates: tuple[Coordinate, ...]
+    files: Mapping[str, FileFact] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """A value that ``json`` can write and :meth:`from_json` reads back equal."""
+        return {"step": self.step, "coordinates": list(map(str, self.coordinates)), "files": facts_to_json(self.files)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Part:
+        """Inverse of :meth:`to_json`. Raises KeyError or ValueError for anything else."""
+        coordinates = tuple(map(Coordinate.parse, value["coordinates"]))
+        return cls(int(value["step"]), coordinates, facts_from_json(value["files"]))
 
 
 @dataclass(frozen=True)
 class CheckpointNote:
     """What one worker has to say about checkpoints in one iteration.
 
-    ``take``: what the iteration leads to is to be kept. ``written``: the step of a checkpoint, and which of its
-    coordinates this worker has written. ``named``: the step of the one that is now the last one. ``failure``: why
-    something could not be written; empty: nothing went wrong.
+    ``take``: the state after so many steps, to which this iteration leads, is to be kept; only the reporter says so.
+    ``took``: what this worker has copied for it; ``written``: what of that is on disk. ``named``: the step of the
+    checkpoint that is now the last one. ``failure``: of which step, and why something could not be written.
+    ``give_up``: the step of a round that takes too long; only the reporter says so. ``busy``: this worker owns
+    something, and still writes its part of the checkpoint of that step, which was given up.
     """
 
-    take: bool = False
-    written: tuple[int, tuple[Coordinate, ...]] | None = None
+    take: int | None = None
+    took: Part | None = None
+    written: Part | None = None
     named: int | None = None
-    failure: str = ""
+    failure: tuple[int, str] | None = None
+    give_up: int | None = None
+    busy: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A value that ``json`` can write and :meth:`from_json` reads back equal; {} for an empty note."""
+        value = {
+            "take": self.take,
+            "took": None if self.took is None else self.took.to_json(),
+            "written": None if self.written is None else self.written.to_json(),
+            "named": self.named,
+            "failure": None if self.failure is None else list(self.failure),
+            "give_up": self.give_up,
+            "busy": self.busy,
+        }
+        return {name: part for name, part in value.items() if part is not None}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> CheckpointNote:
+        """Inverse of :meth:`to_json`. Raises KeyError or ValueError for anything else."""
+        failure = value.get("failure")
+        return cls(
+            take=value.get("take"),
+            took=Part.from_json(value["took"]) if "took" in value else None,
+            written=Part.from_json(value["written"]) if "written" in value else None,
+            named=value.get("named"),
+            failure=None if failure is None else (int(failure[0]), str(failure[1])),
+            give_up=value.get("give_up"),
+            busy=value.get("busy"),
+        )
 
 
 @dataclass(frozen=True)
 class CheckpointProgress:
-    """``step``: of the checkpoint that is being written, if any; ``missing``: its coordinates, and who writes them.
+    """``step``: of the checkpoint that is being written, if any. ``missing``: its coordinates that are not written yet,
+    and who writes them; None until that is known. ``files``: what is written of it, or of the complete one.
 
     ``complete``: the step of one that is written and still has to be named as the last one. ``due``: one is to be
-    taken at once. ``failure``: why one was given up just now.
+    taken at once. ``failure``: why one was given up just now. ``kept``: the steps of the newest checkpoints that are
+    known to be whole, in order.
     """
 
     step: int | None = None
-    missing: Mapping[Coordinate, WorkerId] = field(default_factory=dict)
+    missing: Mapping[Coordinate, WorkerId] | None = None
+    files: Mapping[str, FileFact] = field(default_factory=dict)
     complete: int | None = None
     due: bool = False
     failure: str = ""
+    kept: tuple[int, ...] = ()
 
     @property
     def idle(self) -> bool:
         """True when there is nothing that the next checkpoint would have to wait for."""
         return self.step is None and self.complete is None
 
-    def after(
-        self, notes: Mapping[WorkerId, CheckpointNote], *, step: int, owners: Mapping[Coordinate, WorkerId]
-    ) -> CheckpointProgress:
+    @property
+    def current(self) -> int | None:
+        """The step of the checkpoint that is being written or waits for its name."""
+        return self.complete if self.step is None else self.step
+
+    def after(self, notes: Mapping[WorkerId, CheckpointNote], *, grid: Grid, keep: int) -> CheckpointProgress:
         """Where it is after an iteration in which its workers handed in ``notes`` (empty ones included).
 
-        ``step`` is how many steps are done then, ``owners`` who owns what.
+        ``keep`` is how many checkpoints are kept. None is taken while somebody who would have to copy a stage has not
+        written its part of an earlier one: two copies may not fit into its memory.
         """
-        now = replace(self._heard(notes), failure="")
-        failures = _by_reason(notes)
-        if failures:
-            now = CheckpointProgress(failure="; ".join(failures))
-        if now.idle and any(note.take for note in notes.values()):
-            return replace(now, step=step, missing=dict(owners), due=False)
+        now = replace(self, failure="")._named(notes, keep=keep)._written(notes, grid)._unless_it_failed(notes)
+        steps = [note.take for note in notes.values() if note.take is not None]
+        if now.idle and steps and all(note.busy is None for note in notes.values()):
+            return replace(now, step=max(steps), missing=None, files={}, due=False)
         return now
 
-    def _heard(self, notes: Mapping[WorkerId, CheckpointNote]) -> CheckpointProgress:
-        complete = self.complete
-        if any(note.named is not None and note.named == complete for note in notes.values()):
-            complete = None
+    def _named(self, notes: Mapping[WorkerId, CheckpointNote], *, keep: int) -> CheckpointProgress:
+        if self.complete is None or all(note.named != self.complete for note in notes.values()):
+            return self
+        return replace(self, complete=None, files={}, kept=newest((*self.kept, self.complete), keep=keep))
+
+    def _written(self, notes: Mapping[WorkerId, CheckpointNote], grid: Grid) -> CheckpointProgress:
         if self.step is None:
-            return replace(self, complete=complete)
-        parts = [note.written[1] for note in notes.values() if note.written and note.written[0] == self.step]
-        written = {coordinate for part in parts for coordinate in part}
-        missing = {c: worker for c, worker in self.missing.items() if c not in written}
+            return self
+        missing = self.missing
+        if missing is None:
+            copied = {w: note.took for w, note in notes.items() if note.took and note.took.step == self.step}
+            missing = {c: worker for worker, part in copied.items() for c in part.coordinates}
+            if not missing.keys() >= set(grid):
+                return self._given_up(due=True)
+        written = [note.written for note in notes.values() if note.written and note.written.step == self.step]
+        done = {coordinate for part in written for coordinate in part.coordinates}
+        missing = {c: worker for c, worker in missing.items() if c not in done}
+        files = {**self.files, **{name: fact for part in written for name, fact in part.files.items()}}
         if not missing:
-            return replace(self, step=None, missing={}, complete=self.step)
+            return replace(self, step=None, missing=None, files=files, complete=self.step)
         if any(worker not in notes for worker in missing.values()):
-            return replace(self, step=None, missing={}, complete=complete, due=True)
-        return replace(self, missing=missing, complete=complete)
+            return self._given_up(due=True)
+        return replace(self, missing=missing, files=files)
+
+    def _unless_it_failed(self, notes: Mapping[WorkerId, CheckpointNote]) -> CheckpointProgress:
+        if self.current is None:
+            return self
+        reasons = _by_reason(notes, self.current)
+        if any(note.give_up == self.current for note in notes.values()):
+            reasons.append(f"it took too long; {self._waits_for()}")
+        return self._given_up(failure="; ".join(reasons)) if reasons else self
+
+    def _given_up(self, *, due: bool = False, failure: str = "") -> CheckpointProgress:
+        return CheckpointProgress(due=due, failure=failure, kept=self.kept)
+
+    def _waits_for(self) -> str:
+        if self.step is None:
+            return "its parts are written, but the file latest could not be changed in time"
+        missing = self.missing or {}
+        workers = sorted(set(missing.values()))
+        return f"{', '.join(workers)} did not write {' '.join(map(str, sorted(missing)))} (pipeline.stage) in time"
+
+    def to_json(self) -> dict[str, Any]:
+        """A value that ``json`` can write and :meth:`from_json` reads back equal, for a worker that joins."""
+        missing = None if self.missing is None else {str(c): worker for c, worker in self.missing.items()}
+        return {
+            "step": self.step,
+            "missing": missing,
+            "files": facts_to_json(self.files),
+            "complete": self.complete,
+            "due": self.due,
+            "failure": self.failure,
+            "kept": list(self.kept),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> CheckpointProgress:
+        """Inverse of :meth:`to_json`. Raises KeyError or ValueError for anything else."""
+        missing = value["missing"]
+        return cls(
+            step=value["step"],
+            missing=None if missing is None else {Coordinate.parse(c): worker for c, worker in missing.items()},
+            files=facts_from_json(value["files"]),
+            complete=value["complete"],
+            due=bool(value["due"]),
+            failure=str(value["failure"]),
+            kept=tuple(map(int, value["kept"])),
+        )
 
 
-def _by_reason(notes: Mapping[WorkerId, CheckpointNote]) -> list[str]:
-    """What went wrong, and for whom: on a full disk for everybody the same."""
+def newest(steps: Iterable[int], *, keep: int) -> tuple[int, ...]:
+    """The ``keep`` highest of ``steps``, each once, in order."""
+    return tuple(sorted(set(steps))[-keep:])
+
+
+def removable(there: Iterable[int], *, kept: Iterable[int], keep: int) -> tuple[int, ...]:
+    """Which checkpoints of ``there`` may go when those of ``kept`` are known to be whole, in order.
+
+    None as long as fewer than ``keep`` are known: another one may be good. Never one that is newer than all of them.
+    """
+    whole = newest(kept, keep=keep)
+    if len(whole) < keep:
+        return ()
+    return tuple(step for step in sorted(set(there)) if step < whole[-1] and step not in whole)
+
+
+def is_overdue(age_seconds: float, *, interval_seconds: float) -> bool:
+    """Whether the last good checkpoint is older than people should hear of: two intervals."""
+    return age_seconds > 2 * interval_seconds
+
+
+def facts_to_json(files: Mapping[str, FileFact]) -> dict[str, list[Any]]:
+    """``files`` as ``json`` can write them."""
+    return {name: [fact.size, fact.sha256] for name, fact in files.items()}
+
+
+def facts_from_json(value: Mapping[str, Any]) -> dict[str, FileFact]:
+    """Inverse of :func:`facts_to_json`. Raises ValueError or TypeError for anything else."""
+    return {str(name): FileFact(int(size), str(sha256)) for name, (size, sha256) in value.items()}
+
+
+def _by_reason(notes: Mapping[WorkerId, CheckpointNote], step: int) -> list[str]:
+    """What went wrong with the checkpoint of ``step``, and for whom: on a full disk for everybody the same."""
     workers: dict[str, list[WorkerId]] = {}
     for worker, note in sorted(notes.items()):
-        if note.failure:
-            workers.setdefault(note.failure, []).append(worker)
+        if note.failure is not None and note.failure[0] == step:
+            workers.setdefault(note.failure[1], []).append(worker)
     return [f"{', '.join(names)}: {reason}" for reason, names in workers.items()]

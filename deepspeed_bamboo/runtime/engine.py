@@ -16,6 +16,7 @@ from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.planning import plan_inference
+from deepspeed_bamboo.core.roles import reporter
 from deepspeed_bamboo.core.schedule import Plan
 from deepspeed_bamboo.eventlog.log import EventLog
 from deepspeed_bamboo.pulse import IN_SCRIPT
@@ -137,7 +138,7 @@ class BambooPipelineEngine(FedEngine):
     def is_reporter(self) -> bool:
         """True on exactly one live worker: the one that should print and merge logs."""
         record = self.session.interruption.active
-        return record is not None and record.members[0] == self.session.worker
+        return record is not None and reporter(record.members) == self.session.worker
 
     @property
     def epoch(self) -> int:
@@ -326,6 +327,8 @@ class BambooPipelineEngine(FedEngine):
             self.fwd_outputs = []
         self.activate_first()  # whose counters are right: a shadow's step may be yet to come
         self.perform("train", self._train_body)
+        if not self.host.replicas():
+            self._count_iteration()
         self.last_losses = agreed_losses(self)
         self.reconfiguration.note()
         if self.checkpoints is not None:
@@ -333,8 +336,6 @@ class BambooPipelineEngine(FedEngine):
         self.iteration_end.forget()
         self.failover.log_if_any()
         self.data.forget()
-        if not self.host.replicas():
-            self._count_iteration()
         self.activate_first()
         self.session.pulse.stepped(self.global_steps)
         self.failover.protect_again()

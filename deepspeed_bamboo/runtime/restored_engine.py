@@ -28,7 +28,7 @@ class RestoredEngine(CatchingUpEngine):
         if tag is None:
             return
         started = time.perf_counter()
-        state = self.checkpoints.restore(tag, self.load_checkpoint)
+        state = self.checkpoints.restore(tag, self.load_whole)
         self.forward_seed = state.get("seed", self.forward_seed)
         self._loss = float(state.get("loss", math.nan))
         self._reached = self.global_steps

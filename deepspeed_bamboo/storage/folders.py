@@ -16,6 +16,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _HALF_A_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+-]*:/|s3:")  # as in s3:/bucket, which would be a folder called s3:
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PART = ".part"
+_CHUNK_BYTES = 4 * 2**20
 
 Fill = Callable[[BinaryIO], object]
 """Writes what a file is to have into it."""
@@ -25,7 +26,7 @@ class Folder(Protocol):
     """Named files, some of them in folders one level down. Every method raises CheckpointError when it can't do it."""
 
     def read_text(self, name: str) -> str | None:
-        """What the file says; None where there is none."""
+        """What the file says; None where there is none. Bytes that are no UTF-8 become replacement characters."""
 
     def write(self, name: str, fill: Fill) -> None:
         """Make the file, or replace it at once: nobody ever sees a part of it. ``name`` may be ``folder/file``.
@@ -36,8 +37,17 @@ class Folder(Protocol):
     def folders(self) -> list[str]:
         """The folders in it, in alphabetical order."""
 
+    def sizes(self, folder: str) -> dict[str, int]:
+        """The files of ``folder``, and how many bytes each has; none where there is no such folder."""
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """The content of the file ``folder/file``, piece by piece."""
+
     def remove(self, folder: str) -> None:
         """Remove ``folder`` with all that is in it."""
+
+    def remove_file(self, name: str) -> None:
+        """Remove the file ``folder/file``."""
 
     def local(self, folder: str) -> AbstractContextManager[Path]:
         """Inside the block: a directory of this machine in which ``folder`` is, with all that is in it."""
@@ -84,7 +94,7 @@ class LocalFolder:
         """See :class:`Folder`."""
         with self._explained("read"):
             try:
-                return (self._path / name).read_text(encoding="utf-8")
+                return (self._path / name).read_text(encoding="utf-8", errors="replace")
             except FileNotFoundError:
                 return None
 
@@ -110,10 +120,29 @@ class LocalFolder:
                 return []
             return sorted(path.name for path in self._path.iterdir() if path.is_dir())
 
+    def sizes(self, folder: str) -> dict[str, int]:
+        """See :class:`Folder`."""
+        with self._explained("listed"):
+            path = self._path / folder
+            if not path.is_dir():
+                return {}
+            return {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """See :class:`Folder`."""
+        with self._explained("read"), (self._path / name).open("rb") as file:
+            while data := file.read(_CHUNK_BYTES):
+                yield data
+
     def remove(self, folder: str) -> None:
         """See :class:`Folder`."""
         with self._explained("cleared"):
             shutil.rmtree(self._path / folder)
+
+    def remove_file(self, name: str) -> None:
+        """See :class:`Folder`."""
+        with self._explained("cleared"):
+            (self._path / name).unlink()
 
     @contextmanager
     def local(self, folder: str) -> Iterator[Path]:

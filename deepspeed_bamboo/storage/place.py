@@ -2,7 +2,7 @@
 
 bamboo.json          the job that writes here
 latest               the tag of the last complete checkpoint, as DeepSpeed has it
-bamboo_step<N>/      a checkpoint in DeepSpeed's files, after N steps
+bamboo_step<N>/      a checkpoint in DeepSpeed's files, after N steps, with its manifest (``storage/manifest.py``)
 """
 
 from __future__ import annotations
@@ -12,13 +12,25 @@ import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import BinaryIO
 
+from deepspeed_bamboo.core.checkpointing import FileFact, removable
 from deepspeed_bamboo.errors import CheckpointError
+from deepspeed_bamboo.storage.checking import (
+    LATEST,
+    Candidate,
+    Survey,
+    candidate_of,
+    is_intact,
+    problems_of,
+    strangers,
+    survey,
+)
 from deepspeed_bamboo.storage.folders import Fill, Folder
+from deepspeed_bamboo.storage.manifest import NAMES, Manifest, MeasuredFile
 
 _OWNER = "bamboo.json"
-_LATEST = "latest"
-_TAG = re.compile(r"bamboo_step(\d+)")
+_TAG = re.compile(r"bamboo_step(\d{1,15})")
 _LOOK_SECONDS = 0.2
 
 
@@ -34,11 +46,10 @@ class CheckpointPlace:
         """From now on the place is this job's; another one that wrote here can't name checkpoints any more."""
         self._folder.write(_OWNER, _text(self._owner))
 
-    def last(self, *, worker: str, within_seconds: float = 5.0) -> str | None:
-        """The tag of the last checkpoint, seen from ``worker``'s machine; None: there is none.
+    def check_visible(self, *, worker: str, within_seconds: float = 5.0) -> None:
+        """Raise CheckpointError when this job's mark does not appear on ``worker``'s machine: it sees another place.
 
-        Raises CheckpointError when this job's mark does not appear here: others see another place. A file that
-        another machine has written may take so long.
+        A file that another machine has written may take so long.
         """
         deadline = time.monotonic() + within_seconds
         while (owner := self._folder.read_text(_OWNER)) != self._owner:
@@ -49,23 +60,50 @@ class CheckpointPlace:
                     "machines see, or s3://bucket/prefix, and this job's alone"
                 )
             time.sleep(_LOOK_SECONDS)
-        return (self._folder.read_text(_LATEST) or "").strip() or None
 
-    def write(self, name: str, fill: Fill) -> None:
-        """Make a file of a checkpoint."""
-        self._folder.write(name, fill)
+    def survey(self) -> Survey:
+        """The checkpoints that there are, as their manifests show them; reads no state."""
+        return survey(self._folder, step_of=step_of)
+
+    def problems_of(self, candidate: Candidate, *, share: tuple[int, int] = (0, 1)) -> list[str] | None:
+        """What is wrong with a share of the files of ``candidate``, see :func:`problems_of`."""
+        return problems_of(self._folder, candidate, share=share)
+
+    def intact_until(self, step: int) -> tuple[int, ...]:
+        """The steps up to ``step`` whose checkpoints have a manifest and all files with their sizes, in order."""
+        steps = [found for tag in self._folder.folders() if (found := step_of(tag)) is not None and found <= step]
+        return tuple(sorted(found for found in steps if is_intact(self._folder, tag_of(found))))
+
+    def write(self, name: str, fill: Fill) -> FileFact:
+        """Make a file of a checkpoint; returns what was written into it."""
+        measured: list[MeasuredFile] = []
+
+        def fill_and_measure(file: BinaryIO) -> None:
+            measured.append(MeasuredFile(file))
+            fill(measured[-1])  # type: ignore[arg-type]
+
+        self._folder.write(name, fill_and_measure)
+        return measured[-1].fact()
 
     def discard(self, steps: Iterable[int]) -> None:
-        """Remove what there is of checkpoints that were given up; it may fill a disk that has room for a whole one."""
+        """Remove what there is of checkpoints that were given up; it may fill a disk that has room for a whole one.
+
+        One that has a manifest stays: it was completed, whoever gave it up.
+        """
         there = set(self._folder.folders())
         for tag in [tag_of(step) for step in sorted(steps)]:
-            if tag in there:
+            if tag in there and candidate_of(self._folder, tag) == Candidate(tag):
                 self._folder.remove(tag)
 
-    def name_last(self, step: int) -> None:
-        """Make the checkpoint of ``step``, whose files are all there, the last one.
+    def point_to(self, tag: str) -> None:
+        """Make ``latest`` say ``tag``, a checkpoint that was found to be whole; nothing else changes."""
+        self._folder.write(LATEST, _text(tag))
 
-        Removes this plugin's older ones, but for the one that was the last until now. Never goes back. Raises
+    def name_last(self, manifest: Manifest, *, kept: Iterable[int], keep: int) -> str:
+        """Make the checkpoint of ``manifest``, whose files are all there, the last one. Never goes back.
+
+        Then removes older ones, but for the newest ``keep`` of ``kept`` (the steps of those that are known to be whole)
+        and itself. Returns why nothing was removed, if something was to be; "": nothing is wrong. Raises
         CheckpointError when another job has taken the place.
         """
         owner = self._folder.read_text(_OWNER)
@@ -74,15 +112,29 @@ class CheckpointPlace:
                 f"{self.name!r} is another job's by now ({_OWNER} says {owner!r}), so this job's checkpoints don't "
                 "count there any more; give each job a directory of its own"
             )
-        before = (self._folder.read_text(_LATEST) or "").strip()
-        named = _TAG.fullmatch(before)
-        if named and int(named[1]) > step:
-            return  # by a reporter that has taken over from this one
-        self._folder.write(_LATEST, _text(tag_of(step)))
-        for old in self._folder.folders():
-            found = _TAG.fullmatch(old)
-            if found and int(found[1]) < step and old != before:
-                self._folder.remove(old)
+        named = step_of((self._folder.read_text(LATEST) or "").strip())
+        for name in strangers(self._folder.sizes(manifest.tag), manifest):
+            self._folder.remove_file(f"{manifest.tag}/{name}")  # of an earlier job that came to this step
+        for name in NAMES:
+            self._folder.write(f"{manifest.tag}/{name}", _text(manifest.to_text()))
+        if named is not None and named > manifest.step:
+            return ""  # by a reporter that has taken over from this one
+        self._folder.write(LATEST, _text(manifest.tag))
+        return self._remove_older((*kept, manifest.step), keep=keep)
+
+    def _remove_older(self, kept: Iterable[int], *, keep: int) -> str:
+        there = [step for tag in self._folder.folders() if (step := step_of(tag)) is not None]
+        kept = tuple(kept)
+        leave = removable(there, kept=kept, keep=keep)
+        if not leave:
+            return ""
+        broken = [tag_of(step) for step in sorted(kept)[-keep:] if not is_intact(self._folder, tag_of(step))]
+        if broken:
+            old = ", ".join(map(tag_of, leave))
+            return f"{', '.join(broken)} in {self.name} is not whole any more, so {old} stays"
+        for step in leave:
+            self._folder.remove(tag_of(step))
+        return ""
 
     def local(self, tag: str) -> AbstractContextManager[Path]:
         """Inside the block: a directory of this machine in which the checkpoint ``tag`` is."""
@@ -92,6 +144,12 @@ class CheckpointPlace:
 def tag_of(step: int) -> str:
     """What the checkpoint of ``step`` is called. Scripts that save here, too, use other names."""
     return f"bamboo_step{step}"
+
+
+def step_of(tag: str) -> int | None:
+    """Inverse of :func:`tag_of`; None for any other text."""
+    found = _TAG.fullmatch(tag)
+    return int(found[1]) if found and tag == tag_of(int(found[1])) else None
 
 
 def _text(text: str) -> Fill:

@@ -16,6 +16,8 @@ from typing import Any
 from deepspeed_bamboo.errors import CheckpointError
 from deepspeed_bamboo.storage.folders import Fill
 
+_CHUNK_BYTES = 4 * 2**20
+
 
 class S3Folder:
     """See :class:`deepspeed_bamboo.storage.folders.Folder`. Objects appear whole, so nothing has to be renamed."""
@@ -44,7 +46,7 @@ class S3Folder:
                 found = client.get_object(Bucket=self._bucket.name, Key=self._root + name)
             except client.exceptions.NoSuchKey:
                 return None
-            return str(found["Body"].read().decode("utf-8"))
+            return str(found["Body"].read().decode("utf-8", errors="replace"))
 
     def write(self, name: str, fill: Fill) -> None:
         """See :class:`Folder`. Large ones go in parts, several at a time."""
@@ -63,10 +65,27 @@ class S3Folder:
             found = [common["Prefix"] for page in pages for common in page.get("CommonPrefixes", [])]
         return sorted(prefix.removeprefix(self._root).rstrip("/") for prefix in found)
 
+    def sizes(self, folder: str) -> dict[str, int]:
+        """See :class:`Folder`."""
+        with self._explained("listed"):
+            prefix = f"{self._root}{folder}/"
+            return {found.key.removeprefix(prefix): int(found.size) for found in self._objects(folder)}
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """See :class:`Folder`."""
+        with self._explained("read"):
+            body = self._bucket.meta.client.get_object(Bucket=self._bucket.name, Key=self._root + name)["Body"]
+            yield from body.iter_chunks(_CHUNK_BYTES)
+
     def remove(self, folder: str) -> None:
         """See :class:`Folder`."""
         with self._explained("cleared"):
             self._objects(folder).delete()
+
+    def remove_file(self, name: str) -> None:
+        """See :class:`Folder`."""
+        with self._explained("cleared"):
+            self._bucket.Object(self._root + name).delete()
 
     @contextmanager
     def local(self, folder: str) -> Iterator[Path]:

@@ -1,211 +1,150 @@
 """Checkpoints that the plugin takes by itself (``bamboo.checkpoint``), for losses that redundancy can't cover.
 
-At an iteration boundary each worker copies the stages that it owns into host memory, in DeepSpeed's own files, and a
-thread writes them while training goes on. Which boundary it is, and that all parts are there, travels with the
-agreement of the iterations (``core/checkpointing.py``); then the reporter changes the file ``latest``. So that file
-always names a whole checkpoint, and of workers that are cut off from the others none ever changes it.
+``rounds.py`` writes them beside training. Here a job that starts finds the last whole one and goes on from it, and a
+job that ends keeps its last state.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_bamboo.core.checkpointing import CheckpointNote, CheckpointProgress
+from deepspeed_bamboo.core.checkpointing import FileFact, newest
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.errors import CheckpointError
-from deepspeed_bamboo.runtime.checkpoint.background import BackgroundWriter
+from deepspeed_bamboo.runtime.checkpoint.checking_together import choose_together
+from deepspeed_bamboo.runtime.checkpoint.rounds import CheckpointRounds
+from deepspeed_bamboo.runtime.checkpoint.safe_loading import no_code_from_files
 from deepspeed_bamboo.runtime.job.news import tell_once
+from deepspeed_bamboo.storage.checking import Survey
 from deepspeed_bamboo.storage.folders import Fill, open_folder
-from deepspeed_bamboo.storage.place import CheckpointPlace, tag_of
+from deepspeed_bamboo.storage.place import CheckpointPlace, step_of, tag_of
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
     from deepspeed_bamboo.runtime.job.session import WorkerSession
 
-_NOTE = "checkpoint"  # under which key a worker's note is in what it hands in
-_STATE = "bamboo"  # and the plugin's own state in a checkpoint
+_STATE = "bamboo"  # the plugin's own state in a checkpoint
 
 
 class AutomaticCheckpoints:
-    """One worker's part in it."""
+    """One worker's part in them: :attr:`rounds` in training, the rest before and after."""
 
     def __init__(
-        self,
-        engine: BambooPipelineEngine,
-        *,
-        place: CheckpointPlace,
-        interval_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
+        self, engine: BambooPipelineEngine, *, place: CheckpointPlace, interval_seconds: float, keep: int
     ) -> None:
         self._engine = engine
         self._place = place
-        self._interval_seconds = interval_seconds
-        self._clock = clock
-        self._writer = BackgroundWriter(place.write)
-        self._progress = CheckpointProgress()
-        self._taken_at = clock()
-        self._given_up: set[int] = set()
-        self._naming: int | None = None  # handed to the writer, and not heard of again
-        self._saved_step = 0  # there is nothing to keep until more is done than this
-        # Told by the writer's thread, until everybody knows.
-        self._written: tuple[int, tuple[Coordinate, ...]] | None = None
-        self._named: int | None = None
-        self._failure = ""
+        self._keep = keep
+        self._digest: str | None = None  # of the state that the job goes on from, where it is known
+        self.rounds = CheckpointRounds(
+            _OfEngine(engine), place=place, grid=engine.job_grid, interval_seconds=interval_seconds, keep=keep
+        )
 
     # -- at the start ------------------------------------------------------------------------------
 
     def find(self) -> str | None:
-        """The tag of the last checkpoint, if there is one; collective. From now on the place is this job's.
+        """The tag of the checkpoint to go on from, if there is one; collective. From now on the place is this job's.
 
-        Raises CheckpointError when it can't be written, or when some workers see another place than the others.
+        Raises CheckpointError when it can't be written, when some workers see another place than the others, and when
+        there are checkpoints of which none is whole. Nothing is removed. Warnings are told.
         """
-        engine, worker = self._engine, self._engine.session.worker
-        _raise_first(
-            engine.agree_on("checkpoint place", lambda: _problem(self._place.take) if engine.is_reporter else "")
+        engine, place, worker = self._engine, self._place, self._engine.session.worker
+        _raise_first(engine.agree_on("checkpoint place", lambda: _problem(place.take) if engine.is_reporter else ""))
+        _raise_first(engine.agree_on("checkpoint seen", lambda: _problem(lambda: place.check_visible(worker=worker))))
+        seen: list[Survey] = []
+
+        def survey() -> Survey:
+            seen.append(place.survey())
+            return seen[-1]
+
+        choice = choose_together(
+            engine, survey=survey, look=lambda found, share: place.problems_of(found, share=share), where=place.name
         )
+        for warning in choice.warnings:
+            tell_once(engine, f"checkpoints: {warning}")
+        for tag, problems in choice.damaged.items():
+            engine.log_event("checkpoint", action="damaged", path=f"{place.name}/{tag}", reason="; ".join(problems))
+        if choice.error:
+            raise CheckpointError(choice.error)
+        grid = (engine.job_grid.pipelines, engine.job_grid.stages)
+        if choice.grid not in (None, grid):
+            raise CheckpointError(
+                f"checkpoint {choice.tag!r} in bamboo.checkpoint.dir {place.name!r} is of a grid of "
+                f"{' x '.join(map(str, choice.grid or ()))} (pipelines x stages), and this job has "
+                f"{' x '.join(map(str, grid))}; give the script the same arguments, or name another directory"
+            )
+        self._digest = choice.digest
+        self.rounds.start_from(() if choice.tag is None else self._agreed_kept(choice.tag))
+        engine.log_event("checkpoint", action="expected", interval_seconds=self.rounds.interval_seconds)
+        return choice.tag
 
-        def look() -> tuple[str | None, str]:
-            try:
-                return self._place.last(worker=worker), ""
-            except CheckpointError as error:
-                return None, str(error)
+    def _agreed_kept(self, tag: str) -> tuple[int, ...]:
+        """Have ``latest`` say ``tag``; returns the steps of the checkpoints until then that are there whole."""
+        engine, place, step = self._engine, self._place, step_of(tag) or 0
 
-        seen = engine.agree_on("checkpoint seen", look)
-        _raise_first({other: problem for other, (_, problem) in seen.items()})
-        return next((tag for _, (tag, _) in sorted(seen.items())), None)
+        def settle() -> tuple[str, list[int]]:
+            if not engine.is_reporter:
+                return "", []
+            kept: list[int] = []
+
+            def look() -> None:
+                place.point_to(tag)
+                kept.extend(place.intact_until(step))
+
+            return _problem(look), kept
+
+        settled = engine.agree_on("checkpoint chosen", settle)
+        _raise_first({worker: problem for worker, (problem, _) in settled.items()})
+        return newest((step for _, kept in settled.values() for step in kept), keep=self._keep)
 
     def check_visible(self) -> None:
         """On a worker that joins: raise CheckpointError unless it sees the place that the others write to."""
-        self._place.last(worker=self._engine.session.worker)
+        self._place.check_visible(worker=self._engine.session.worker)
 
     def restore(self, tag: str, load: Callable[..., tuple[str | None, Any]]) -> dict[str, Any]:
-        """Read the checkpoint ``tag`` by ``load`` (the engine's); returns the plugin's own state in it. Collective."""
+        """Read the checkpoint ``tag`` by ``load`` (the engine's); returns the plugin's own state in it. Collective.
+
+        No code from its files is run. Raises CheckpointError when it can't be read, and when what was read is not the
+        state whose digest the manifest has.
+        """
         try:
-            with self._place.local(tag) as directory:
+            with self._place.local(tag) as directory, no_code_from_files(self._engine):
                 _, client_state = load(directory, tag=tag)
         except (CheckpointError, RuntimeError, KeyError, ValueError) as error:
             raise CheckpointError(
                 f"checkpoint {tag!r} in bamboo.checkpoint.dir {self._place.name!r} can't be restored ({error}). If it "
                 "is of another training, or of another model, name another directory"
             ) from error
-        self._saved_step = self._engine.global_steps
+        found = None if self._digest is None else self._engine.state_digest()
+        if found != self._digest:
+            raise CheckpointError(
+                f"what was read from checkpoint {tag!r} in {self._place.name!r} is not the state that was saved: its "
+                f"digest is {found}, and {self._digest} in the manifest, though every file is as it was written. Have "
+                "the file latest name an earlier one"
+            )
         return dict((client_state or {}).get(_STATE, {}))
 
     # -- with each iteration -----------------------------------------------------------------------
 
-    def contribution(self) -> dict[str, CheckpointNote]:
+    def contribution(self) -> dict[str, Any]:
         """What this worker hands in with the agreement of an iteration."""
-        late = self._clock() - self._taken_at >= self._interval_seconds
-        note = CheckpointNote(
-            take=self._engine.is_reporter and self._progress.idle and (late or self._progress.due),
-            written=self._written,
-            named=self._named,
-            failure=self._failure,
-        )
-        return {_NOTE: note} if note != CheckpointNote() else {}
+        return self.rounds.contribution(step=self._engine.global_steps + 1)
 
     def note(self) -> None:
         """After an iteration: take in what all have handed in, and do what follows from it."""
-        engine, before = self._engine, self._progress
-        notes = {worker: value.get(_NOTE, CheckpointNote()) for worker, value in engine.activity.previous[0].items()}
-        self._forget_told(notes.get(engine.session.worker, CheckpointNote()))
-        now = before.after(notes, step=engine.global_steps, owners=dict(engine.placement.owners))
-        self._progress = now
-        if before.step is not None and before.step not in (now.step, now.complete):
-            self._given_up.add(before.step)
-            self._discard()
-        if now.failure:
-            self._naming = None
-            self._tell_failure(now.failure)
-        elif before.complete is not None and now.complete is None:
-            self._on_named(before.complete)
-        if now.complete is not None and engine.is_reporter and self._naming != now.complete:
-            self._naming = now.complete
-            self._begin_to_name(now.complete)
+        self.rounds.note(self._engine.activity.previous[0])
 
     def take_if_due(self) -> None:
         """At the boundary after an iteration: copy what this worker owns, and begin to write it."""
-        engine, step = self._engine, self._engine.global_steps
-        if self._progress.step != step:
-            return
-        self._taken_at, started = self._clock(), time.perf_counter()
-        self._discard()  # others may have gone on writing what was given up
-        self._given_up.clear()
-        owned = tuple(engine.host.owned)
-        try:
-            files = {name: fill for c in owned for name, fill in self._captured(c, step=step).items()}
-        except CheckpointError as error:
-            self._failure = str(error)
-            return
-        finally:
-            engine.activate_first()
-        engine.log_event("checkpoint", action="taken", seconds=time.perf_counter() - started)
-
-        def done(failure: str) -> None:
-            if failure:
-                self._failure = failure
-            else:
-                self._written = (step, owned)
-
-        self._writer.write(files, done=done)
+        self.rounds.take_if_due()
+        self._engine.activate_first()
 
     def wait(self) -> None:
         """Until what this worker has begun to write is there, or can't be; others hear of it in the next iteration."""
-        self._writer.wait()
-
-    def _captured(self, coordinate: Coordinate, *, step: int) -> dict[str, Fill]:
-        engine = self._engine
-        own = {"seed": engine.forward_seed, "loss": engine.mean_loss}
-        try:
-            return engine.capture(engine.host.owned[coordinate], tag_of(step), client_state={_STATE: own})
-        except (MemoryError, RuntimeError) as error:
-            raise CheckpointError(
-                f"stage {coordinate} can't be copied into host memory ({error}); is there enough?"
-            ) from error
-
-    def _begin_to_name(self, step: int) -> None:
-        def done(failure: str) -> None:
-            if failure:
-                self._failure = failure
-            else:
-                self._named = step
-
-        self._writer.call(lambda: self._place.name_last(step), done=done)
-
-    def _discard(self) -> None:
-        """As the reporter: remove what there is of checkpoints that were given up. What can't be removed stays."""
-        steps = frozenset(self._given_up)
-        if steps and self._engine.is_reporter:
-            self._writer.call(lambda: self._place.discard(steps), done=lambda failure: None)
-
-    def _forget_told(self, own: CheckpointNote) -> None:
-        """What everybody has heard of need not be said again."""
-        if own.written is not None:
-            self._written = None
-        if own.named is not None:
-            self._named = None
-        if own.failure:
-            self._failure = ""
-
-    def _on_named(self, step: int) -> None:
-        engine, self._saved_step, self._naming = self._engine, step, None
-        seconds = self._clock() - self._taken_at
-        tell_once(engine, f"checkpoint of step {step} is in {self._place.name} (written in {seconds:.1f} s)")
-        path = f"{self._place.name}/{tag_of(step)}"
-        engine.log_event("checkpoint", action="saved", path=path, seconds=seconds)
-
-    def _tell_failure(self, failure: str) -> None:
-        last = f"that of step {self._saved_step}" if self._saved_step else "none"
-        tell_once(
-            self._engine,
-            f"a checkpoint could not be written: {failure}. The last complete one is {last}; the next one is due "
-            f"{self._interval_seconds / 60:g} minutes after this one (bamboo.checkpoint.interval_minutes)",
-        )
-        self._engine.log_event("checkpoint", action="failed", reason=failure)
+        self.rounds.wait()
 
     # -- at the end --------------------------------------------------------------------------------
 
@@ -214,32 +153,81 @@ class AutomaticCheckpoints:
 
         A job that was told to stop goes on from there. What can't be written is told, and changes nothing else.
         """
-        engine, step = self._engine, self._engine.global_steps
-        # Who joined late may not know what is kept.
-        if step == max(engine.agree_on("kept", lambda: self._saved_step).values()):
+        engine, rounds, step = self._engine, self.rounds, self._engine.global_steps
+        kept = rounds.progress.kept
+        if kept and kept[-1] == step:
             return
-        self._taken_at = self._clock()
-        self.wait()
-        written: set[Coordinate] = set()
+        rounds.begin_last()
+        written: dict[Coordinate, dict[str, FileFact]] = {}
 
         def write_owned() -> None:
+            if not rounds.is_quiet():
+                raise CheckpointError("the checkpoint before is still being written, and takes too long")
             for coordinate in [c for c in engine.host.owned if c not in written]:
-                for name, fill in self._captured(coordinate, step=step).items():
-                    self._place.write(name, fill)
-                written.add(coordinate)
+                files = copied(engine, coordinate, step=step)
+                written[coordinate] = {name: self._place.write(name, fill) for name, fill in files.items()}
 
-        failure = _first(engine.agree_on("last checkpoint", lambda: _problem(write_owned)))
+        def write() -> tuple[str, dict[str, list[Any]]]:
+            problem = _problem(write_owned)
+            facts = {name: fact for part in written.values() for name, fact in part.items()}
+            return problem, {name.rpartition("/")[2]: [fact.size, fact.sha256] for name, fact in facts.items()}
+
+        parts = engine.agree_on("last checkpoint", write)
+        engine.activate_first()
+        failure = _first({worker: problem for worker, (problem, _) in parts.items()})
         if not failure:
+            files = {name: FileFact(*fact) for _, facts in parts.values() for name, fact in facts.items()}
+            manifest = rounds.manifest(step, files, digest=engine.state_digest())
 
             def name() -> str:
-                return _problem(lambda: self._place.name_last(step)) if engine.is_reporter else ""
+                if not engine.is_reporter:
+                    return ""
+                return _problem(lambda: self._place.name_last(manifest, kept=kept, keep=self._keep))
 
             failure = _first(engine.agree_on("last checkpoint named", name))
-        engine.activate_first()
         if failure:
             tell_once(engine, f"the state after step {step} is not kept: {failure}")
         else:
-            self._on_named(step)
+            rounds.on_named(step)
+
+
+class _OfEngine:
+    """What :class:`CheckpointRounds` needs of an engine; see :class:`Copier`."""
+
+    def __init__(self, engine: BambooPipelineEngine) -> None:
+        self._engine = engine
+
+    @property
+    def worker(self) -> WorkerId:
+        return self._engine.session.worker
+
+    @property
+    def is_reporter(self) -> bool:
+        return self._engine.is_reporter
+
+    @property
+    def owned(self) -> tuple[Coordinate, ...]:
+        return tuple(self._engine.host.owned)
+
+    def copy(self, coordinate: Coordinate, *, step: int) -> dict[str, Fill]:
+        return copied(self._engine, coordinate, step=step)
+
+    def tell(self, text: str) -> None:
+        tell_once(self._engine, text)
+
+    def log(self, action: str, **fields: Any) -> None:
+        self._engine.log_event("checkpoint", action=action, **fields)
+
+
+def copied(engine: BambooPipelineEngine, coordinate: Coordinate, *, step: int) -> dict[str, Fill]:
+    """The files of ``coordinate``, which this worker owns, in the checkpoint of ``step``, from a copy on the host."""
+    own = {"seed": engine.forward_seed, "loss": engine.mean_loss}
+    try:
+        return engine.capture(engine.host.owned[coordinate], tag_of(step), client_state={_STATE: own})
+    except (MemoryError, RuntimeError) as error:
+        raise CheckpointError(f"stage {coordinate} can't be copied into host memory ({error}); is there enough?") from (
+            error
+        )
 
 
 def automatic_checkpoints(engine: BambooPipelineEngine, session: WorkerSession) -> AutomaticCheckpoints | None:
@@ -250,7 +238,8 @@ def automatic_checkpoints(engine: BambooPipelineEngine, session: WorkerSession) 
     # The same for all workers of a job, another one whenever one is started.
     owner = json.dumps({"job": session.identity.job, "started_seconds": session.coordinator.started_seconds()})
     place = CheckpointPlace(open_folder(settings.dir), name=settings.dir, owner=owner)
-    return AutomaticCheckpoints(engine, place=place, interval_seconds=settings.interval_minutes * 60.0)
+    interval_seconds = settings.interval_minutes * 60.0
+    return AutomaticCheckpoints(engine, place=place, interval_seconds=interval_seconds, keep=settings.keep)
 
 
 def _problem(call: Callable[[], Any]) -> str:

@@ -5,26 +5,37 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 
+from deepspeed_bamboo.core.checkpointing import FileFact
 from deepspeed_bamboo.errors import CheckpointError
 from deepspeed_bamboo.storage.folders import Fill
+
+Facts = Mapping[str, FileFact]
 
 
 class BackgroundWriter:
     """Does one thing after another. Its thread never keeps a process from ending."""
 
-    def __init__(self, write: Callable[[str, Fill], None]) -> None:
-        """``write`` makes a file of that name; it raises CheckpointError when it can't."""
+    def __init__(self, write: Callable[[str, Fill], FileFact]) -> None:
+        """``write`` makes a file of that name, and says what is in it; it raises CheckpointError when it can't."""
         self._write = write
         self._thread: threading.Thread | None = None
 
-    def write(self, files: Mapping[str, Fill], *, done: Callable[[str], None]) -> None:
-        """Write ``files``; see :meth:`call` for the rest."""
+    def write(
+        self, files: Mapping[str, Fill], *, wanted: Callable[[], bool], done: Callable[[str, Facts], None]
+    ) -> None:
+        """Write ``files``, and stop between two of them once they are not ``wanted``; see :meth:`call` for the rest.
+
+        ``done`` also gets what is in each file.
+        """
+        facts: dict[str, FileFact] = {}
 
         def run() -> None:
             for name, fill in files.items():
-                self._write(name, fill)
+                if not wanted():
+                    raise CheckpointError("it was given up")
+                facts[name] = self._write(name, fill)
 
-        self.call(run, done=done)
+        self.call(run, done=lambda failure: done(failure, facts))
 
     def call(self, function: Callable[[], None], *, done: Callable[[str], None]) -> None:
         """Call ``function`` after what there is to do already, then ``done`` with what went wrong ("": nothing).
@@ -48,7 +59,8 @@ class BackgroundWriter:
         self._thread = threading.Thread(target=run, name="bamboo-checkpoint", daemon=True)
         self._thread.start()
 
-    def wait(self) -> None:
-        """Until all is done."""
+    def wait(self, *, timeout_seconds: float | None = None) -> bool:
+        """Until all is done, or the time is over; returns whether all is done."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout_seconds)
+        return self._thread is None or not self._thread.is_alive()

@@ -19,18 +19,23 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 
+from deepspeed_bamboo.core.checkpointing import FileFact, facts_to_json
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.errors import CheckpointError
+from deepspeed_bamboo.runtime.checkpoint.safe_loading import files_named_in_errors
+from deepspeed_bamboo.runtime.checkpoint.script_files import SavedFiles, facts_of_parts, name_checkpoint, tag_to_load
 from deepspeed_bamboo.runtime.recovery.state_transfer import refresh_shadows
 from deepspeed_bamboo.runtime.stock.captured import CapturedFiles
 from deepspeed_bamboo.runtime.stock.replica import COUNTERS, StageReplica
 from deepspeed_bamboo.storage.folders import Fill
+from deepspeed_bamboo.storage.manifest import Manifest
 
 
 class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
     """The part of the engine that saves and loads; see the module."""
 
     checkpoint_engine: Any  # stock's constructor sets it; it has no types
+    _saved_facts: dict[str, FileFact] = {}  # noqa: RUF012 - replaced, never changed
 
     def save_checkpoint(
         self,
@@ -42,7 +47,8 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
     ) -> bool:
         """As stock's, and surviving losses; every worker calls it. Returns True.
 
-        The file ``latest`` changes, at once, only when all stages are on disk.
+        The file ``latest`` changes, at once, only when all stages are on disk, and with them a manifest that has the
+        checksum of each file (none with a checkpoint engine that writes later).
         """
         started = time.perf_counter()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
@@ -54,33 +60,49 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
             save_latest=save_latest and decoupled,
             exclude_frozen_parameters=exclude_frozen_parameters,
         )
-        if save_latest and not decoupled:
-            self._name_latest(Path(save_dir), tag)
+        if not decoupled:
+            self._name(Path(save_dir), tag, latest=save_latest)
         self._tell("saved", Path(save_dir) / tag, started)
         self.failover.protect_again()  # if somebody was lost meanwhile
         return True
 
-    def _name_latest(self, folder: Path, tag: str) -> None:
-        def write() -> None:
-            if self.is_reporter:
-                new = folder / f"latest.{os.getpid()}"
-                new.write_text(tag, encoding="utf-8")
-                new.replace(folder / "latest")
+    def _name(self, folder: Path, tag: str, *, latest: bool) -> None:
+        facts, self._saved_facts = self._saved_facts, {}
+        grid = (self.job_grid.pipelines, self.job_grid.stages)
+        manifest = Manifest(tag, self.global_steps, grid, facts, named=latest)
 
-        self.agree_on("latest", write)
+        def write() -> str:
+            try:
+                if self.is_reporter:
+                    name_checkpoint(folder, manifest, tag=tag, latest=latest)
+            except CheckpointError as error:
+                return str(error)
+            return ""
+
+        problem = next((problem for _, problem in sorted(self.agree_on("latest", write).items()) if problem), "")
+        if problem:
+            raise CheckpointError(f"checkpoint {tag!r} is saved, but not named: {problem}")
 
     def _save_checkpoint(self, save_dir: str, tag: str, **options: Any) -> None:
         """Called by stock in the middle of saving: all files of all stages, those of ZeRO included."""
         saved: set[Coordinate] = set()
+        stock = self.checkpoint_engine
+        files = SavedFiles(stock, Path(save_dir) / tag)
 
-        def save_owned() -> None:
+        def save_owned() -> dict[str, Any]:
             for replica in self.host.owners():
                 if replica.coordinate not in saved:
                     with _said_what_failed(replica.coordinate, save_dir, tag):
                         self._save_replica(replica, save_dir, tag, **options)
                     saved.add(replica.coordinate)
+            return facts_to_json(files.facts)
 
-        self.agree_on("save", save_owned)
+        if not stock.is_decoupled():
+            self.checkpoint_engine = files
+        try:
+            self._saved_facts = facts_of_parts(self.agree_on("save", save_owned))
+        finally:
+            self.checkpoint_engine = stock
         self.activate_first()
 
     def _save_replica(self, replica: StageReplica, save_dir: str, tag: str, **options: Any) -> None:
@@ -113,12 +135,26 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
         """Called by stock after the above, which has done it."""
 
     def load_checkpoint(
-        self, load_dir: str | os.PathLike[str], *arguments: Any, **options: Any
+        self, load_dir: str | os.PathLike[str], tag: str | None = None, *arguments: Any, **options: Any
     ) -> tuple[str | None, Any]:
         """As stock's, and surviving losses; every worker calls it, between iterations. Shadows get what owners read.
 
-        Raises CheckpointError when some workers find a checkpoint and others none, or another one.
+        Where a checkpoint has a manifest its files are checked first. Without ``tag`` the newest whole one is taken if
+        the one that ``latest`` names is damaged; a warning says what is wrong with it. Returns (None, None), and says
+        so, only where nothing was ever saved.
+
+        Raises CheckpointError when ``tag`` is damaged, when no checkpoint is whole, and when some workers find a
+        checkpoint and others none, or another one.
         """
+        if not self.load_universal_checkpoint():
+            tag = tag_to_load(self, load_dir, tag)
+            if tag is None:
+                return None, None
+        with files_named_in_errors(self):
+            return self.load_whole(load_dir, tag, *arguments, **options)
+
+    def load_whole(self, load_dir: str | os.PathLike[str], *arguments: Any, **options: Any) -> tuple[str | None, Any]:
+        """:meth:`load_checkpoint` of files that have been checked."""
         started = time.perf_counter()
         load = super().load_checkpoint
         loaded: list[tuple[str | None, Any]] = []

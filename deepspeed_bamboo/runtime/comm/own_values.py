@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_bamboo.coordination.records import EpochRecord
 from deepspeed_bamboo.core.checkpointing import CheckpointNote
 from deepspeed_bamboo.core.choosing import Choice
-from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.job_facts import JobFacts
 from deepspeed_bamboo.core.reconfiguring import Target
 from deepspeed_bamboo.core.schedule import Mode
@@ -26,22 +25,6 @@ class OwnValue:
     kind: type
     to_plain: Callable[[Any], Any]
     from_plain: Callable[[Any], Any]
-
-
-def _note(value: Mapping[str, Any]) -> CheckpointNote:
-    written, named = value["written"], value["named"]
-    _check(value["take"], bool)
-    _check(value["failure"], str)
-    _check(named, int, type(None))
-    if written is not None:
-        _check(written[0], int)
-        written = (written[0], tuple(Coordinate.parse(text) for text in written[1]))
-    return CheckpointNote(take=value["take"], written=written, named=named, failure=value["failure"])
-
-
-def _plain_note(note: CheckpointNote) -> dict[str, Any]:
-    written = None if note.written is None else [note.written[0], [str(c) for c in note.written[1]]]
-    return {**asdict(note), "written": written}
 
 
 def _choice(value: Mapping[str, Any]) -> Choice:
@@ -69,7 +52,7 @@ def _check(value: object, *kinds: type) -> None:
 
 
 OWN_VALUES: Mapping[str, OwnValue] = {
-    "note": OwnValue(CheckpointNote, _plain_note, _note),
+    "note": OwnValue(CheckpointNote, CheckpointNote.to_json, CheckpointNote.from_json),
     "choice": OwnValue(Choice, lambda value: {"mode": value.mode.value, "reason": value.reason}, _choice),
     "epoch": OwnValue(EpochRecord, EpochRecord.to_json, _epoch),
     "facts": OwnValue(JobFacts, JobFacts.to_json, JobFacts.from_json),

@@ -24,6 +24,7 @@ from deepspeed_bamboo.coordination import (
 )
 from deepspeed_bamboo.coordination.process_state import is_left_alone
 from deepspeed_bamboo.coordination.server import PrivateEtcd
+from deepspeed_bamboo.core.roles import reporter
 from deepspeed_bamboo.errors import BambooError, ConfigError
 from deepspeed_bamboo.eventlog.log import EventLog
 from deepspeed_bamboo.faults import Fault, FaultScript
@@ -191,8 +192,8 @@ class WorkerSession:
         """Write an event to this worker's event log; what onlookers want to know is told to them, too."""
         self.events.log(event, epoch=self.interruption.epoch, step=step, **fields)
         record = self.interruption.active
-        reporter = record is not None and record.members[0] == self.worker
-        self._status.note(event, step=step, reporter=reporter, fields=fields)
+        reports = record is not None and reporter(record.members) == self.worker
+        self._status.note(event, step=step, reporter=reports, fields=fields)
 
     def strike(self, fault: Fault, *, step: int) -> None:
         """Carry out a scripted fault on this process: the signal reaches it before this returns (or never).

@@ -99,5 +99,7 @@ def _take_over_facts(engine: BambooPipelineEngine, *, record: EpochRecord, welco
     engine.activity.index = welcome["activity"]
     engine.__dict__.update(welcome["counters"])
     engine.failover.modes.take(welcome["modes"])
+    if engine.checkpoints is not None and welcome["checkpoints"] is not None:
+        engine.checkpoints.rounds.take(welcome["checkpoints"])
     engine.host.save()
     engine.data.start_at(engine.global_steps, micro_batches=engine.micro_batches)

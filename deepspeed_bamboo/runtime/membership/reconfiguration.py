@@ -26,6 +26,7 @@ from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.core.placing.sites import WorkerSite
 from deepspeed_bamboo.core.reconfiguring import Target, next_target, transfers
+from deepspeed_bamboo.core.roles import proposer
 from deepspeed_bamboo.errors import DrainedError, JobStoppedError
 from deepspeed_bamboo.runtime.comm.all_gather import tree_neighbours
 from deepspeed_bamboo.runtime.job.news import tell, tell_once
@@ -208,6 +209,7 @@ class Reconfiguration:
                 "modes": engine.failover.modes.to_json(),
                 "placement": engine.placement.to_json(),
                 "counters": {name: engine.__dict__[name] for name in COUNTERS},
+                "checkpoints": None if engine.checkpoints is None else engine.checkpoints.rounds.to_json(),
             }
             number = self._newest_number(current) + 1
             session.insist(lambda: session.coordinator.publish_progress(number, WELCOME, welcome))
@@ -230,7 +232,7 @@ class Reconfiguration:
     ) -> EpochRecord | None:
         """As the reporter: make the next epoch. When somebody else made one first, wait to be interrupted by it."""
         engine, session = self._engine, self._engine.session
-        if base.members[0] != session.worker:
+        if proposer(base.members) != session.worker:
             return None
         number = self._newest_number(base)
         record = EpochRecord(

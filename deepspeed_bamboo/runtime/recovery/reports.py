@@ -16,6 +16,7 @@ from typing import Any
 from deepspeed_bamboo.coordination import EpochRecord
 from deepspeed_bamboo.core.consensus import Report, keeper
 from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.core.roles import collector
 from deepspeed_bamboo.errors import MessageError
 from deepspeed_bamboo.runtime.job.session import WorkerSession
 
@@ -43,7 +44,7 @@ def exchange_reports(
 
     hand_in()
     handed_in()
-    if record.members[0] == session.worker:
+    if collector(record.members) == session.worker:
         everybodys = _collected(session, number, record.members, again=hand_in)
         session.insist(lambda: coordinator.publish_progress(number, _EVERYBODYS, packed(everybodys)))
     else:
