@@ -105,23 +105,25 @@ def survey(folder: Folder, *, step_of: Callable[[str], int | None] | None = None
 def candidate_of(folder: Folder, tag: str, *, bound: bool = False) -> Candidate:
     """The checkpoint ``tag`` as its manifest shows it. ``bound``: it may not be that of another folder."""
     problems: list[str] = []
+    manifests: list[Manifest] = []
+    there = 0
     for name in NAMES:
         try:
             text = folder.read_text(f"{tag}/{name}")
             if text is None:
-                problems.append(f"{name} is missing")
-                continue
+                raise CheckpointError("is missing")
+            there += 1
             manifest = Manifest.parse(text)
+            if bound and manifest.tag != tag:
+                raise CheckpointError(f"is that of {manifest.tag}")
+            if manifests and manifest != manifests[0]:
+                raise CheckpointError(f"is not the same as {NAMES[0]}")
+            manifests.append(manifest)
         except CheckpointError as error:
             problems.append(f"{name} {error}")
-            continue
-        if bound and manifest.tag != tag:
-            problems.append(f"{name} is that of {manifest.tag}")
-            continue
-        return Candidate(tag, manifest, warnings=tuple(f"{tag}: {problem}" for problem in problems))
-    if all(problem.endswith(" is missing") for problem in problems):
-        return Candidate(tag)
-    return Candidate(tag, problems=tuple(problems))
+    if manifests:
+        return Candidate(tag, manifests[0], warnings=tuple(f"{tag}: {problem}" for problem in problems))
+    return Candidate(tag, problems=tuple(problems) if there else ())
 
 
 def problems_of(folder: Folder, candidate: Candidate, *, share: tuple[int, int] = (0, 1)) -> list[str] | None:

@@ -19,6 +19,7 @@ from deepspeed_bamboo.errors import CheckpointError
 from deepspeed_bamboo.storage.checking import (
     LATEST,
     Candidate,
+    Choice,
     Survey,
     candidate_of,
     is_intact,
@@ -69,10 +70,17 @@ class CheckpointPlace:
         """What is wrong with a share of the files of ``candidate``, see :func:`problems_of`."""
         return problems_of(self._folder, candidate, share=share)
 
-    def intact_until(self, step: int) -> tuple[int, ...]:
-        """The steps up to ``step`` whose checkpoints have a manifest and all files with their sizes, in order."""
-        steps = [found for tag in self._folder.folders() if (found := step_of(tag)) is not None and found <= step]
-        return tuple(sorted(found for found in steps if is_intact(self._folder, tag_of(found))))
+    def known_whole(self, choice: Choice) -> tuple[int, ...]:
+        """The steps of the checkpoints that count as whole when a job goes on from ``choice``, in order.
+
+        That one and those before it with a manifest and all files in their sizes. None if ``choice`` could not be
+        verified: then nothing of before is removed until this job has written enough itself.
+        """
+        last = step_of(choice.tag or "")
+        if last is None or not choice.verified:
+            return ()
+        steps = [step for tag in self._folder.folders() if (step := step_of(tag)) is not None and step < last]
+        return (*sorted(step for step in steps if is_intact(self._folder, tag_of(step))), last)
 
     def write(self, name: str, fill: Fill) -> FileFact:
         """Make a file of a checkpoint; returns what was written into it."""
@@ -95,9 +103,10 @@ class CheckpointPlace:
             if tag in there and candidate_of(self._folder, tag) == Candidate(tag):
                 self._folder.remove(tag)
 
-    def point_to(self, tag: str) -> None:
-        """Make ``latest`` say ``tag``, a checkpoint that was found to be whole; nothing else changes."""
-        self._folder.write(LATEST, _text(tag))
+    def point_to(self, choice: Choice) -> None:
+        """Have ``latest`` name what was chosen, so that later ones count as newer; nothing else changes."""
+        if choice.tag is not None and (self._folder.read_text(LATEST) or "").strip() != choice.tag:
+            self._folder.write(LATEST, _text(choice.tag))
 
     def name_last(self, manifest: Manifest, *, kept: Iterable[int], keep: int) -> str:
         """Make the checkpoint of ``manifest``, whose files are all there, the last one. Never goes back.

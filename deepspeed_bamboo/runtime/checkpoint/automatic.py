@@ -18,9 +18,9 @@ from deepspeed_bamboo.runtime.checkpoint.checking_together import choose_togethe
 from deepspeed_bamboo.runtime.checkpoint.rounds import CheckpointRounds
 from deepspeed_bamboo.runtime.checkpoint.safe_loading import no_code_from_files
 from deepspeed_bamboo.runtime.job.news import tell_once
-from deepspeed_bamboo.storage.checking import Survey
+from deepspeed_bamboo.storage.checking import Choice, Survey
 from deepspeed_bamboo.storage.folders import Fill, open_folder
-from deepspeed_bamboo.storage.place import CheckpointPlace, step_of, tag_of
+from deepspeed_bamboo.storage.place import CheckpointPlace, tag_of
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
@@ -77,13 +77,13 @@ class AutomaticCheckpoints:
                 f"{' x '.join(map(str, grid))}; give the script the same arguments, or name another directory"
             )
         self._digest = choice.digest
-        self.rounds.start_from(() if choice.tag is None else self._agreed_kept(choice.tag))
+        self.rounds.start_from(() if choice.tag is None else self._agreed_kept(choice))
         engine.log_event("checkpoint", action="expected", interval_seconds=self.rounds.interval_seconds)
         return choice.tag
 
-    def _agreed_kept(self, tag: str) -> tuple[int, ...]:
-        """Have ``latest`` say ``tag``; returns the steps of the checkpoints until then that are there whole."""
-        engine, place, step = self._engine, self._place, step_of(tag) or 0
+    def _agreed_kept(self, choice: Choice) -> tuple[int, ...]:
+        """Have ``latest`` name ``choice``; returns the steps of the checkpoints that count as whole."""
+        engine, place = self._engine, self._place
 
         def settle() -> tuple[str, list[int]]:
             if not engine.is_reporter:
@@ -91,8 +91,8 @@ class AutomaticCheckpoints:
             kept: list[int] = []
 
             def look() -> None:
-                place.point_to(tag)
-                kept.extend(place.intact_until(step))
+                place.point_to(choice)
+                kept.extend(place.known_whole(choice))
 
             return _problem(look), kept
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import boto3
@@ -10,15 +12,22 @@ import pytest
 from moto import mock_aws
 
 from deepspeed_bamboo.errors import CheckpointError
+from deepspeed_bamboo.storage.checking import choose
 from deepspeed_bamboo.storage.folders import Fill, Folder, location_problem, open_folder
-from deepspeed_bamboo.storage.place import CheckpointPlace
+from deepspeed_bamboo.storage.manifest import Manifest
+from deepspeed_bamboo.storage.place import CheckpointPlace, tag_of
+from tests.storage.memory_folder import MemoryFolder
 
 Make = Callable[[str], Folder]
 
 
-@pytest.fixture(params=["directory", "bucket"])
+@pytest.fixture(params=["directory", "bucket", "memory"])
 def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Opens the folder of a name, where nothing is yet."""
+    if request.param == "memory":
+        folders: defaultdict[str, MemoryFolder] = defaultdict(MemoryFolder)
+        yield lambda name: folders[name]
+        return
     if request.param == "directory":
         yield lambda name: open_folder(str(tmp_path / name))
         return
@@ -39,36 +48,65 @@ def test_files_come_back_and_folders_go(make: Make) -> None:
         folder.write(name, data(name))
     folder.write("latest", data("again"))
     assert folder.read_text("latest") == "again" and folder.folders() == ["one", "two"]
-    with folder.local("one") as directory:
-        found = {str(path.relative_to(directory)): path.read_text() for path in (directory / "one").iterdir()}
-    assert found == {"one/x.pt": "one/x.pt", "one/y.pt": "one/y.pt"}
+    assert folder.sizes("one") == {"x.pt": 8, "y.pt": 8} and folder.sizes("three") == {}
+    assert b"".join(folder.chunks("one/x.pt")) == b"one/x.pt"
+    with pytest.raises(CheckpointError):
+        list(folder.chunks("one/z.pt"))
+    folder.write("latest", lambda file: file.write(b"\xff"))
+    assert folder.read_text("latest") == "\ufffd"
+    if not isinstance(folder, MemoryFolder):
+        with folder.local("one") as directory:
+            found = {str(path.relative_to(directory)): path.read_text() for path in (directory / "one").iterdir()}
+        assert found == {"one/x.pt": "one/x.pt", "one/y.pt": "one/y.pt"}
+    folder.remove_file("one/y.pt")
+    assert folder.sizes("one") == {"x.pt": 8}
     folder.remove("one")
-    assert folder.folders() == ["two"] and make("a").folders() == ["b"] and make("other").folders() == []
+    assert folder.folders() == ["two"] and make("other").folders() == []
+    if not isinstance(folder, MemoryFolder):
+        assert make("a").folders() == ["b"]
+
+
+def named(place: CheckpointPlace, step: int, *, kept: tuple[int, ...] = ()) -> str:
+    """A checkpoint of one file that is written and named."""
+    fact = place.write(f"{tag_of(step)}/x.pt", data("x"))
+    assert (fact.size, fact.sha256) == (1, sha256(b"x").hexdigest())
+    return place.name_last(Manifest(tag_of(step), step, (1, 1), {"x.pt": fact}), kept=kept, keep=2)
 
 
 def test_of_two_jobs_the_later_one_has_the_place(make: Make) -> None:
     first = CheckpointPlace(make("place"), name="place", owner="first")
     second = CheckpointPlace(make("place"), name="place", owner="second")
     first.take()
-    assert first.last(worker="w") is None
+    first.check_visible(worker="w")
     for step in (1, 2, 3):
-        first.write(f"bamboo_step{step}/x.pt", data("x"))
-        first.name_last(step)
-    first.name_last(2)  # a reporter that was slow
+        assert named(first, step, kept=tuple(range(1, step))) == ""
+    named(first, 2)  # a reporter that was slow
     first.write("by_a_script/x.pt", data("x"))
     first.write("bamboo_step9/x.pt", data("not complete"))
-    assert first.last(worker="w") == "bamboo_step3"
+    assert first.survey().latest == "bamboo_step3"
+    assert make("place").folders() == ["bamboo_step2", "bamboo_step3", "bamboo_step9", "by_a_script"]
     second.take()
-    assert second.last(worker="w") == "bamboo_step3"
+    chosen = choose(second.survey(), check=second.problems_of, where="place")
+    assert chosen.tag == "bamboo_step3" and second.known_whole(chosen) == (2, 3)
     with pytest.raises(CheckpointError, match="'place' is another job's by now .* a directory of its own"):
-        first.name_last(9)
+        named(first, 9)
     with pytest.raises(CheckpointError, match="to worker w the file bamboo.json there says 'second', not 'first'"):
-        first.last(worker="w", within_seconds=0)
-    second.discard({9, 8})
+        first.check_visible(worker="w", within_seconds=0)
+    second.discard({9, 8, 3})  # what was completed stays
     assert make("place").folders() == ["bamboo_step2", "bamboo_step3", "by_a_script"]
-    second.write("bamboo_step4/x.pt", data("x"))
-    second.name_last(4)
+    make("place").write("bamboo_step4/layer_07-model_states.pt", data("of an earlier job"))
+    named(second, 4, kept=(2, 3))
     assert make("place").folders() == ["bamboo_step3", "bamboo_step4", "by_a_script"]
+    assert not second.problems_of(second.survey().candidates[0])
+    make("place").remove_file("bamboo_step3/x.pt")
+    assert named(second, 5, kept=(3, 4)) == ""  # 4 and 5 are kept, and 3 was to go anyway
+    make("place").remove_file("bamboo_step4/x.pt")
+    second.write("bamboo_step1/x.pt", data("x"))
+    assert (
+        named(second, 6, kept=(4,))
+        == "bamboo_step4 in place is not whole any more, so bamboo_step1, bamboo_step5 stays"
+    )
+    assert make("place").folders()[:2] == ["bamboo_step1", "bamboo_step4"]
 
 
 def test_what_cannot_be_done_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
