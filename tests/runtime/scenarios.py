@@ -185,15 +185,19 @@ def train_with_joiners(
     own_iterator: bool = False,
     dies: tuple[int, str] | None = None,
     saves: tuple[int, str] | None = None,
+    kept: str | None = None,
 ) -> dict[str, Any]:
     """As :func:`train`, by the engine's own step, so that a worker that joins enters where the others are.
 
     Before each step in ``waits`` the reporter waits until so many workers are there that have yet to be taken in.
     ``dies``: the worker of that rank is killed when it comes to that method of its reconfiguration. ``saves``: before
-    which step a checkpoint is saved, and where.
+    which step a checkpoint is saved, and where. ``kept``: where checkpoints are kept, taken as often as can be.
     """
     if dies is not None and dies[0] == int(os.environ["RANK"]):
         setattr(Reconfiguration, dies[1], lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    if kept is not None:
+        checkpoint = {"dir": kept, "interval_minutes": 1e-9}
+        training = dataclasses.replace(training, bamboo={**training.bamboo, "checkpoint": checkpoint})
     engine = build(training)
     first = engine.global_steps
 
@@ -204,17 +208,20 @@ def train_with_joiners(
         engine.set_data_source(source)
     iterator = source(engine.home, 0)
     losses: dict[str, float] = {}
-    members, pauses = [], {}
+    members, pauses, first_hosts = [], {}, []
     while engine.global_steps < training.steps:
         step = engine.global_steps
         wait_for_joiners(engine, waits.get(str(step), 0))
         if saves is not None and step == saves[0]:
             engine.save_checkpoint(saves[1], client_state={"seen": step})
+        if kept is not None:
+            engine.checkpoints.wait()
         started = time.perf_counter()
         losses[str(step)] = float(engine.train_batch(iterator))
         pauses[str(step)] = time.perf_counter() - started
         record = engine.session.interruption.active
         members.append(sorted(record.members))
+        first_hosts.append(len(engine.placement.hosted_by(record.members[0])))
     result = {
         "losses": losses,
         "digest": engine.state_digest(),
@@ -225,8 +232,12 @@ def train_with_joiners(
         "hosted": [str(c) for c in engine.placement.hosted_by(engine.session.worker)],
         "pauses": pauses,
         "pid": os.getpid(),
+        "first_hosts": first_hosts,
+        "reporter": engine.is_reporter,
     }
     engine.close()
+    events = engine.event_log.recent()[1]
+    result["saved"] = [e["step"] for e in events if e["event"] == "checkpoint" and e["action"] == "saved"]
     return result
 
 

@@ -14,7 +14,7 @@ from moto.server import ThreadedMotoServer
 
 from deepspeed_bamboo.storage.place import CheckpointPlace
 from tests.runtime.jobs import JobResult, Jobs
-from tests.runtime.scenarios import Training, train, train_with_checkpoints
+from tests.runtime.scenarios import Training, train, train_with_checkpoints, train_with_joiners
 from tests.runtime.test_checkpoints import SCHEDULE
 from tests.runtime.test_losses import BF16, CHECKED, CLIPPED, kill
 
@@ -118,6 +118,33 @@ def test_in_a_bucket_with_losses_while_it_is_written(jobs: Jobs, s3: dict[str, s
     assert resumed.common("losses") == {"7": expected.common("losses")[7]}, resumed.transcript()
     assert resumed.common("digest") == expected.common("digest")
     assert f"goes on from step 7, from s3://{BUCKET}/a/job/bamboo_step7" in resumed.transcript()
+
+
+def test_a_reporter_that_stands_by_still_takes_and_names_checkpoints(jobs: Jobs, tmp_path: Path) -> None:
+    """A node joins, and the stages are spread over both nodes: the first worker has none then. Later it is lost."""
+    training = Training("kept-1x2", 2, steps=14, bamboo=CHECKED, faults=[])
+    plain = jobs.run(train_with_joiners, world=2, training=training, waits={})
+    notice = {**kill(8, 0, 1, "forward", 1), "signal": "NOTICE", "seconds": 60.0}
+    moved = jobs.run(
+        train_with_joiners,
+        world=2,
+        joining=1,
+        sites=["a/1", "a/1", "b/2"],
+        training=dataclasses.replace(training, faults=[notice]),
+        waits={"1": 1},
+        kept=str(tmp_path / "kept"),
+    )
+    # Node a is left in step 9 with the first worker, which stood by until then, and with the reporter's role.
+    assert moved.survivors == [2] and moved.values[2]["reporter"], moved.transcript()
+    assert moved.common("digest") == plain.common("digest")
+    members, first_hosts = moved.values[2]["members"], moved.values[2]["first_hosts"]
+    assert members[0] == ["w0", "w1", "w2"] and members[-1] == ["w2"], members
+    assert first_hosts[:6] == [0] * 6 and first_hosts[-1] == 2, first_hosts
+    saved = moved.values[2]["saved"]
+    assert len([step for step in saved if step <= 8]) >= 2 and saved[-1] == 14, (saved, moved.transcript())
+    assert any(9 <= step < 14 for step in saved), saved
+    again = jobs.run(train_with_joiners, world=2, training=training, waits={}, kept=str(tmp_path / "kept"))
+    assert again.common("digest") == plain.common("digest") and again.common("losses") == {}
 
 
 def test_what_cannot_be_written_ends_nothing(jobs: Jobs, tmp_path: Path) -> None:
