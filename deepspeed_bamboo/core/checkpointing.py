@@ -85,13 +85,13 @@ class CheckpointNote:
         """Inverse of :meth:`to_json`. Raises KeyError or ValueError for anything else."""
         failure = value.get("failure")
         return cls(
-            take=value.get("take"),
+            take=_step_in(value, "take"),
             took=Part.from_json(value["took"]) if "took" in value else None,
             written=Part.from_json(value["written"]) if "written" in value else None,
-            named=value.get("named"),
+            named=_step_in(value, "named"),
             failure=None if failure is None else (int(failure[0]), str(failure[1])),
-            give_up=value.get("give_up"),
-            busy=value.get("busy"),
+            give_up=_step_in(value, "give_up"),
+            busy=_step_in(value, "busy"),
         )
 
 
@@ -234,6 +234,10 @@ def facts_to_json(files: Mapping[str, FileFact]) -> dict[str, list[Any]]:
 def facts_from_json(value: Mapping[str, Any]) -> dict[str, FileFact]:
     """Inverse of :func:`facts_to_json`. Raises ValueError or TypeError for anything else."""
     return {str(name): FileFact(int(size), str(sha256)) for name, (size, sha256) in value.items()}
+
+
+def _step_in(value: Mapping[str, Any], name: str) -> int | None:
+    return None if value.get(name) is None else int(value[name])
 
 
 def _by_reason(notes: Mapping[WorkerId, CheckpointNote], step: int) -> list[str]:

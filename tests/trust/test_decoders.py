@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 import deepspeed_bamboo
 from deepspeed_bamboo.coordination import EpochRecord
-from deepspeed_bamboo.core.checkpointing import CheckpointNote
+from deepspeed_bamboo.core.checkpointing import CheckpointNote, FileFact, Part
 from deepspeed_bamboo.core.choosing import Choice
 from deepspeed_bamboo.core.consensus import Report
 from deepspeed_bamboo.core.grid import Coordinate, Grid
@@ -50,7 +50,12 @@ VALUES: dict[str, Any] = {
     "numbers": [2**70, -(2**70), float("inf"), np.float64(1.5), np.int32(-3), 1 + 0j == 1],
     "ordered": OrderedDict([("b", 1), ("a", Counter({2: 3}))]),
     "torch": [torch.bfloat16, torch.device("cpu"), Slot(3), torch.Size([1, 2])],
-    "note": CheckpointNote(take=True, written=(7, (Coordinate(0, 1),)), named=None, failure="disk full"),
+    "note": CheckpointNote(
+        take=8,
+        took=Part(8, (Coordinate(0, 1),)),
+        written=Part(7, (Coordinate(0, 1),), {"layer_00-model_states.pt": FileFact(3, "ab")}),
+        failure=(7, "disk full"),
+    ),
     "choice": Choice(Mode.EAGER, "because"),
     "epoch": EpochRecord(3, ("w0", "w1"), PLACEMENT, "start", ("w2",), "w0", 12.5),
     "facts": JobFacts({"a": 1}, ("Linear",), {0: "abc"}),
@@ -237,6 +242,7 @@ ALLOWED = {
         "runtime/stock/captured.py",
         "pickle",
     ): "a copy inside one process: what it reads, it has written to memory itself",
+    ("runtime/checkpoint/safe_loading.py", "pickle"): "the name of the error of torch.load(weights_only=True)",
 }
 
 

@@ -107,11 +107,11 @@ class CheckpointRounds:
             give_up=self.progress.current if self._copier.is_reporter and self._is_late() else None,
             busy=self._writing if self._writing != self.progress.step and self._copier.owned else None,
         )
-        return {NOTE: note.to_json()} if note != CheckpointNote() else {}
+        return {NOTE: note} if note != CheckpointNote() else {}
 
     def note(self, agreed: Mapping[WorkerId, Mapping[str, Any]]) -> None:
         """After an iteration: take in what all have handed in, and do what follows from it."""
-        notes = {worker: CheckpointNote.from_json(value.get(NOTE, {})) for worker, value in agreed.items()}
+        notes = {worker: value.get(NOTE, CheckpointNote()) for worker, value in agreed.items()}
         self._forget_told(notes.get(self._copier.worker, CheckpointNote()))
         before, now = self.progress, self.progress.after(notes, grid=self._grid, keep=self._keep)
         self.progress = now
