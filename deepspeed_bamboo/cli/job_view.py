@@ -153,7 +153,7 @@ def _checkpoint_line(progress: dict[str, Any]) -> list[str]:
         return []
     newest = saved[-1]
     age = max(0.0, time.time() - newest["t"])
-    line = f"last checkpoint: step {newest['step']}, {_duration(age)} ago"
+    line = f"last checkpoint: step {newest.get('last_step', newest['step'])}, {_duration(age)} ago"
     interval = newest.get("interval_seconds")
     if isinstance(interval, int | float) and age > _OVERDUE_INTERVALS * interval:
         line += f"; the next one is overdue, they are due every {_duration(interval)}"

@@ -20,7 +20,7 @@ from deepspeed_bamboo.runtime.checkpoint.safe_loading import no_code_from_files
 from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.storage.checking import Choice, Survey
 from deepspeed_bamboo.storage.folders import Fill, open_folder
-from deepspeed_bamboo.storage.place import CheckpointPlace, tag_of
+from deepspeed_bamboo.storage.place import CheckpointPlace, step_of, tag_of
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
@@ -78,7 +78,9 @@ class AutomaticCheckpoints:
             )
         self._digest = choice.digest
         self.rounds.start_from(() if choice.tag is None else self._agreed_kept(choice))
-        engine.log_event("checkpoint", action="expected", interval_seconds=self.rounds.interval_seconds)
+        kept, interval_seconds = self.rounds.progress.kept, self.rounds.interval_seconds
+        last_step = kept[-1] if kept else step_of(choice.tag or "")
+        engine.log_event("checkpoint", action="expected", interval_seconds=interval_seconds, last_step=last_step)
         return choice.tag
 
     def _agreed_kept(self, choice: Choice) -> tuple[int, ...]:

@@ -250,7 +250,8 @@ class CheckpointRounds:
             self._copier.tell(f"older checkpoints are not removed: {self._not_removed}")
             self._not_removed = ""
         path = f"{self._place.name}/{tag_of(step)}"
-        self._copier.log("saved", path=path, seconds=seconds, interval_seconds=self.interval_seconds)
+        known = {"last_step": step, "interval_seconds": self.interval_seconds}
+        self._copier.log("saved", path=path, seconds=seconds, **known)
 
     def last_good(self) -> str:
         """The last complete checkpoint, in words."""

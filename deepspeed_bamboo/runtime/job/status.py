@@ -14,7 +14,7 @@ from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobCoordinator
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 1.0, 10.0
 _PART_OF_AGE = 1 / 60
 _TOLD = ("loss_of_node", "reconfigured", "notice", "mode", "checkpoint", "fatal_restore")
-_BEGINNINGS = ("taken",)  # whose end is told
+_BEGINNINGS = ("taken", "expected", "nothing")  # what need not be told, or whose end is told
 _PERIODIC = "checkpoint"
 _KEPT = 8
 
