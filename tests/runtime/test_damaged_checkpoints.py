@@ -25,8 +25,8 @@ def flip(path: Path, at: float = 0.5) -> None:
 
 
 def damage(folder: Path, kind: str) -> None:
-    """``folder`` has the checkpoints of steps 7 and 8."""
-    last, before = folder / "bamboo_step8", folder / "bamboo_step7"
+    """``folder`` has the checkpoints of steps 4 and 8."""
+    last, before = folder / "bamboo_step8", folder / "bamboo_step4"
     if kind == "bit in a layer":
         flip(last / LAYER)
     elif kind == "truncated":
@@ -48,11 +48,11 @@ def damage(folder: Path, kind: str) -> None:
 
 
 KINDS = {
-    "bit in a layer": (7, f"bamboo_step8 is damaged: {LAYER} is not what was written"),
-    "truncated": (7, "bamboo_step8 is damaged: mp_rank_01_model_states.pt has "),
-    "missing, and latest is empty": (7, f"the file latest is empty; bamboo_step8 is damaged: {LAYER} is missing"),
-    "of another step": (7, f"bamboo_step8 is damaged: {LAYER} is not what was written"),
-    "foreign": (7, "bamboo_step8 is damaged: layer_01-model_01-model_states.pt does not belong to it"),
+    "bit in a layer": (4, f"bamboo_step8 is damaged: {LAYER} is not what was written"),
+    "truncated": (4, "bamboo_step8 is damaged: mp_rank_01_model_states.pt has "),
+    "missing, and latest is empty": (4, f"the file latest is empty; bamboo_step8 is damaged: {LAYER} is missing"),
+    "of another step": (4, f"bamboo_step8 is damaged: {LAYER} is not what was written"),
+    "foreign": (4, "bamboo_step8 is damaged: layer_01-model_01-model_states.pt does not belong to it"),
     "garbage in latest": (8, "the newest whole checkpoint is bamboo_step8, it is taken"),
     "before manifests": (8, "bamboo_step8 in {folder} has no manifest"),
 }
@@ -70,7 +70,7 @@ def test_the_newest_whole_one_is_taken_and_the_damage_is_named(jobs: Jobs, tmp_p
     kept = tmp_path / "kept"
     expected = jobs.run(train_with_checkpoints, world=2, training=WHOLE, folder=str(tmp_path / "whole"))
     jobs.run(train_with_checkpoints, world=2, training=SHORT, folder=str(kept))
-    assert sorted(path.name for path in kept.iterdir() if path.is_dir()) == ["bamboo_step7", "bamboo_step8"]
+    assert sorted(path.name for path in kept.iterdir() if path.is_dir()) == ["bamboo_step4", "bamboo_step8"]
     folders = {kind: tmp_path / f"damaged{number}" for number, kind in enumerate(KINDS)}
     for kind, folder in folders.items():
         shutil.copytree(kept, folder)
@@ -92,13 +92,13 @@ def test_the_newest_whole_one_is_taken_and_the_damage_is_named(jobs: Jobs, tmp_p
 def test_where_none_is_whole_no_rank_starts_and_nothing_changes(jobs: Jobs, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     jobs.run(train_with_checkpoints, world=2, training=SHORT, folder=str(kept))
-    flip(kept / "bamboo_step7" / LAYER, 0.9)
+    flip(kept / "bamboo_step4" / LAYER, 0.9)
     flip(kept / "bamboo_step8" / LAYER, 0.1)
     before = {path: path.read_bytes() for path in kept.rglob("*") if path.is_file() and path.name != "bamboo.json"}
     refused = jobs.run(train_with_checkpoints, world=2, training=WHOLE, folder=str(kept))
     assert refused.survivors == []
     for output in refused.outputs.values():
-        assert "can be loaded: bamboo_step8 is damaged" in output and "bamboo_step7 is damaged" in output, output
+        assert "can be loaded: bamboo_step8 is damaged" in output and "bamboo_step4 is damaged" in output, output
     assert before == {path: path.read_bytes() for path in before}
     other = jobs.run(train_with_checkpoints, world=2, training=dataclasses.replace(WHOLE, stages=1), folder=str(kept))
     assert other.survivors == []
