@@ -116,12 +116,14 @@ class AgentRecord:
     """A slot's agent, for as long as it runs: the slot's rank, its node, its process.
 
     ``machine``: see :func:`~deepspeed_bamboo.coordination.machine_identity.own_machine`; ``node`` is but a name.
+    ``launcher``: the process there that started it.
     """
 
     rank: int
     node: str
     pid: int
     machine: str = ""
+    launcher: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

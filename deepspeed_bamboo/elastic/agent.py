@@ -142,7 +142,9 @@ class BambooElasticAgent(LocalElasticAgent):
 
     def _invoke_run(self, role: str = "bamboo") -> RunResult:
         registration = self._coordinator.register_agent(
-            AgentRecord(self._slot.rank, self._slot.node, os.getpid(), own_machine()),
+            AgentRecord(
+                self._slot.rank, self._slot.node, os.getpid(), own_machine(), next(iter(self._settings.launchers), 0)
+            ),
             lease_seconds=self._settings.lease_seconds,
         )
         self._registration = registration

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from deepspeed_bamboo.coordination.records import AgentRecord
+from deepspeed_bamboo.coordination.records import AgentRecord, EpochRecord, Member
+from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.elastic.decisions import Action, CheckSlots, Say, WakeAfter
+from deepspeed_bamboo.elastic.exposure import namesakes, not_survived
 from deepspeed_bamboo.elastic.rules import Entry
 from deepspeed_bamboo.elastic.slot import Slot
 from deepspeed_bamboo.elastic.wording import numbered
@@ -32,6 +34,7 @@ class Gathering:
         self._there = {slot.rank}
         self._gone: dict[int, str] = {}  # -> its node
         self._nodes: dict[int, str] = {}
+        self._agents: dict[int, AgentRecord] = {}
         self._asking = False
 
     @property
@@ -43,12 +46,18 @@ class Gathering:
         """The first thing to do."""
         return [WakeAfter(_FIRST_WORD_SECONDS, MISSING)] if self._speaks else []
 
-    def end(self) -> None:
-        """The job has an epoch, or is over."""
-        self._over = True
+    def end(self, epoch: EpochRecord, members: Mapping[WorkerId, Member]) -> list[Action]:
+        """The job has an ``epoch``. At its first, one agent says what of the job's machines is to be known."""
+        first, self._over = not self._over and epoch.number == 0, True
+        if not (first and self._speaks):
+            return []
+        weak = not_survived(epoch, members)
+        return [Say(text) for text in (*namesakes(self._agents), *([] if weak is None else [weak]))]
 
     def note(self, rank: int, agent: AgentRecord | None) -> list[Action]:
         """The agent of a slot has come, or (None) its key is gone."""
+        if agent is not None:
+            self._agents[rank] = agent
         if self._over or rank == self._slot.rank or rank >= self._slot.workers:
             return []
         if agent is not None:

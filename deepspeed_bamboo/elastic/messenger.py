@@ -23,7 +23,7 @@ from deepspeed_bamboo.elastic.courier import Courier, Errand
 from deepspeed_bamboo.elastic.gathering import GONE
 from deepspeed_bamboo.elastic.losses import Presence, probe, settle_loss
 from deepspeed_bamboo.elastic.mailbox import Mailbox
-from deepspeed_bamboo.elastic.slot import Slot, generation_of
+from deepspeed_bamboo.elastic.slot import Slot, generation_of, rank_of
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ class Messenger:
 
     def _has_a_judge(self, member: Member, *, waited_seconds: float) -> bool:
         """Whether there is an agent beside the process of ``member``, which knows better how that ended."""
-        agent = self._coordinator.agents().get(member.rank)
+        agent = self._coordinator.agents().get(rank_of(member.worker))
         if agent is None:
             return False
         if agent.machine and agent.machine == own_machine():

@@ -82,6 +82,11 @@ def generation_of(worker: str) -> int:
     return int(worker.rpartition("-")[2].partition(".")[0])
 
 
+def rank_of(worker: str) -> int:
+    """The slot's rank in a worker's id."""
+    return int(worker.rpartition("-")[0].rpartition("-")[2])
+
+
 def key_part(text: str) -> str:
     """``text`` with everything that cannot be part of a key replaced, at most 64 characters."""
     cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")

@@ -306,10 +306,9 @@ class Supervisor:
 
     def _on_epoch(self, epoch: EpochRecord) -> list[Action]:
         self._epoch = epoch
-        self._gathering.end()
+        actions = self._gathering.end(epoch, self._members)
         if self.worker in epoch.members:
             self._was_member = True
-        actions: list[Action] = []
         if self._was_expelled() and self._own is Own.RUNNING and self._failure is None:
             # One that was not lost leaves by itself, as it was asked to.
             sure = self.worker in epoch.lost

@@ -121,7 +121,7 @@ def again_woken() -> Woken:
 def test_a_stop_before_training_begins_ends_the_job_at_once() -> None:
     stop = changed("stop", "ds_bamboo stop")
     fail, end = starting(agent(0), agent(1)).handle(stop)
-    assert isinstance(fail, Fail) and fail.failure.kind == "interrupted" and end == EndWorker()
+    assert isinstance(fail, Fail) and fail.failure.kind == "stopped" and end == EndWorker()
     assert "before training began (ds_bamboo stop)" in fail.failure.message and "exit code is 1" in fail.failure.message
     assert starting(*ALL, slot=FOUR).handle(stop) == [], "one acts"
     assert starting(*ALL, epoch()).handle(stop) == [], "the workers see to it at a boundary"
@@ -137,7 +137,7 @@ def test_a_stop_before_training_begins_ends_with_1() -> None:
 
 def test_a_machine_that_leaves_before_training_begins_makes_nobody_start_again() -> None:
     job = starting(*ALL, LauncherGone(7, command=False))
-    assert job.handle(WorkerExited("n-0-0", -9, "")) == [Withdraw("n-0-0"), Leave(1)]
+    assert job.handle(WorkerExited("n-0-0", -9, "")) == [Withdraw("n-0-0"), Leave(129)]
 
 
 def test_a_worker_lost_before_training_begins_is_told_of_with_the_attempt() -> None:
