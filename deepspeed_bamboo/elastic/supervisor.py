@@ -9,7 +9,6 @@ from __future__ import annotations
 import signal
 
 from deepspeed_bamboo.coordination import Change, Drain, EpochRecord, JobFailure, Member
-from deepspeed_bamboo.coordination.records import FailureKind
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.elastic.decisions import (
     Action,
@@ -19,7 +18,6 @@ from deepspeed_bamboo.elastic.decisions import (
     CoordinatorGone,
     EndWorker,
     Event,
-    Fail,
     FailureRecorded,
     Finish,
     ForgetDrain,
@@ -44,12 +42,12 @@ from deepspeed_bamboo.elastic.decisions import (
     how_it_ended,
 )
 from deepspeed_bamboo.elastic.error_report import last_line
-from deepspeed_bamboo.elastic.gathering import GONE, MISSING, Gathering
+from deepspeed_bamboo.elastic.gathering import GONE, MISSING
 from deepspeed_bamboo.elastic.interruptions import before_training, by_lost_launcher, by_signal
 from deepspeed_bamboo.elastic.own import Own
 from deepspeed_bamboo.elastic.replacing import RESTART, replace_later
-from deepspeed_bamboo.elastic.rules import TOLD_BY_ONE, Entry, Rules, exit_code
-from deepspeed_bamboo.elastic.slot import Slot
+from deepspeed_bamboo.elastic.rules import TOLD_BY_ONE, Entry, exit_code
+from deepspeed_bamboo.elastic.slot_state import SlotState
 from deepspeed_bamboo.elastic.standing_still import ending, in_words, on_stuck, on_went_on
 from deepspeed_bamboo.elastic.wording import of_drain, of_early_end, of_loss
 from deepspeed_bamboo.protocol import EXIT_DRAINED, EXIT_EXPELLED, EXIT_JOB_FAILED
@@ -62,56 +60,8 @@ _WAIT_FOR_EPOCH_SECONDS = 2.0
 _WAIT_FOR_EXPULSION_SECONDS = 10.0
 
 
-class Supervisor:
-    """The state of one slot and what it knows of its job."""
-
-    def __init__(self, slot: Slot, *, lease_seconds: float, rules: Rules | None = None) -> None:
-        self._slot = slot
-        self._lease_seconds = lease_seconds
-        self._rules = rules or Rules()
-        self._generation = 0
-        self._next_generation = 0
-        self._attempt = 0  # how many workers this slot has replaced since the job began
-        self._joining = self._rules.entry is not Entry.START
-        self._join_due = self._joining
-        self._own = Own.WAITING if self._joining else Own.RUNNING
-        self._synced = False  # whether all that there was has been told
-        self._draining = False
-        self._stopping = False
-        self._exit: WorkerExited | None = None  # of an unexplained end
-        self._epoch: EpochRecord | None = None
-        self._was_member = False
-        self._gathering = Gathering(slot, entry=self._rules.entry)
-        self._members: dict[WorkerId, Member] = {}
-        self._ended: dict[WorkerId, int] = {}  # -> generation
-        self._drained: set[WorkerId] = set()
-        self._failure: JobFailure | None = None
-        self._finished = False
-        self._offered: JobFailure | None = None  # the failure that this agent wants recorded, or has recorded
-        self._offer_pending = False
-        self._code_if_interrupted: int | None = None  # by the first signal that this agent was sent
-        self._leaves_alone: int | None = None  # with this code
-        self._left = False
-
-    @property
-    def worker(self) -> WorkerId:
-        """The id of the current worker."""
-        return self._slot.worker(generation=self._generation, attempt=self._attempt)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the job is complete."""
-        return self._finished
-
-    @property
-    def failure(self) -> JobFailure | None:
-        """Why the job ended, if it failed."""
-        return self._failure
-
-    @property
-    def drained(self) -> bool:
-        """Whether the job goes on elsewhere, as it was asked to."""
-        return self._own is Own.DRAINED or self._draining
+class Supervisor(SlotState):
+    """The decisions of one slot's agent."""
 
     def start(self) -> list[Action]:
         """The first thing to do."""
@@ -208,9 +158,6 @@ class Supervisor:
         self._own = Own.ENDED
         return [MarkEnded(event.worker, self._generation)]
 
-    def _was_expelled(self) -> bool:
-        return self._was_member and self._epoch is not None and self.worker not in self._epoch.members
-
     def _on_left_node(self, event: WorkerExited) -> list[Action]:
         """It left because its node is to be left; the epoch without it may not be known here yet."""
         if self._epoch is not None and self.worker in self._epoch.members:
@@ -244,10 +191,6 @@ class Supervisor:
         self._generation = self._next_generation
         self._join_due, self._joining, self._was_member, self._own = False, True, False, Own.RUNNING
         return [StartWorker(self.worker, self._generation, joining=True)]
-
-    @property
-    def _over(self) -> bool:
-        return self._finished or self._failure is not None
 
     def _on_drain(self, drain: Drain | None) -> list[Action]:
         """The own node is to be left, or (None) not any more."""
@@ -420,22 +363,6 @@ class Supervisor:
         reason = self._gathering.checked(event.absent)
         return self._gathering.go_on() if reason is None else self._end_before_training("slots_lost", reason)
 
-    def _end_before_training(self, kind: FailureKind, message: str) -> list[Action]:
-        """End the job, for all, if it has no epoch yet and this agent acts for it."""
-        if not self._gathering.acts or self._over or self._offered is not None:
-            return []
-        failure = JobFailure(worker=self.worker, kind=kind, message=message, traceback="")
-        return [*self._offer(failure), *self._end_worker()]
-
-    def _interrupt(self, message: str, number: int) -> list[Action]:
-        """End the job, as signal ``number`` does, unless it ends already."""
-        if self._code_if_interrupted is None:
-            self._code_if_interrupted = 128 + number  # also when it is known from another that the job is interrupted
-        if self._failure is not None or self._offered is not None:
-            return self._end_worker()
-        failure = JobFailure(worker=self.worker, kind="interrupted", message=message, traceback="")
-        return [*self._offer(failure), *self._end_worker()]
-
     def _on_launcher_gone(self, event: LauncherGone) -> list[Action]:
         if self._finished and self._own is not Own.RUNNING:
             return []
@@ -444,13 +371,6 @@ class Supervisor:
         reason = "its launcher is gone, which is taken for the loss of this node"
         return self._leave_alone(reason, code=128 + signal.SIGHUP)
 
-    def _leave_alone(self, reason: str, *, code: int) -> list[Action]:
-        """This slot leaves the job, which goes on."""
-        if self._leaves_alone is not None:
-            return []
-        self._leaves_alone = code
-        return [KillWorker(reason)] if self._own is Own.RUNNING else []
-
     def _on_coordinator_gone(self, event: CoordinatorGone) -> list[Action]:
         """Nothing can be recorded any more, so each agent ends on its own."""
         self._offer_pending = False
@@ -458,18 +378,6 @@ class Supervisor:
             return []
         self._failure = JobFailure(worker=self.worker, kind="no_coordinator", message=event.reason, traceback="")
         return [Say(f"the job ends: {event.reason}", once=True), *self._end_worker()]
-
-    def _offer(self, failure: JobFailure) -> list[Action]:
-        self._offered, self._offer_pending = failure, True
-        return [Fail(failure)]
-
-    def _end_worker(self) -> list[Action]:
-        if self._own in (Own.RUNNING, Own.REPLACED):
-            self._own = Own.ENDING
-            return [EndWorker()]
-        if self._own is Own.UNEXPLAINED:
-            self._own = Own.LOST
-        return []
 
     def _on_failure(self, failure: JobFailure) -> list[Action]:
         known, self._failure = self._failure, failure

@@ -1,0 +1,106 @@
+"""What an agent's state machine knows of its slot and its job, and the few steps that many of its decisions share."""
+
+from __future__ import annotations
+
+from deepspeed_bamboo.coordination import EpochRecord, JobFailure, Member
+from deepspeed_bamboo.coordination.records import FailureKind
+from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.elastic.decisions import Action, EndWorker, Fail, KillWorker, WorkerExited
+from deepspeed_bamboo.elastic.gathering import Gathering
+from deepspeed_bamboo.elastic.own import Own
+from deepspeed_bamboo.elastic.rules import Entry, Rules
+from deepspeed_bamboo.elastic.slot import Slot
+
+
+class SlotState:
+    """The state of one slot and what it knows of its job."""
+
+    def __init__(self, slot: Slot, *, lease_seconds: float, rules: Rules | None = None) -> None:
+        self._slot = slot
+        self._lease_seconds = lease_seconds
+        self._rules = rules or Rules()
+        self._generation = 0
+        self._next_generation = 0
+        self._attempt = 0  # how many workers this slot has replaced since the job began
+        self._joining = self._rules.entry is not Entry.START
+        self._join_due = self._joining
+        self._own = Own.WAITING if self._joining else Own.RUNNING
+        self._synced = False  # whether all that there was has been told
+        self._draining = False
+        self._stopping = False
+        self._exit: WorkerExited | None = None  # of an unexplained end
+        self._epoch: EpochRecord | None = None
+        self._was_member = False
+        self._gathering = Gathering(slot, entry=self._rules.entry)
+        self._members: dict[WorkerId, Member] = {}
+        self._ended: dict[WorkerId, int] = {}  # -> generation
+        self._drained: set[WorkerId] = set()
+        self._failure: JobFailure | None = None
+        self._finished = False
+        self._offered: JobFailure | None = None  # the failure that this agent wants recorded, or has recorded
+        self._offer_pending = False
+        self._code_if_interrupted: int | None = None  # by the first signal that this agent was sent
+        self._leaves_alone: int | None = None  # with this code
+        self._left = False
+
+    @property
+    def worker(self) -> WorkerId:
+        """The id of the current worker."""
+        return self._slot.worker(generation=self._generation, attempt=self._attempt)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the job is complete."""
+        return self._finished
+
+    @property
+    def failure(self) -> JobFailure | None:
+        """Why the job ended, if it failed."""
+        return self._failure
+
+    @property
+    def drained(self) -> bool:
+        """Whether the job goes on elsewhere, as it was asked to."""
+        return self._own is Own.DRAINED or self._draining
+
+    @property
+    def _over(self) -> bool:
+        return self._finished or self._failure is not None
+
+    def _was_expelled(self) -> bool:
+        return self._was_member and self._epoch is not None and self.worker not in self._epoch.members
+
+    def _end_before_training(self, kind: FailureKind, message: str) -> list[Action]:
+        """End the job, for all, if it has no epoch yet and this agent acts for it."""
+        if not self._gathering.acts or self._over or self._offered is not None:
+            return []
+        failure = JobFailure(worker=self.worker, kind=kind, message=message, traceback="")
+        return [*self._offer(failure), *self._end_worker()]
+
+    def _interrupt(self, message: str, number: int) -> list[Action]:
+        """End the job, as signal ``number`` does, unless it ends already."""
+        if self._code_if_interrupted is None:
+            self._code_if_interrupted = 128 + number  # also when it is known from another that the job is interrupted
+        if self._failure is not None or self._offered is not None:
+            return self._end_worker()
+        failure = JobFailure(worker=self.worker, kind="interrupted", message=message, traceback="")
+        return [*self._offer(failure), *self._end_worker()]
+
+    def _leave_alone(self, reason: str, *, code: int) -> list[Action]:
+        """This slot leaves the job, which goes on."""
+        if self._leaves_alone is not None:
+            return []
+        self._leaves_alone = code
+        return [KillWorker(reason)] if self._own is Own.RUNNING else []
+
+    def _offer(self, failure: JobFailure) -> list[Action]:
+        self._offered, self._offer_pending = failure, True
+        return [Fail(failure)]
+
+    def _end_worker(self) -> list[Action]:
+        if self._own in (Own.RUNNING, Own.REPLACED):
+            self._own = Own.ENDING
+            return [EndWorker()]
+        if self._own is Own.UNEXPLAINED:
+            self._own = Own.LOST
+        return []
