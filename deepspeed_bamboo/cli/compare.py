@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from deepspeed_bamboo.eventlog.summary import PAUSE_PARTS, FailoverSummary, RunSummary, differences, load_run
 
-_BAR_WIDTH = 24
+_BAR_WIDTH = 10
+_LINE_WIDTH = 80
+_SHOWN_LOST = 3
 
 
 def add_parser(subparsers: Any) -> None:
@@ -38,8 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     for line in pauses(other):
         print(line)
     problems = differences(reference, other)
-    print(f"digest {arguments.names[0]}: {reference.digest}")
-    print(f"digest {arguments.names[1]}: {other.digest}")
+    for name, digest in zip(arguments.names, (reference.digest, other.digest), strict=True):
+        print(f"digest {name}:\n  {digest}")
     problems += _unmet(reference, other, failovers=arguments.failovers, minimum_fall=arguments.minimum_fall)
     for problem in problems:
         print(f"NOT AS IT SHOULD BE: {problem}")
@@ -58,7 +61,7 @@ def curves(reference: RunSummary, other: RunSummary, *, names: tuple[str, ...]) 
     for step in steps:
         one, another = reference.losses.get(step), other.losses.get(step)
         verdict = "equal" if repr(one) == repr(another) else "DIFFERENT"
-        note = f"  <- {', '.join(failed[step].lost)} lost and taken over" if step in failed else ""
+        note = f"  <- {_note(failed[step].lost)} taken over" if step in failed else ""
         left, right = (f"{_curve_cell(loss, highest=highest):<{column}}" for loss in (one, another))
         yield f"{step:>4}  {left}{right}{verdict}{note}"
 
@@ -66,10 +69,14 @@ def curves(reference: RunSummary, other: RunSummary, *, names: tuple[str, ...]) 
 def pauses(summary: RunSummary) -> Iterator[str]:
     """Each failover of a run with its pause split into its parts."""
     for failover in summary.failovers:
-        yield f"failover in step {failover.step}, epoch {failover.epoch}: {', '.join(failover.lost)} lost"
-        yield f"  pause  {_parts(failover)}"
+        yield f"failover in step {failover.step}: {_shown(failover.lost)} lost; epoch {failover.epoch} begins"
+        yield from textwrap.wrap(
+            f"pause {_parts(failover)}", _LINE_WIDTH, initial_indent="  ", subsequent_indent="    "
+        )
         if failover.kill_to_recompute_seconds is not None:
             yield f"  (from the kill to the first recomputed instruction {failover.kill_to_recompute_seconds:.3f} s)"
+    if summary.failovers:
+        yield "  (an epoch is a membership that all workers have agreed on; a loss begins one)"
 
 
 def _parts(failover: FailoverSummary) -> str:
@@ -77,6 +84,17 @@ def _parts(failover: FailoverSummary) -> str:
     seconds = failover.pause_seconds
     known = [f"{part} {seconds[part]:.3f} s" for part in PAUSE_PARTS if part in seconds and part != "total"]
     return f"{seconds['total']:.3f} s: {', '.join(known)}" if "total" in seconds else ", ".join(known) or "not known"
+
+
+def _note(lost: Sequence[str]) -> str:
+    """The lost coordinates, in what is left of a line."""
+    return f"{lost[0]} lost and" if len(lost) == 1 else f"{len(lost)} lost stages"
+
+
+def _shown(lost: Sequence[str]) -> str:
+    """The lost coordinates, as many as there is room for."""
+    more = f" and {len(lost) - _SHOWN_LOST} more" if len(lost) > _SHOWN_LOST else ""
+    return ", ".join(lost[:_SHOWN_LOST]) + more
 
 
 def _curve_cell(loss: float | None, *, highest: float) -> str:
