@@ -1,6 +1,6 @@
 """What a worker's main thread does at this moment, in a few bytes of memory that its agent reads.
 
-The worker writes them at every instruction, in about a microsecond. Its agent needs no thread of the worker to read
+The worker writes them at every instruction, in a microsecond or two. Its agent needs no thread of the worker to read
 them, so they tell of a main thread that is stuck, whatever holds the GIL. The file is made by the agent, and
 BAMBOO_PULSE_FILE names it to the worker.
 """
@@ -13,7 +13,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from deepspeed_bamboo.protocol import PULSE_FILE
@@ -25,6 +25,7 @@ BEFORE_STEPS = -1
 _RECORD = struct.Struct("<dqB79s")
 SIZE_BYTES = _RECORD.size
 _READS = 5
+_KEPT_TEXTS = 20_000
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Pulse:
     def __init__(self, memory: mmap.mmap | bytearray) -> None:
         """``memory`` has room for SIZE_BYTES."""
         self._memory, self._thread = memory, threading.get_ident()
+        self._texts: dict[Hashable, bytes] = {}
         self._step, self._waiting, self._doing = BEFORE_STEPS, False, IN_SCRIPT.encode()
 
     @classmethod
@@ -61,9 +63,14 @@ class Pulse:
                     os.close(descriptor)
         return cls(bytearray(SIZE_BYTES))
 
-    def at(self, doing: str) -> None:
-        """The main thread begins with ``doing``: an instruction, an activity, or IN_SCRIPT."""
-        self._doing, self._waiting = doing.encode()[:79], False
+    def at(self, doing: Hashable) -> None:
+        """The main thread begins with ``doing``, shown as its text: an instruction, an activity, or IN_SCRIPT."""
+        text = self._texts.get(doing)
+        if text is None:  # the same few thousand instructions come again in every step
+            if len(self._texts) >= _KEPT_TEXTS:
+                self._texts.clear()
+            text = self._texts[doing] = str(doing).encode()[:79]
+        self._doing, self._waiting = text, False
         self._write()
 
     def waits(self, waiting: bool) -> None:

@@ -134,6 +134,12 @@ class EtcdStore:
 
         self._connection.call(ask)
 
+    def database_bytes(self) -> int:
+        """How large the file of a server is; where it reaches the server's quota, nothing more can be written."""
+        request = etcdrpc.StatusRequest()
+        answer, _ = self._connection.call(lambda stubs, timeout: stubs.maintenance.Status(request, timeout=timeout))
+        return int(answer.dbSize)
+
     def close(self) -> None:
         self._connection.close()
         for watch in self._watches:

@@ -49,6 +49,7 @@ class Stubs:
     kv: Any
     lease: Any
     watch: Any
+    maintenance: Any
     token: TokenInterceptor | None = None
 
     def forget_token(self) -> None:
@@ -153,7 +154,8 @@ class EtcdConnection:
                 channel, username=self._guard.username, password=lambda: self._guard.password(os.environ)
             )
             channel = grpc.intercept_channel(channel, token)
-        return Stubs(index, etcdrpc.KVStub(channel), etcdrpc.LeaseStub(channel), etcdrpc.WatchStub(channel), token)
+        kv, lease, watch = etcdrpc.KVStub(channel), etcdrpc.LeaseStub(channel), etcdrpc.WatchStub(channel)
+        return Stubs(index, kv, lease, watch, etcdrpc.MaintenanceStub(channel), token)
 
     def _unavailable(self, start: float, reason: str) -> CoordinatorUnavailable:
         names = [str(endpoint) for endpoint in self.endpoints]

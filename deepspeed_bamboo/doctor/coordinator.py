@@ -15,6 +15,8 @@ from deepspeed_bamboo.doctor.finding import Finding, warning
 from deepspeed_bamboo.doctor.subject import Subject
 
 _WRITES = 5
+_QUOTA_BYTES = 2 * 1024**3
+_FULL_SHARE = 0.5
 _SLOW_SHARE = 1 / 30  # of the lease: a loss takes several writes, one after the other
 _LEASE_SECONDS = 10.0
 
@@ -34,6 +36,7 @@ def check_coordinator(subject: Subject) -> Iterator[Finding]:
         try:
             store.ping(within_seconds=settings.connect_timeout_seconds)
             yield from _written(store, text, prefix=settings.prefix, lease_seconds=settings.lease_seconds)
+            yield from room(text, store.database_bytes())
         except (CoordinationError, EndpointError) as error:
             unreachable.append(text)
             yield Finding(
@@ -45,6 +48,16 @@ def check_coordinator(subject: Subject) -> Iterator[Finding]:
             store.close()
     if len(settings.endpoints) == 2:
         yield warning("etcd with 2 members stops when one of them is away", "use 1 member or 3")
+
+
+def room(endpoint: str, database_bytes: int) -> Iterator[Finding]:
+    """What is left until etcd takes nothing more, if its quota is the default one."""
+    if database_bytes > _QUOTA_BYTES * _FULL_SHARE:
+        yield warning(
+            f"the database of etcd at {endpoint} has {database_bytes / 1e6:.0f} MB; at its quota (2147 MB by default) "
+            "it takes nothing more, and a loss waits",
+            "compact and defragment it; start it with --auto-compaction-mode=periodic --auto-compaction-retention=1h",
+        )
 
 
 def _written(store: EtcdStore, endpoint: str, *, prefix: str, lease_seconds: float) -> Iterator[Finding]:

@@ -355,7 +355,7 @@ class BambooPipelineEngine(FedEngine):
                 if instruction.coordinate is not None:
                     self.executor.execute(instruction, context)
                     continue
-                self.session.pulse.at(str(instruction))
+                self.session.pulse.at(instruction)
                 if instruction.op is not Op.STEP:
                     self.executor.leave_passes()
                     self.iteration_end.execute(instruction, context)

@@ -9,6 +9,7 @@ from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.job import JobCoordinator
 from deepspeed_bamboo.coordination.memory import MemoryStore
 from deepspeed_bamboo.coordination.server import PrivateEtcd
+from deepspeed_bamboo.doctor.coordinator import room
 from deepspeed_bamboo.runtime.job.status import StatusTeller, period_seconds
 from tests.coordination.helpers import unique_name, wait_until
 
@@ -59,3 +60,12 @@ def test_history_is_compacted_when_asked_for(etcd_server: PrivateEtcd) -> None:
         store._range(old)
     job.clean_up()
     store.close()
+
+
+def test_doctor_looks_at_the_room_that_is_left(etcd_server: PrivateEtcd) -> None:
+    store = EtcdStore([etcd_server.endpoint])
+    assert 0 < store.database_bytes() < 100_000_000
+    store.close()
+    assert list(room("e:1", 900_000_000)) == []
+    (finding,) = room("e:1", 1_500_000_000)
+    assert "1500 MB" in str(finding) and "compact" in str(finding)

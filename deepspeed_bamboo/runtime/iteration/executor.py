@@ -104,7 +104,7 @@ class Executor:
         """Carry out one instruction of a coordinate. Raises what interrupts a wait, and user errors."""
         if instruction.micro_batch is None:
             raise ValueError(f"{instruction} is not an instruction of a coordinate")
-        self._engine.session.pulse.at(str(instruction))
+        self._engine.session.pulse.at(instruction)
         replica = self._replica(instruction)
         deferred = self._deferral.covers(instruction, replica)
         if not deferred:
