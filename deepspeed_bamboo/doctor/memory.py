@@ -38,16 +38,17 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
 
 
 def state_bytes(subject: Subject, *, shadow: bool) -> int:
-    """Of the worker with most of it. A shadow is the next stage's state."""
-    if subject.model is None or subject.grid is None:
+    """Of the worker with most of it. A shadow is the next stage's state; fewer workers than stages host several."""
+    if subject.model is None or subject.grid is None or subject.workers is None:
         return 0
-    pipelines, _ = subject.grid
+    pipelines, stages = subject.grid
+    hosted = max(1, -(-pipelines * stages // subject.workers))
     parameters = subject.model.stage_parameters
     each = _bytes_each(subject.settings, pipelines)
     own = [round(count * each) for count in parameters]
     if not shadow:
-        return max(own)
-    return max(here + there for here, there in zip(own, own[1:] + own[:1], strict=True))
+        return hosted * max(own)
+    return hosted * max(here + there for here, there in zip(own, own[1:] + own[:1], strict=True))
 
 
 def _bytes_each(settings: Mapping[str, Any], pipelines: int) -> float:

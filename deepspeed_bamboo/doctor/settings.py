@@ -21,13 +21,14 @@ def check_settings(subject: Subject) -> Iterator[Finding]:
             model=ModelKind.PIPELINE,
             model_name="PipelineModule",
             stages=subject.stages,
-            world_size=subject.workers or subject.stages or 1,
+            world_size=subject.stages or 1,  # any number of workers will do
             optimizer=OptimizerSource.JSON,
         )
     except ConfigError as error:
         for problem in error.problems:
             what, _, remedy = problem.rpartition("; ")
             yield Finding(what or problem, remedy)
+    yield from _grid_findings(subject)
     model = subject.model
     if model is not None and subject.stages is not None and subject.stages > model.layers:
         yield Finding(
@@ -36,6 +37,21 @@ def check_settings(subject: Subject) -> Iterator[Finding]:
         )
     if subject.settings:
         yield from _batch_findings(subject)
+
+
+def _grid_findings(subject: Subject) -> Iterator[Finding]:
+    if subject.grid is None or subject.workers is None:
+        return
+    pipelines, stages = subject.grid
+    apart = subject.workers - pipelines * stages
+    what = f"{subject.workers} workers train {pipelines} pipelines of {stages} stages"
+    if apart > 0:
+        yield warning(f"{what}, and {apart} stand by", "choose stages that divide the workers, or keep them as spares")
+    elif apart < 0:
+        most = -(-pipelines * stages // subject.workers)
+        yield warning(
+            f"{what}: some host {most} stages and hold all others up", "start more workers, or train fewer pipelines"
+        )
 
 
 def _batch_findings(subject: Subject) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_bamboo.config.section import BambooConfig
+from deepspeed_bamboo.core.seating import logical_grid
 from deepspeed_bamboo.doctor.machine import Machine
 from deepspeed_bamboo.errors import ConfigError
 
@@ -59,11 +60,12 @@ class Subject:
 
     @property
     def grid(self) -> tuple[int, int] | None:
-        """Pipelines and stages; None where they are not known or do not fit."""
+        """Pipelines and stages; None where nothing says how many workers there will be."""
         workers, stages = self.workers, self.stages or self.workers
-        if workers is None or stages is None or workers % stages:
+        if workers is None or stages is None:
             return None
-        return workers // stages, stages
+        grid = logical_grid(stages=stages, workers=workers, pipelines=self.section.topology.pipelines)
+        return grid.pipelines, grid.stages
 
 
 def read_hosts(path: Path) -> tuple[Host, ...]:

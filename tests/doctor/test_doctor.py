@@ -149,7 +149,12 @@ FAULTS: dict[str, tuple[dict[str, Any], bool, str, str]] = {
         "alexnet has 3 layers, too few for 4 stages",
         "at most 3 stages",
     ),
-    "17 workers that no stages fit": ({"stages": 5}, True, "16 workers can't be divided", "15 or 20 workers"),
+    "17 workers that have nothing to do": (
+        {"stages": 5},
+        False,
+        "16 workers train 3 pipelines of 5 stages, and 1 stand by",
+        "stages that divide the workers",
+    ),
     "18 a batch that does not fit the grid": (
         {"settings": {**SETTINGS, "train_batch_size": 100}},
         True,
@@ -200,6 +205,7 @@ def test_a_fault_is_found_with_its_remedy(name: str, etcd: str) -> None:
             True,
             "notices.source is 'gcp', and its metadata service does not answer",
         ),
+        ({"topology": {"zones": "a", "pipelines": 5}}, False, "16 workers train 5 pipelines of 4 stages: some host 2"),
         ({"coordinator": {}}, False, "etcd runs on n0, and the job ends with that machine"),
     ],
 )
