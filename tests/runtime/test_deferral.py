@@ -43,6 +43,7 @@ SWEEP = [
     Training("late-checkpointed", 4, steps=5, dropout=0.3, settings=BF16, module=CHECKPOINTED),
     Training("late-tied", 4, steps=5, layers="tied", settings={**CLIPPED, **BF16}),
     Training("late-fp32", 4, steps=5, layers="averaged", dropout=0.3, settings=CLIPPED),
+    Training("late-statistics", 4, steps=5, layers="normalised", settings=CLIPPED),
     Training("late-fp16", 4, steps=5, settings={**CLIPPED, **FP16}, spikes=SPIKES),
 ]
 

@@ -75,6 +75,12 @@ DEFAULT = [
         ),
         ONE_BY_FOUR,
     ),
+    # Graphs of several micro-batches have noted batch norm's statistics when a forward is repeated on earlier ones.
+    (
+        4,
+        Training("recomputed-statistics-1x4", 4, steps=5, layers="normalised", bamboo={**EAGER, **CHECKED}),
+        ONE_BY_FOUR,
+    ),
     # The last stage, of which a shadow that keeps only inputs has done nothing, and then the first.
     (
         3,

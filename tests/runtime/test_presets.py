@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 
 from deepspeed_bamboo.config.section import load_deepspeed_settings
 from deepspeed_bamboo.models.batches import BatchShape, StepBatches
-from deepspeed_bamboo.models.catalog import MODELS, DataPaths, model_named
+from deepspeed_bamboo.models.catalog import MODELS, model_named
 from deepspeed_bamboo.models.costs import layer_costs
 from deepspeed_bamboo.models.partition import BalancedPipeline
+from tests.models.whole import little_data
 from tests.runtime.jobs import Jobs
 from tests.runtime.scenarios import Training, build_module
 
@@ -62,6 +64,7 @@ def tiny(model: str) -> str:
 def train_presets(presets: list[Preset], checkpoints: str) -> dict[str, Any]:
     """A few steps of each; losses, and the mode that was used."""
     results = {}
+    gc.freeze()  # DeepSpeed collects garbage several times for each engine, through all that is imported
     for preset in presets:
         print(f"preset {preset.name}", flush=True)
         section = dict(preset.settings["bamboo"])
@@ -91,7 +94,7 @@ def train_preset(preset: Preset, training: Training) -> list[float]:
 
     engine = build_module(training, make_module)
     shape = BatchShape(micro_batch_size=2, micro_batches=MICRO_BATCHES, pipelines=WORKERS // preset.stages)
-    data = model.open_data(DataPaths(), 0)
+    data = model.open_data(little_data(model.name), 0)
 
     def source(pipeline: int, step: int) -> StepBatches:
         return StepBatches(data, shape=shape, current_step=lambda: int(engine.global_steps), pipeline=pipeline)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from deepspeed_bamboo.models.batches import BatchShape, StepBatches
-from deepspeed_bamboo.models.catalog import DataPaths, model_named
+from deepspeed_bamboo.models.catalog import model_named
 from deepspeed_bamboo.models.costs import layer_costs
 from deepspeed_bamboo.models.partition import BalancedPipeline
+from tests.models.whole import little_data
 from tests.runtime.jobs import JobResult, Jobs
 from tests.runtime.scenarios import Training, build_module, hashes, wait_for_joiners
 
@@ -43,7 +44,7 @@ def train_model(name: str, training: Training, waits: dict[str, int]) -> dict[st
     )
     engine = build_module(training, module_of)
     shape = BatchShape(micro_batch_size=2, micro_batches=training.micro_batches)
-    data = model.open_data(DataPaths(), 1)
+    data = model.open_data(little_data(name), 1)
 
     def source(pipeline: int, step: int) -> StepBatches:
         return StepBatches(data, shape=shape, current_step=lambda: int(engine.global_steps), pipeline=pipeline)

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 
 
+# Kernels change some buffers without torch counting it: batch norm its statistics. Those are small.
+_COUNTED_NUMBERS = 1 << 16
+
+
 @dataclass(frozen=True)
 class BufferState:
     """A module's buffers at one moment, with the count of changes that torch keeps for each."""
@@ -24,13 +28,18 @@ class BufferState:
 
 
 def buffer_state(module: torch.nn.Module, *, previous: BufferState | None) -> BufferState:
-    """Copies of ``module``'s buffers; those unchanged since ``previous`` are shared with it."""
+    """Copies of ``module``'s buffers; large ones that are unchanged since ``previous`` are shared with it."""
     values, versions = [], []
     for index, buffer in enumerate(module.buffers()):
-        unchanged = previous is not None and previous.versions[index] == buffer._version
+        unchanged = previous is not None and _is_counted(buffer) and previous.versions[index] == buffer._version
         values.append(previous.values[index] if unchanged and previous is not None else buffer.clone())
         versions.append(buffer._version)
     return BufferState(tuple(values), tuple(versions))
+
+
+def _is_counted(buffer: torch.Tensor) -> bool:
+    """Whether torch's count of changes tells all about ``buffer``."""
+    return buffer.numel() > _COUNTED_NUMBERS
 
 
 def keep_only_input(replica: StageReplica, micro_batch: int, forward: Callable[[], None]) -> None:
@@ -69,7 +78,14 @@ def _buffers_as_in(state: BufferState, module: torch.nn.Module) -> Iterator[None
 
 
 def restore_buffers(state: BufferState, module: torch.nn.Module) -> None:
-    """Give ``module``'s buffers the values that they had at ``state``."""
+    """Give ``module``'s buffers the values that they had at ``state``.
+
+    Graphs of other micro-batches may have noted a buffer, as batch norm's do, and would refuse one that was changed as
+    far as torch counts. So small ones are changed uncounted, and large ones only where they differ.
+    """
     with torch.no_grad():
-        for buffer, value in zip(module.buffers(), state.values, strict=True):
-            buffer.copy_(value)
+        for buffer, value, version in zip(module.buffers(), state.values, state.versions, strict=True):
+            if not _is_counted(buffer):
+                buffer.data.copy_(value)
+            elif buffer._version != version:
+                buffer.copy_(value)
