@@ -67,12 +67,15 @@ def subject_of(arguments: argparse.Namespace) -> Subject:
     return Subject(**{**vars(subject), "stages": stages, "model": _facts(arguments.model, stages)})
 
 
-def _facts(name: str, stages: int) -> ModelFacts:
+def _facts(name: str, stages: int) -> ModelFacts | None:
+    """None without torch or deepspeed, which the checks then tell of."""
     # Only where it is asked for: this imports torch and deepspeed, which takes seconds and prints warnings.
-    from deepspeed_bamboo.models.catalog import model_named
-    from deepspeed_bamboo.models.costs import layer_costs, layer_parameters
-    from deepspeed_bamboo.models.partition import balanced_parts
-
+    try:
+        from deepspeed_bamboo.models.catalog import model_named
+        from deepspeed_bamboo.models.costs import layer_costs, layer_parameters
+        from deepspeed_bamboo.models.partition import balanced_parts
+    except ImportError:
+        return None
     try:
         model = model_named(name)
     except ValueError as error:

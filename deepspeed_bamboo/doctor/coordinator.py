@@ -30,7 +30,7 @@ def check_coordinator(subject: Subject) -> Iterator[Finding]:
     except EndpointError as error:
         yield Finding(str(error), "etcd can't be asked before that is right")
         return
-    unreachable = []
+    away: list[str] = []
     for text in settings.endpoints:
         store = EtcdStore([Endpoint.parse(text)], guard=guard, call_timeout_seconds=settings.connect_timeout_seconds)
         try:
@@ -38,14 +38,15 @@ def check_coordinator(subject: Subject) -> Iterator[Finding]:
             yield from _written(store, text, prefix=settings.prefix, lease_seconds=settings.lease_seconds)
             yield from room(text, store.database_bytes())
         except (CoordinationError, EndpointError) as error:
-            unreachable.append(text)
-            yield Finding(
-                f"etcd at {text}: {error}",
-                "start it, or open its port to this machine; one member of several may be away for a while",
-                blocker=len(unreachable) * 2 > len(settings.endpoints),
-            )
+            away.append(f"etcd at {text}: {error}")
         finally:
             store.close()
+    for problem in away:
+        yield Finding(
+            problem,
+            "start it, or open its port to this machine; fewer than half of the members may be away for a while",
+            blocker=2 * len(away) >= len(settings.endpoints),
+        )
     if len(settings.endpoints) == 2:
         yield warning("etcd with 2 members stops when one of them is away", "use 1 member or 3")
 

@@ -21,10 +21,12 @@ def check_hosts(subject: Subject) -> Iterator[Finding]:
     by_address: dict[str, list[str]] = defaultdict(list)
     for name in names:
         address = subject.machine.resolve(name)
-        if address is None:
-            yield Finding(f"host {name} has no address here", "correct the host file, or make the name known (DNS)")
-        else:
-            by_address[address].append(name)
+        by_address[address or ""].append(name)
+    unknown = by_address.pop("", [])
+    if unknown:
+        yield Finding(
+            f"{', '.join(unknown)}: no such host is known here", "correct the host file, or make the names known (DNS)"
+        )
     for address, same in by_address.items():
         if len(same) > 1:
             yield Finding(

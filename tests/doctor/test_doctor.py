@@ -134,7 +134,7 @@ FAULTS: dict[str, tuple[dict[str, Any], bool, str, str]] = {
     "14 a host without address": (
         {"machine": FakeMachine(names={"n0": "10.0.0.1", "n1": "10.0.0.2", "n2": "10.0.0.3"})},
         True,
-        "host n3 has no address",
+        "n3: no such host is known here",
         "DNS",
     ),
     "15 ZeRO stage 2": (
@@ -219,10 +219,16 @@ def test_an_etcd_that_is_away_blocks_and_one_of_three_does_not(etcd: str) -> Non
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         nowhere = f"127.0.0.1:{probe.getsockname()[1]}"
-    for endpoints, blocks in (([nowhere], True), ([nowhere, etcd, etcd.replace("127.0.0.1", "localhost")], False)):
+    also_nowhere, same = nowhere.replace("127.0.0.1", "localhost"), etcd.replace("127.0.0.1", "localhost")
+    for endpoints, blocks in (
+        ([nowhere], [True]),
+        ([nowhere, etcd, same], [False]),
+        ([nowhere, also_nowhere, etcd], [True] * 2),
+    ):
         settings = {"endpoints": endpoints, "connect_timeout_seconds": 0.5}
-        (finding,) = found(subject(section=section(coordinator=settings)))
-        assert f"etcd at {nowhere}: " in finding.what and finding.blocker is blocks
+        findings = found(subject(section=section(coordinator=settings)))
+        assert f"etcd at {nowhere}: " in findings[0].what
+        assert [finding.blocker for finding in findings] == blocks
 
 
 def test_a_slow_etcd_is_told_of(etcd: str, monkeypatch: pytest.MonkeyPatch) -> None:
