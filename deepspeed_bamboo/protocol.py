@@ -20,6 +20,9 @@ STACK_FILE = "BAMBOO_STACK_FILE"  # where the worker's stack is written when it 
 NOTICE_SIGNALS = "BAMBOO_NOTICE_SIGNALS"  # signals that the worker ignores, since its agent handles them
 ETCD_PREFIX = "BAMBOO_ETCD_"  # begins the names of what a guarded etcd asks for
 
+START_DIRECTORY = "BAMBOO_START_DIRECTORY"  # where the job was started: what relative paths of its settings mean
+OTHER_ENGINES = "BAMBOO_OTHER_ENGINES"  # what to do about engines that are not the plugin's: other_engines
+
 # What `ds_bamboo run` puts into the environment of its command: a folder for the notes of its slots, see outcome.py.
 OUTCOME = "BAMBOO_OUTCOME"
 

@@ -157,6 +157,7 @@ def build(name: str, arguments: argparse.Namespace, rank: int) -> dict[str, Any]
     from deepspeed_bamboo.models.transformer import token_loss, transformer_layers
     from deepspeed_bamboo.runtime.initialize import initialize_with
     from deepspeed_bamboo.runtime.recovery.take_over import Failover
+    from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
 
     # Variants share the process, and stock needs its process groups to the end.
     Failover.enter_world = lambda self, record: None  # type: ignore[method-assign]
@@ -180,7 +181,7 @@ def build(name: str, arguments: argparse.Namespace, rank: int) -> dict[str, Any]
     if VARIANTS[name] is not None:
         settings["bamboo"] = {"redundancy": VARIANTS[name]}
     engine, *_ = initialize_with(
-        deepspeed.initialize, model=model, model_parameters=list(model.parameters()), config=settings
+        deepspeed.initialize, ScriptGroups(), model=model, model_parameters=list(model.parameters()), config=settings
     )
     return {"engine": engine, "static_bytes": allocated() - before, "peak_bytes": 0}
 

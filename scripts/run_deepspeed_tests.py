@@ -31,6 +31,7 @@ import torch
 
 from deepspeed_bamboo.config.section import load_deepspeed_settings
 from deepspeed_bamboo.runtime.initialize import initialize_with
+from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
 
 multiprocessing.set_forkserver_preload([__name__])
 # Takes half a minute to compile, and pipelines don't use it.
@@ -50,7 +51,7 @@ def initialize(*args, **kwargs):
         source = {**load_deepspeed_settings(source), "bamboo": REDUNDANCY}
     if source is not None:
         kwargs["config"] = source
-    result = initialize_with(STOCK, *args, **kwargs)
+    result = initialize_with(STOCK, ScriptGroups(), *args, **kwargs)
     print("engine:", type(result[0]).__name__)
     return result
 

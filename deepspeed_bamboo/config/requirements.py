@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -25,6 +27,46 @@ class OptimizerSource(Enum):
     OBJECT = "object"  # an optimizer, or parameter groups, made by the user for one stage's parameters
 
 
+@dataclass(frozen=True)
+class ModelShape:
+    """How a pipeline model is laid out and cut.
+
+    ``axes``: the sizes of the topology's axes by name, in its order. ``places``: for each rank its pipeline and stage,
+    where the topology has both. ``bounds``: the first layer of each stage, and the number of all.
+    """
+
+    axes: Mapping[str, int]
+    places: tuple[tuple[int, int], ...]
+    bounds: tuple[int, ...]
+
+
+def shape_problems(shape: ModelShape) -> Iterator[str]:
+    """What is wrong with a topology or a partition, a sentence each."""
+    axes = dict(shape.axes)
+    cut = {name: size for name, size in axes.items() if name not in ("pipe", "data") and size > 1}
+    shown = ", ".join(f"{name} {size}" for name, size in axes.items())
+    stages, pipelines = axes.get("pipe", 1), axes.get("data", 1)
+    if cut:
+        yield (
+            f"the topology given to PipelineModule cuts layers in parts ({shown}), and tensor parallelism is not "
+            f"supported; give {' and '.join(sorted(cut))} size 1, or run this model without the plugin"
+        )
+    elif "pipe" not in axes:
+        yield f'the topology given to PipelineModule has no axis "pipe" ({shown}); use PipeDataParallelTopology'
+    elif shape.places != tuple((rank % pipelines, rank // pipelines) for rank in range(stages * pipelines)):
+        yield (
+            f"the topology given to PipelineModule has its axes in the order {', '.join(axes)}, so neighbouring ranks "
+            'are neighbouring stages; put "pipe" before "data", as PipeDataParallelTopology(num_pp, num_dp) does'
+        )
+    empty = [stage for stage, (first, stop) in enumerate(itertools.pairwise(shape.bounds)) if first == stop]
+    if empty:
+        named = f"stage {empty[0]}" if len(empty) == 1 else f"stages {', '.join(map(str, empty))}"
+        yield (
+            f"{named} of {stages} {'has' if len(empty) == 1 else 'have'} no layers (the model has {shape.bounds[-1]}); "
+            "use fewer stages, or another partition_method"
+        )
+
+
 def validate_deepspeed_settings(
     settings: Mapping[str, Any],
     *,
@@ -35,18 +77,21 @@ def validate_deepspeed_settings(
     optimizer: OptimizerSource,
     parameter_groups_given: bool = False,
     redundant: bool = True,
+    shape: ModelShape | None = None,
 ) -> None:
     """Raise one ConfigError that lists whatever stands in the way of recovering lost stages.
 
     ``settings``: the DeepSpeed configuration. ``model_name``: the class of the model, for messages.
     ``stages``: None for a model without stages. ``world_size``: workers at the start.
     ``parameter_groups_given``: ``model_parameters`` was given as groups (dicts) and not plain parameters.
-    ``redundant``: False in mode "off", where no worker ever builds another stage's optimizer.
+    ``redundant``: False in mode "off", where no worker ever builds another stage's optimizer. ``shape``: how the model
+    is cut, if it is a pipeline.
     """
     problems = [
         *_model_problems(model, model_name=model_name),
         *zero_problems(settings),
         *_size_problems(stages, world_size=world_size),
+        *(() if shape is None else shape_problems(shape)),
     ]
     if redundant:
         problems += _optimizer_problems(optimizer, parameter_groups_given=parameter_groups_given)

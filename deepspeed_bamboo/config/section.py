@@ -18,6 +18,7 @@ from deepspeed_bamboo.cloud.scripted import parse_script
 from deepspeed_bamboo.config.messages import describe
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.faults import FaultScript
+from deepspeed_bamboo.protocol import START_DIRECTORY
 from deepspeed_bamboo.storage.folders import location_problem
 from deepspeed_bamboo.suggest import nearest
 
@@ -27,13 +28,18 @@ RedundancyMode = Literal["off", "lazy", "eager", "full", "auto"]
 OffloadTarget = Literal["none", "cpu", "recompute"]
 
 
-def _path_to_text(value: object) -> object:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+def _located(value: object) -> object:
+    """A path without ``~``, variables and dots, as it is where the job was started; an address as it is."""
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str) or not text or "://" in text or text.startswith("s3:"):
+        return text
+    start = os.environ.get(START_DIRECTORY) or os.getcwd()  # noqa: PTH109 (a Path would drop a leading //)
+    return os.path.abspath(os.path.join(start, os.path.expandvars(os.path.expanduser(text))))  # noqa: PTH100, PTH111, PTH118
 
 
 # Eleven days: more means "for ever" to nobody, and overflows clocks.
 Seconds = Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)]
-Location = Annotated[str, BeforeValidator(_path_to_text), Field(min_length=1)]
+Location = Annotated[str, BeforeValidator(_located), Field(min_length=1)]
 
 
 class Section(BaseModel):
@@ -270,6 +276,10 @@ class BambooConfig(Section):
 
     hangs: HangsConfig = Field(default_factory=HangsConfig)
     """What is done about a worker that stands still."""
+
+    other_engines: Literal["refuse", "warn"] = "refuse"
+    """What to do when the script makes an engine that is not the plugin's, so that a loss would end the job: refuse
+    (an error), or warn, for one that is not worth protecting."""
 
     event_log: Location | None = None
     """Directory that gets one JSON-lines file per worker; null: no event log."""

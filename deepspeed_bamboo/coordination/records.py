@@ -35,6 +35,7 @@ class Member:
 
     ``rank`` is the global rank that the launcher gave its slot; ``store_port`` is where it would host
     an epoch's store. ``joining``: it came to a job that was running already, and waits to be taken in.
+    ``home``: the rank that its script has in torch's default group when it begins.
     """
 
     worker: WorkerId
@@ -45,6 +46,7 @@ class Member:
     pid: int
     rank: int
     joining: bool = False
+    home: int = -1
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -13,7 +13,10 @@ from deepspeed_bamboo.core.placement import WorkerId
 
 
 def reporter(members: Sequence[WorkerId]) -> WorkerId:
-    """Who prints and writes status for the job, decides on planned changes, and takes and names checkpoints."""
+    """Who writes status for the job, decides on planned changes, and takes and names checkpoints.
+
+    For scripts the one that stands for rank 0 reports, see ``script_ranks.py``.
+    """
     return members[0]
 
 

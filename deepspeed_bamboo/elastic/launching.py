@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,12 @@ from deepspeed_bamboo.elastic.running_job import (
     private_job,
     private_name,
 )
-from deepspeed_bamboo.elastic.settings_source import find_source, load_section
+from deepspeed_bamboo.elastic.settings_source import find_source, load_section, section_in_script
 from deepspeed_bamboo.elastic.slot import Slot, key_part, slot_from_environment
 from deepspeed_bamboo.errors import BambooError
 from deepspeed_bamboo.eventlog.log import check_directory
 from deepspeed_bamboo.news import tell
-from deepspeed_bamboo.protocol import OUTCOME, PIPELINES
+from deepspeed_bamboo.protocol import OTHER_ENGINES, OUTCOME, PIPELINES, START_DIRECTORY
 
 WORKER_MODULE = "deepspeed_bamboo.runtime.main"
 
@@ -79,7 +79,7 @@ def _run(line: CommandLine) -> int:
         if not Path(line.script).is_file():
             raise LaunchError(f"script {line.script!r} is no file in {Path.cwd()}; check the path")
         source = find_source(bamboo_config=line.bamboo_config, arguments=line.arguments)
-        config = None if source is None else load_section(source)
+        config = section_in_script(line.script) if source is None else load_section(source)
         if config is None and speaks:
             print(f"deepspeed_bamboo: {_why_unprotected(source)}", file=sys.stderr, flush=True)
         if config is None or not config.enabled:
@@ -327,7 +327,12 @@ def _settings(slot: Slot, boot: Boot, config: BambooConfig) -> AgentSettings:
     return AgentSettings(
         config.coordinator.lease_seconds,
         rules=rules,
-        environment=(*EtcdGuard.of(config.coordinator).to_environment().items(), *_logical_grid(config)),
+        environment=(
+            *EtcdGuard.of(config.coordinator).to_environment().items(),
+            *_logical_grid(config),
+            (START_DIRECTORY, str(Path.cwd())),
+            (OTHER_ENGINES, config.other_engines),
+        ),
         compact_seconds=_COMPACT_SECONDS if config.coordinator.compact else None,
     )
 
@@ -350,6 +355,7 @@ def _be_agent(
     from deepspeed_bamboo.elastic.agent import BambooElasticAgent
     from deepspeed_bamboo.elastic.starting import CommandStarter
 
+    drop_other_launchers_variables(os.environ)
     starter = CommandStarter(WORKER_MODULE, ["--", *line.script_line])
     agent = BambooElasticAgent(slot, boot, coordinator=coordinator, starter=starter, settings=settings, hooks=hooks)
     try:
@@ -358,6 +364,12 @@ def _be_agent(
         raise LaunchError(f"the agent of rank {slot.rank} lost its coordinator: {error}") from error
     OutcomeNote(os.environ).write(agent.note)
     return agent.exit_code
+
+
+def drop_other_launchers_variables(environment: MutableMapping[str, str]) -> None:
+    """What a launcher of torch's around this command says is about another job: who serves the store, mostly."""
+    for name in [name for name in environment if name.startswith("TORCHELASTIC_")]:
+        del environment[name]
 
 
 def _open(endpoints: Sequence[str], config: BambooConfig) -> EtcdStore:

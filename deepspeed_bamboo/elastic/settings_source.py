@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import hjson  # type: ignore[import-untyped]
 
-from deepspeed_bamboo.config.section import BambooConfig, load_bamboo_section
+from deepspeed_bamboo.config.section import SECTION, BambooConfig, load_bamboo_section, parse_bamboo_section
 from deepspeed_bamboo.errors import ConfigError
 
 _OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--ds_config", "--ds-config", "--deepspeed")
@@ -46,6 +47,38 @@ def load_section(source: str) -> BambooConfig | None:
     if not isinstance(settings, dict):
         raise ConfigError(f"{_shown(source)} holds no JSON object; a DeepSpeed configuration is {{...}}")
     return load_bamboo_section(settings)
+
+
+def section_in_script(script: str) -> BambooConfig | None:
+    """The section that ``script`` puts into a dict by itself, for a command that names no configuration; None if none.
+
+    Found are ``"bamboo": ...`` in a dict and ``config["bamboo"] = ...``, in this file and not in those that it imports.
+    A section that is written out is read, for agents act on some of it; of one that is computed the defaults are taken.
+    Raises ConfigError for a wrong section.
+    """
+    try:
+        tree = ast.parse(Path(script).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return None  # whoever runs it will say what is wrong
+    for node in ast.walk(tree):
+        for value in _values_of_section(node):
+            try:
+                literal = ast.literal_eval(value)
+            except ValueError:
+                return BambooConfig()
+            return parse_bamboo_section(literal)
+    return None
+
+
+def _values_of_section(node: ast.AST) -> Iterator[ast.expr]:
+    if isinstance(node, ast.Dict):
+        pairs = zip(node.keys, node.values, strict=True)
+        yield from (value for key, value in pairs if isinstance(key, ast.Constant) and key.value == SECTION)
+    elif isinstance(node, ast.Assign):
+        for target in node.targets:
+            index = target.slice if isinstance(target, ast.Subscript) else None
+            if isinstance(index, ast.Constant) and index.value == SECTION:
+                yield node.value
 
 
 def hjson_value(source: str) -> Any:

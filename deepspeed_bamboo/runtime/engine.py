@@ -16,15 +16,13 @@ from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.planning import plan_inference
-from deepspeed_bamboo.core.roles import reporter
-from deepspeed_bamboo.core.schedule import Plan
-from deepspeed_bamboo.eventlog.log import EventLog
+from deepspeed_bamboo.core.schedule import Mode, Plan
 from deepspeed_bamboo.pulse import IN_SCRIPT
 from deepspeed_bamboo.runtime.checkpoint.automatic import automatic_checkpoints
 from deepspeed_bamboo.runtime.comm.all_gather import agree
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.comm.peers import Links
-from deepspeed_bamboo.runtime.feeding import FedEngine
+from deepspeed_bamboo.runtime.for_scripts import ScriptEngine, at_work
 from deepspeed_bamboo.runtime.iteration.activity import ActivityState, Round
 from deepspeed_bamboo.runtime.iteration.evaluation import EvaluationRequest, evaluate, go_on_as_others
 from deepspeed_bamboo.runtime.iteration.evaluation_position import EvaluationPositions
@@ -32,8 +30,10 @@ from deepspeed_bamboo.runtime.iteration.executor import FAULT_POINTS, Executor, 
 from deepspeed_bamboo.runtime.iteration.iteration_end import IterationEnd
 from deepspeed_bamboo.runtime.iteration.losses import aggregate_losses, agreed_losses
 from deepspeed_bamboo.runtime.iteration.micro_batches import DataFactory, PipelineData
+from deepspeed_bamboo.runtime.iteration.monitoring import follow_reporter, note_step
 from deepspeed_bamboo.runtime.iteration.redundant_forwards import RedundantForwards
 from deepspeed_bamboo.runtime.iteration.step_event import log_step
+from deepspeed_bamboo.runtime.iteration.supply import DataSupply
 from deepspeed_bamboo.runtime.job import garbage
 from deepspeed_bamboo.runtime.job.mismatched_calls import Where, Whereabouts
 from deepspeed_bamboo.runtime.job.news import tell_once
@@ -42,21 +42,23 @@ from deepspeed_bamboo.runtime.membership.reconfiguration import Reconfiguration
 from deepspeed_bamboo.runtime.membership.starting import agreed_seed, enter_first_epoch
 from deepspeed_bamboo.runtime.recovery.shadow_check import check_shadows
 from deepspeed_bamboo.runtime.recovery.shadow_rebuild import Rebuilding
-from deepspeed_bamboo.runtime.recovery.stage_state import combined_digest, stage_digest
 from deepspeed_bamboo.runtime.recovery.take_over import Failover
 from deepspeed_bamboo.runtime.stock.built_state import take_over_stock_state
+from deepspeed_bamboo.runtime.stock.hosted_view import show_all_hosted
 from deepspeed_bamboo.runtime.stock.hosting import StageHost
 from deepspeed_bamboo.runtime.stock.logical import Exchange
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
+from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
 
 _OPERATION_TIMEOUT_SECONDS = 1800.0  # one transfer may wait for a peer that computes
 _LAST_MESSAGES_SECONDS = 5.0
 
 
-class BambooPipelineEngine(FedEngine):
+class BambooPipelineEngine(ScriptEngine):
     """Hosts one or more stages and shadows; see the module.
 
-    Made by :func:`deepspeed_bamboo.initialize`, which passes ``session``; all other arguments are stock's.
+    Made by :func:`deepspeed_bamboo.initialize`, which passes ``session`` and the groups that the script made; all other
+    arguments are stock's.
     """
 
     # Stock's constructor sets these; it has no types.
@@ -66,13 +68,14 @@ class BambooPipelineEngine(FedEngine):
     catching_up = False
     _said_confined = False
 
-    def __init__(self, *args: Any, session: WorkerSession, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, session: WorkerSession, script_groups: ScriptGroups, **kwargs: Any) -> None:
         # Until the grid is known, every iterator is that of the pipeline in which this worker starts.
         self.data = PipelineData(home=0)
         self.evaluation_data: PipelineData | None = None
         self.evaluated = EvaluationPositions()
         self.next_micro_batch = 0
         self.session = session
+        self.script_groups = script_groups
         self._stage_host: StageHost | None = None
         self._training_set: Any = None
         self.trains_only_trainable = kwargs.get("model_parameters") is not None
@@ -94,6 +97,7 @@ class BambooPipelineEngine(FedEngine):
         self.last_losses: list[Any] = []
         self.mean_loss = 0.0
         take_over_stock_state(self, grid)
+        show_all_hosted(self.module, self._shown_to_script)
         self.forward_seed = agreed_seed(session.config.seed, device=self.device)
         self.iteration_end = IterationEnd(self)
         redundant = RedundantForwards(session.config.redundancy, device=self.device)
@@ -110,9 +114,11 @@ class BambooPipelineEngine(FedEngine):
         )
         self.rebuilding = Rebuilding(self)
         self.failover = Failover(self)
+        self.supply = DataSupply(self, data=lambda: self.data)
         self.reconfiguration = Reconfiguration(self)
         self.checkpoints = automatic_checkpoints(self, session)
         self._place_data()
+        follow_reporter(self)
         self._whereabouts = Whereabouts(session.coordinator, worker=session.worker, where=self._where)
         self._begin(grid)
         self._whereabouts.start()
@@ -134,49 +140,7 @@ class BambooPipelineEngine(FedEngine):
 
     # ---- what users see -------------------------------------------------------------------------------
 
-    @property
-    def is_reporter(self) -> bool:
-        """True on exactly one live worker: the one that should print and merge logs."""
-        record = self.session.interruption.active
-        return record is not None and reporter(record.members) == self.session.worker
-
-    @property
-    def epoch(self) -> int:
-        """Number of the current epoch; it grows by one with every change of membership."""
-        return self.session.interruption.epoch
-
-    @property
-    def event_log(self) -> EventLog:
-        """This worker's event log."""
-        return self.session.events
-
-    def barrier(self) -> None:
-        """Wait until every live worker has come here; survives losses."""
-        self.agree_on("barrier", lambda: None)
-
-    @property
-    def finished(self) -> bool:
-        """True once the job is complete, or was asked to stop: there is no further iteration, leave the loop."""
-        return self.session.finished or self.reconfiguration.stop_agreed
-
-    def log_event(self, event: str, **fields: Any) -> None:
-        """Write an event to this worker's event log, with the current step and epoch."""
-        self.session.log(event, step=self.global_steps, **fields)
-
-    def state_digest(self) -> str:
-        """One sha256 over all parameters and optimizer state in layer order, whatever the placement.
-
-        Collective: every worker calls it, between iterations; all get the same value.
-        """
-
-        def digests() -> dict[str, str]:
-            self.host.save()
-            return {str(replica.coordinate): stage_digest(replica) for replica in self.host.owners()}
-
-        agreed = self.agree_on("digest", digests)
-        parts = {c: digest for value in agreed.values() for c, digest in value.items()}
-        return combined_digest([parts[str(coordinate)] for coordinate in self.job_grid])
-
+    @at_work
     def close(self) -> None:
         """End the job after a last agreement that everybody is done. Called when the script ends; once is enough."""
         if self.session.closed:
@@ -228,14 +192,15 @@ class BambooPipelineEngine(FedEngine):
         else:
             raise RuntimeError("evaluation goes through eval_batch")
 
+    @at_work
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Any:
         """As stock's, and surviving losses: returns the mean loss of the batch on every worker."""
         started = time.perf_counter()
         if data_iter is not None:
             self.set_dataiterator(data_iter)
-        self._require_data()
         self._warn_if_confined()
         self.reconfiguration.run_if_wished()
+        self.supply.agree()
         for replica in self.host.replicas():
             with self.host.hosting(replica):
                 if not self.module.training:  # stock visits every layer, but only the first replica's
@@ -245,10 +210,12 @@ class BambooPipelineEngine(FedEngine):
         self.activate_first()
         loss = super().train_batch()
         log_step(self, seconds=time.perf_counter() - started)
+        note_step(self)
         if self.checkpoints is not None:
             self.checkpoints.take_if_due()
         return loss
 
+    @at_work
     def eval_batch(
         self,
         data_iter: Iterator[Any] | None,
@@ -261,14 +228,15 @@ class BambooPipelineEngine(FedEngine):
         """As stock's, and surviving losses: an evaluation that a loss interrupts is done again from its start."""
         micro_batches = self.micro_batches if num_micro_batches is None else num_micro_batches
         request = EvaluationRequest(micro_batches, return_logits, compute_loss, reduce_output, bcast_loss)
-        go_on_as_others(self, data_iter)
-        self.evaluation_data = PipelineData(self.home)
-        self.evaluation_data.set_iterator(data_iter)
-        self.evaluation_data.set_factory(self._evaluation_factory)
+        data = PipelineData(self.home)
+        data.set_iterator(data_iter)
+        data.set_factory(self._evaluation_factory)
+        self.evaluation_supply = go_on_as_others(self, data_iter, data=data)
+        self.evaluation_data = data
         try:
             return evaluate(self, request)
         finally:
-            self.evaluation_data = None
+            self.evaluation_data = self.evaluation_supply = None
             self.evaluated.advance(data_iter, micro_batches)
 
     def _aggregate_total_loss(self) -> torch.Tensor:
@@ -276,6 +244,7 @@ class BambooPipelineEngine(FedEngine):
 
     # ---- activities -----------------------------------------------------------------------------------
 
+    @at_work
     def perform(self, kind: str, body: Callable[[], None]) -> None:
         """Run ``body`` as the next activity, again after every recovery, until it gets through."""
         self.activity.kind = kind
@@ -289,6 +258,7 @@ class BambooPipelineEngine(FedEngine):
                 self.session.pulse.at("recovery")
                 self.failover.run(cause)
         self.activity.finish()
+        self.failover.script.tidy()
         self.session.pulse.at(IN_SCRIPT)
 
     def agree_on(self, kind: str, value: Callable[[], Any]) -> Round:
@@ -346,6 +316,8 @@ class BambooPipelineEngine(FedEngine):
     def _train_body(self) -> None:
         if not self.activity.rounds:
             self.rebuilding.begin()
+            beforehand = self.failover.modes.planned is not Mode.LAZY
+            self.supply.deliver(micro_batches=self.micro_batches, beforehand=beforehand)
             context = self.context(training=True, micro_batches=self.micro_batches)
             for replica in self.host.owners():
                 self.strike_if_scripted(replica.coordinate, "idle", None)
@@ -423,6 +395,8 @@ class BambooPipelineEngine(FedEngine):
         if self.host.building:
             # A replica under construction gets its values from the owner afterwards.
             return lambda group, operation, tensor: tensor
+        if call is None and not self._working:
+            return self.failover.script.exchange
         if call is None:
             raise RuntimeError("a collective of stock DeepSpeed outside of an iteration's end is not supported")
         return call.exchange  # type: ignore[return-value]

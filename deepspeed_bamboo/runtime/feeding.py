@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from deepspeed_bamboo.core.grid import Coordinate, Grid
+from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.runtime.checkpoint.stage_files import CheckpointedEngine
 from deepspeed_bamboo.runtime.iteration.micro_batches import DataFactory, PipelineData, check_complete, missing_data
+from deepspeed_bamboo.runtime.iteration.supply import DataSupply
 from deepspeed_bamboo.runtime.iteration.training_data import data_set_factory
 from deepspeed_bamboo.runtime.job.session import WorkerSession
 
@@ -19,6 +20,8 @@ class FedEngine(CheckpointedEngine):
     session: WorkerSession
     data: PipelineData
     evaluation_data: PipelineData | None
+    supply: DataSupply
+    evaluation_supply: DataSupply | None = None
     home: int
     next_micro_batch: int
     job_grid: Grid
@@ -55,35 +58,19 @@ class FedEngine(CheckpointedEngine):
         if active is None:
             raise RuntimeError("no stage is active")
         pipeline = active.coordinate.pipeline
+        evaluates = self.evaluation_data is not None
         data = self.data if self.evaluation_data is None else self.evaluation_data
+        supply = self.supply if self.evaluation_supply is None else self.evaluation_supply
+        if not data.has(pipeline) and supply.has(pipeline):
+            return supply.take(pipeline, self.next_micro_batch)
         if not data.has(pipeline) and (self.is_first_stage() or pipeline != self.home):
             raise missing_data(
                 worker=self.session.worker, pipeline=pipeline, home=self.home, why=f"hosts {active.coordinate}"
             )
         batch = data.get(pipeline, self.next_micro_batch, step=self.global_steps, transform=self.batch_fn)
-        if self.evaluation_data is None and self.needs_data():
+        if not evaluates and self.protects:
             check_complete(batch, worker=self.session.worker)
         return batch
-
-    def needs_data(self) -> bool:
-        """True when this worker hosts or shadows a first or last stage and redundancy is on."""
-        return self.protects and bool(self._ends())
-
-    def _ends(self) -> list[Coordinate]:
-        """The first and last stages that this worker hosts or shadows."""
-        held = [] if self._stage_host is None else [replica.coordinate for replica in self.host.replicas()]
-        return [coordinate for coordinate in held if coordinate.stage in (0, self.num_stages - 1)]
-
-    def _require_data(self) -> None:
-        """Raise ConfigError now, rather than in a failover, for data that this worker may come to need."""
-        for coordinate in self._ends() if self.protects else ():
-            if not self.data.has(coordinate.pipeline):
-                raise missing_data(
-                    worker=self.session.worker,
-                    pipeline=coordinate.pipeline,
-                    home=self.home,
-                    why=f"hosts or shadows {coordinate}",
-                )
 
     @property
     def confined(self) -> bool:

@@ -14,7 +14,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
-from deepspeed_bamboo.config.requirements import ModelKind, OptimizerSource, validate_deepspeed_settings
+from deepspeed_bamboo.config.requirements import ModelKind, ModelShape, OptimizerSource, validate_deepspeed_settings
 from deepspeed_bamboo.config.section import SECTION, BambooConfig, load_deepspeed_settings, parse_bamboo_section
 from deepspeed_bamboo.coordination import connect
 from deepspeed_bamboo.core.seating import Seat
@@ -24,6 +24,7 @@ from deepspeed_bamboo.runtime.job.session import WorkerIdentity, WorkerSession
 from deepspeed_bamboo.runtime.job.standalone import is_standalone, standalone_job
 from deepspeed_bamboo.runtime.late_engine import LateEngine
 from deepspeed_bamboo.runtime.restored_engine import RestoredEngine
+from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
 from deepspeed_bamboo.runtime.stock.start_block import StartBlock, block_of
 from deepspeed_bamboo.runtime.stock.world import has_engine
 
@@ -37,11 +38,14 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     the engine is a :class:`BambooPipelineEngine`. Raises ConfigError for settings, models and optimizers that
     cannot be recovered after a loss, before anything is built.
     """
-    return initialize_with(deepspeed.initialize, *args, **kwargs)
+    return initialize_with(deepspeed.initialize, ScriptGroups(), *args, **kwargs)
 
 
-def initialize_with(stock: Initialize, *args: Any, **kwargs: Any) -> Any:
-    """As :func:`initialize`, on top of ``stock`` (DeepSpeed's own function, which a launcher may have replaced)."""
+def initialize_with(stock: Initialize, groups: ScriptGroups, *args: Any, **kwargs: Any) -> Any:
+    """As :func:`initialize`, on top of ``stock`` (DeepSpeed's own function, which a launcher may have replaced).
+
+    ``groups``: those that the script has made so far, and will make.
+    """
     call = inspect.signature(stock).bind(*args, **kwargs)
     settings = _settings(call.arguments)
     section = None if settings is None else settings.get(SECTION)
@@ -66,7 +70,7 @@ def initialize_with(stock: Initialize, *args: Any, **kwargs: Any) -> Any:
     session = WorkerSession(identity, coordinator=connect(environment), config=config, etcd=etcd, start=start)
     if block is not None:
         _take_apart(block, call.arguments)
-    with _engine_class(partial(_kind_of_engine(session), session=session)):
+    with _engine_class(partial(_kind_of_engine(session), session=session, script_groups=groups)):
         return stock(*call.args, **call.kwargs)
 
 
@@ -140,6 +144,7 @@ def _validate(settings: Mapping[str, Any], arguments: Mapping[str, Any], config:
         optimizer=source,
         parameter_groups_given=grouped,
         redundant=redundant,
+        shape=_shape(model) if isinstance(model, PipelineModule) else None,
     )
     scheduler = arguments.get("lr_scheduler")
     if redundant and scheduler is not None and not callable(scheduler):
@@ -148,6 +153,14 @@ def _validate(settings: Mapping[str, Any], arguments: Mapping[str, Any], config:
             "takes over another stage must make one for it; pass a function from optimizer to scheduler, or use "
             'the "scheduler" entry of the DeepSpeed configuration'
         )
+
+
+def _shape(model: PipelineModule) -> ModelShape:
+    topology = model._topo
+    axes = {name: topology.get_dim(name) for name in topology.get_axis_names()}
+    coordinates = [topology.get_coord(rank) for rank in range(topology.world_size())]
+    places = tuple((getattr(c, "data", 0), getattr(c, "pipe", 0)) for c in coordinates)
+    return ModelShape(axes, places, tuple(model.parts))
 
 
 def _check_pipelines(model: Any, config: BambooConfig) -> None:

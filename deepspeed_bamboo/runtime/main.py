@@ -18,6 +18,7 @@ from typing import Any
 import deepspeed
 
 import deepspeed_bamboo
+from deepspeed_bamboo import news
 from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobFailure, connect
 from deepspeed_bamboo.errors import DrainedError, ExpelledError, JobFailedError, JobStoppedError
 from deepspeed_bamboo.protocol import (
@@ -27,14 +28,18 @@ from deepspeed_bamboo.protocol import (
     EXIT_JOB_FAILED,
     EXIT_USER_ERROR,
     JOINING,
+    OTHER_ENGINES,
     PIPELINES,
 )
 from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 from deepspeed_bamboo.runtime.initialize import initialize_with
 from deepspeed_bamboo.runtime.job import garbage
+from deepspeed_bamboo.runtime.job.other_engines import watched
 from deepspeed_bamboo.runtime.membership.joining import alone_in_the_group
 from deepspeed_bamboo.runtime.stock.logical_world import LogicalWorld
+from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
 
+_NOTHING_MADE = "the script has ended and made no engine of the plugin's, so nothing in it was protected from a loss"
 _NOT_FOR_SCRIPTS = (EXIT_JOB_FAILED, EXIT_EXPELLED, EXIT_DRAINED)  # they tell the agent something else
 
 
@@ -70,10 +75,11 @@ def supervised(function: Callable[[], Any]) -> int:
     _prepare_nccl()
     garbage.set_aside_imports()
     engines: list[BambooPipelineEngine] = []
+    groups = ScriptGroups()
     stock = deepspeed.initialize
 
     def initialize(*args: Any, **kwargs: Any) -> Any:
-        result = initialize_with(stock, *args, **kwargs)
+        result = initialize_with(stock, groups, *args, **kwargs)
         if isinstance(result[0], BambooPipelineEngine):
             engines.append(result[0])
         return result
@@ -81,8 +87,11 @@ def supervised(function: Callable[[], Any]) -> int:
     deepspeed.initialize = initialize
     deepspeed_bamboo.initialize = initialize
     try:
-        with _joining_if_told(), LogicalWorld(pipelines=_pipelines_told).watching():
+        world = LogicalWorld(pipelines=_pipelines_told, groups=groups)
+        with watched(BambooPipelineEngine), groups.installed(), _joining_if_told(groups), world.watching():
             code, last_words = _exit_code(function)
+        if code == 0 and not engines and os.environ.get(OTHER_ENGINES):
+            news.tell(_NOTHING_MADE, who=f"rank {os.environ.get('RANK', '?')}")
         for engine in engines:
             if code == 0:
                 engine.close()
@@ -112,12 +121,13 @@ def supervised(function: Callable[[], Any]) -> int:
 
 
 @contextlib.contextmanager
-def _joining_if_told() -> Iterator[None]:
+def _joining_if_told(groups: ScriptGroups) -> Iterator[None]:
     """In a worker that comes to a running job, the script sees the job's process group without taking part in it."""
     if os.environ.get(JOINING) != "1":
         yield
         return
-    with contextlib.closing(connect(os.environ)) as coordinator, alone_in_the_group(os.environ, coordinator):
+    coordinator = connect(os.environ)
+    with contextlib.closing(coordinator), alone_in_the_group(os.environ, coordinator, groups=groups):
         yield
 
 

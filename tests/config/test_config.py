@@ -204,3 +204,19 @@ class TestSources:
     def test_wrong_type_is_named(self) -> None:
         with pytest.raises(ConfigError, match="int"):
             load_bamboo_section(3)  # type: ignore[arg-type]
+
+
+def test_paths_are_those_of_the_place_where_the_job_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("RUN", "seven")
+    monkeypatch.setenv("BAMBOO_START_DIRECTORY", "/started/here")
+    monkeypatch.chdir(tmp_path)
+    found = {
+        text: parse_bamboo_section({"event_log": text}).event_log
+        for text in ("~/log", "$RUN/log", "../log", "/log", "s3://bucket/log")
+    }
+    assert list(found.values()) == [
+        "/home/somebody/log", "/started/here/seven/log", "/started/log", "/log", "s3://bucket/log",
+    ]  # fmt: skip

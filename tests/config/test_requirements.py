@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from deepspeed_bamboo.config.requirements import ModelKind, OptimizerSource, validate_deepspeed_settings
+from deepspeed_bamboo.config.requirements import ModelKind, ModelShape, OptimizerSource, validate_deepspeed_settings
 from deepspeed_bamboo.errors import ConfigError
 
 GOOD: dict[str, Any] = {
@@ -17,6 +18,9 @@ GOOD: dict[str, Any] = {
     "world_size": 4,
     "optimizer": OptimizerSource.JSON,
 }
+
+
+PIPE_DATA = ModelShape({"pipe": 2, "data": 2}, ((0, 0), (1, 0), (0, 1), (1, 1)), (0, 3, 6))
 
 
 def validate(**changes: Any) -> None:
@@ -35,6 +39,8 @@ def validate(**changes: Any) -> None:
         {"optimizer": OptimizerSource.OBJECT, "parameter_groups_given": True, "redundant": False},
         {"stages": 4},
         {"stages": 1, "world_size": 3},
+        {"shape": PIPE_DATA},
+        {"shape": replace(PIPE_DATA, axes={"pipe": 2, "data": 2, "model": 1})},
     ],
 )
 def test_supported(changes: dict[str, Any]) -> None:
@@ -52,6 +58,13 @@ def test_supported(changes: dict[str, Any]) -> None:
         ({"stages": 8}, ["4 workers", "8 stages", "start 8 workers"]),
         ({"optimizer": OptimizerSource.OBJECT}, ["function", "JSON"]),
         ({"parameter_groups_given": True}, ["parameter groups", "function"]),
+        ({"shape": replace(PIPE_DATA, axes={"pipe": 2, "data": 1, "model": 2})}, ["model 2", "tensor parallelism"]),
+        (
+            {"shape": ModelShape({"data": 2, "pipe": 2}, ((0, 0), (0, 1), (1, 0), (1, 1)), (0, 3, 6))},
+            ["order data, pipe", 'put "pipe" before "data"'],
+        ),
+        ({"shape": replace(PIPE_DATA, axes={"data": 4})}, ['no axis "pipe"', "PipeDataParallelTopology"]),
+        ({"shape": replace(PIPE_DATA, bounds=(0, 3, 3))}, ["stage 1 of 2 has no layers", "fewer stages"]),
     ],
 )
 def test_refused_with_value_rule_and_remedy(changes: dict[str, Any], expected: list[str]) -> None:

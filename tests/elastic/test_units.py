@@ -24,9 +24,10 @@ from deepspeed_bamboo.elastic.decisions import Event, Woken
 from deepspeed_bamboo.elastic.error_report import ErrorReport, last_line
 from deepspeed_bamboo.elastic.errors import LaunchError
 from deepspeed_bamboo.elastic.greeting import greeting
+from deepspeed_bamboo.elastic.launching import drop_other_launchers_variables
 from deepspeed_bamboo.elastic.mailbox import Mailbox
 from deepspeed_bamboo.elastic.running_job import private_name
-from deepspeed_bamboo.elastic.settings_source import find_source, load_section
+from deepspeed_bamboo.elastic.settings_source import find_source, load_section, section_in_script
 from deepspeed_bamboo.elastic.slot import key_part, slot_from_environment
 from deepspeed_bamboo.elastic.starting import quiet_grpc
 from deepspeed_bamboo.errors import ConfigError
@@ -336,3 +337,36 @@ with _cleaning_up_when_told_to_end():
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.stdout, done.stderr, done.returncode) == ("cleaned up\n", "", -signal.SIGTERM)
+
+
+# -- what is found in the script, and in the environment -----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("config = {'train_batch_size': 4}", None),
+        ("config = {'bamboo': {}}", BambooConfig()),
+        ("config['bamboo'] = {'seed': 3}", BambooConfig(seed=3)),
+        ("config['bamboo'] = json.loads(os.environ['SECTION'])", BambooConfig()),
+        ("config = {'bamboo': {'enabled': False}}", BambooConfig(enabled=False)),
+        ("no python at all (", None),
+    ],
+)
+def test_a_section_that_a_script_writes_itself_is_found(tmp_path: Path, text: str, wanted: BambooConfig | None) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text, encoding="utf-8")
+    assert section_in_script(str(script)) == wanted
+
+
+def test_a_wrong_section_in_a_script_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("config = {'bamboo': {'sed': 3}}", encoding="utf-8")
+    with pytest.raises(ConfigError, match="did you mean 'seed'"):
+        section_in_script(str(script))
+
+
+def test_what_another_launcher_has_left_in_the_environment_is_dropped() -> None:
+    environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "x", "RANK": "0"}
+    drop_other_launchers_variables(environment)
+    assert environment == {"RANK": "0"}

@@ -86,7 +86,7 @@ def settings_of(training: Training) -> dict[str, Any]:
 
 
 def build(training: Training, *, module_class: type[PipelineModule] = PipelineModule, **arguments: Any) -> Any:
-    """The engine of a run; further ``arguments`` go to ``deepspeed.initialize``."""
+    """The engine of a run; further ``arguments`` go to :func:`build_module`."""
 
     def make_module() -> PipelineModule:
         make = getattr(models, training.layers)
@@ -98,9 +98,15 @@ def build(training: Training, *, module_class: type[PipelineModule] = PipelineMo
     return build_module(training, make_module, **arguments)
 
 
-def build_module(training: Training, make_module: Callable[[], PipelineModule], **arguments: Any) -> Any:
-    """As :func:`build`, for a module that ``make_module`` makes once there is a process group."""
-    _fresh_process_group(training.name)
+def build_module(
+    training: Training, make_module: Callable[[], PipelineModule], fresh: bool = True, **arguments: Any
+) -> Any:
+    """As :func:`build`, for a module that ``make_module`` makes; further ``arguments`` go to ``deepspeed.initialize``.
+
+    ``fresh``: with process groups as at the start of a process; False: :func:`fresh_process_group` was called before.
+    """
+    if fresh:
+        fresh_process_group(training.name)
     torch.manual_seed(11)
     module = make_module()
     os.environ["BAMBOO_JOB"] = f"{os.environ['BAMBOO_JOB'].split('--')[0]}--{training.name}"
@@ -132,7 +138,7 @@ def _loader_helpers(count: int | None) -> Iterator[None]:
         DeepSpeedEngine.deepspeed_io = stock
 
 
-def _fresh_process_group(name: str) -> None:
+def fresh_process_group(name: str) -> None:
     """Process groups as at the start of a process: the plugin's engine has replaced them if one ran before."""
     torch.set_num_threads(1)
     if os.environ.get("BAMBOO_JOINING") == "1":

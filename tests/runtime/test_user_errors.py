@@ -39,14 +39,12 @@ def test_one_stage_pipelines_need_a_data_source(jobs: Jobs) -> None:
     assert "engine.set_data_source(lambda pipeline, step: iterator)" in result.outputs[raised]
 
 
-@pytest.mark.parametrize(
-    ("early", "message"),
-    [(True, "this process has a bamboo engine already"), (False, "A second PipelineModule, which makes groups")],
-)
-def test_a_second_engine_in_a_process_is_refused(jobs: Jobs, early: bool, message: str) -> None:
+@pytest.mark.parametrize("early", [True, False])
+def test_a_second_engine_in_a_process_is_refused(jobs: Jobs, early: bool) -> None:
     result = jobs.run(make_two_engines, world=2, early=early)
     assert set(result.codes) <= {EXIT_USER_ERROR, EXIT_JOB_FAILED}, result.transcript()
-    assert message in result.outputs[result.codes.index(EXIT_USER_ERROR)], result.transcript()
+    said = result.outputs[result.codes.index(EXIT_USER_ERROR)]
+    assert "this process has a bamboo engine already" in said, result.transcript()
 
 
 def test_workers_that_are_started_differently_are_refused(jobs: Jobs) -> None:

@@ -52,7 +52,7 @@ class AutomaticCheckpoints:
         there are checkpoints of which none is whole. Nothing is removed. Warnings are told.
         """
         engine, place, worker = self._engine, self._place, self._engine.session.worker
-        _raise_first(engine.agree_on("checkpoint place", lambda: _problem(place.take) if engine.is_reporter else ""))
+        _raise_first(engine.agree_on("checkpoint place", lambda: _problem(place.take) if engine.leads else ""))
         _raise_first(engine.agree_on("checkpoint seen", lambda: _problem(lambda: place.check_visible(worker=worker))))
         seen: list[Survey] = []
 
@@ -88,7 +88,7 @@ class AutomaticCheckpoints:
         engine, place = self._engine, self._place
 
         def settle() -> tuple[str, list[int]]:
-            if not engine.is_reporter:
+            if not engine.leads:
                 return "", []
             kept: list[int] = []
 
@@ -182,7 +182,7 @@ class AutomaticCheckpoints:
             manifest = rounds.manifest(step, files, digest=engine.state_digest())
 
             def name() -> str:
-                if not engine.is_reporter:
+                if not engine.leads:
                     return ""
                 return _problem(lambda: self._place.name_last(manifest, kept=kept, keep=self._keep))
 
@@ -205,7 +205,7 @@ class _OfEngine:
 
     @property
     def is_reporter(self) -> bool:
-        return self._engine.is_reporter
+        return self._engine.leads
 
     @property
     def owned(self) -> tuple[Coordinate, ...]:

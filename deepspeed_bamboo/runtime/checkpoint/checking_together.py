@@ -22,7 +22,7 @@ def choose_together(engine: BambooPipelineEngine, *, survey: Callable[[], Survey
     """
 
     def seen() -> tuple[str, Any]:
-        if not engine.is_reporter:
+        if not engine.leads:
             return "", None
         try:
             return "", survey().to_json()

@@ -233,11 +233,12 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
                 **options,
             )
         except AssertionError as error:
-            raise CheckpointError(
-                f"the checkpoint {os.path.join(load_dir, tag)!r} lacks files of stage {self.stage_id}"  # noqa: PTH118
-                f"{f' ({error})' if str(error) else ''}: it is incomplete, or of a model with other stages; pass the "
-                "tag of another one"
-            ) from error
+            where, why = Path(load_dir) / tag, f" ({error})" if str(error) else ""
+            problem = wrong_stages(where, stages=self.num_stages) or (
+                f"lacks files of stage {self.stage_id}{why}: it is incomplete, or of a model with other stages; pass "
+                "the tag of another one"
+            )
+            raise CheckpointError(f"the checkpoint {str(where)!r} {problem}") from error
         if apart and path is not None and not load_module_only:
             if isinstance(client_state, dict) and load_optimizer_states:
                 client_state.pop("optimizer", None)  # it was read by another way, so it is no state of the user's
@@ -256,6 +257,22 @@ def _said_what_failed(coordinate: Coordinate, folder: str, tag: str) -> Iterator
             f"stage {coordinate} can't be saved as {tag!r} in {folder!r}: {error}. Is there room, may it be written? "
             "The file latest still names the checkpoint before"
         ) from error
+
+
+def wrong_stages(folder: Path, *, stages: int) -> str | None:
+    """What is wrong with the files of stages in a checkpoint for a job of so many; None where they are all there."""
+    names = (path.name for path in folder.glob("mp_rank_*_model_states.pt"))
+    found = {int(number) for name in names if (number := name.split("_")[2]).isdigit()}
+    missing = sorted(set(range(stages)) - found)
+    if found and found == set(range(len(found))) and len(found) != stages and len(found) > 1:
+        return (
+            f"was saved by a job of {len(found)} stages, and this one has {stages}; start this job with as many, or "
+            "pass the tag of another checkpoint"
+        )
+    if not missing:
+        return None
+    named = f"stage {missing[0]}" if len(missing) == 1 else f"stages {', '.join(map(str, missing))}"
+    return f"lacks files of {named} of {stages}: it is incomplete; pass the tag of another one"
 
 
 def _check_there(folder: Path, tag: str) -> None:
@@ -285,13 +302,19 @@ def _tied_from_files(engine: Any, module: PipelineModule) -> Iterator[None]:
             state = engine.checkpoint_engine.load(path, map_location=torch.device("cpu"))
             with torch.no_grad():
                 for name in comm["weight_attr"]:
-                    module._recursive_getattr(comm["module"], name).copy_(state[name])
+                    weight = module._recursive_getattr(comm["module"], name)
+                    weight.copy_(state[_saved_name(comm["module"], weight, name)])
 
     module._synchronize_tied_weights = read
     try:
         yield
     finally:
         del module._synchronize_tied_weights
+
+
+def _saved_name(tied: torch.nn.Module, weight: torch.Tensor, name: str) -> str:
+    """Under which name ``weight`` is in a state dict: its own where ``name`` is a property that leads to it."""
+    return next((own for own, parameter in tied.named_parameters() if parameter is weight), name)
 
 
 def _file_of_tied(module: PipelineModule, key: str, folder: str) -> str | None:

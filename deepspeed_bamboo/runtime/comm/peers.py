@@ -152,7 +152,13 @@ class Links:
         for the next epoch, since making one may take a name server's time-out; one that failed may be waiting still.
         """
         pair = sorted((self._me, peer), key=self._order.index)
-        host = self._members[pair[0]]
+        with self.store_of(pair[0]) as store:
+            yield c10d.PrefixStore(f"{self._name}/{pair[0]}/{pair[1]}", store), pair[0] == self._me
+
+    @contextmanager
+    def store_of(self, worker: WorkerId) -> Iterator[Any]:
+        """A client, for this use alone, of the store that ``worker`` serves. Raises RuntimeError when it is gone."""
+        host = self._members[worker]
         idle = self._idle_clients[host.address, host.store_port]
         store = (
             idle.pop()
@@ -165,8 +171,13 @@ class Links:
                 timeout=timedelta(seconds=self._timeout_seconds),
             )
         )
-        yield c10d.PrefixStore(f"{self._name}/{pair[0]}/{pair[1]}", store), pair[0] == self._me
+        yield store
         idle.append(store)
+
+    @property
+    def members(self) -> Mapping[WorkerId, Member]:
+        """The members of the epoch."""
+        return self._members
 
     def _channel_to(self, peer: WorkerId) -> Channel:
         with self._store_for(peer) as (store, first):

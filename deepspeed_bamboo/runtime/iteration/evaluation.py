@@ -10,6 +10,8 @@ import torch
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.runtime.iteration.losses import mean_over_pipelines, to_host
+from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
+from deepspeed_bamboo.runtime.iteration.supply import DataSupply
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
 if TYPE_CHECKING:
@@ -27,14 +29,16 @@ class EvaluationRequest:
     broadcast: bool
 
 
-def go_on_as_others(engine: BambooPipelineEngine, iterator: Iterator[Any] | None) -> None:
-    """Bring a late worker's ``iterator`` to where the others' are, which have served evaluations before; collective.
+def go_on_as_others(engine: BambooPipelineEngine, iterator: Iterator[Any] | None, *, data: PipelineData) -> DataSupply:
+    """Before an evaluation with ``data``: learn who has data for it, and give late workers the others' position.
 
-    Otherwise inputs and labels of different samples would meet, if it hosts one end of a pipeline and not the other.
+    A late worker's ``iterator`` goes on where the others' are, which have served evaluations before. Otherwise inputs
+    and labels of different samples would meet, if it hosts one end of a pipeline and not the other. Collective.
     """
-    own = engine.evaluated.of(iterator)
-    positions = engine.agree_on("evaluation position", lambda: own)
-    engine.evaluated.skip(iterator, max(positions.values()) - own)
+    own, supply = engine.evaluated.of(iterator), DataSupply(engine, data=lambda: data)
+    told = engine.agree_on("evaluation position", lambda: (own, supply.own()))
+    engine.evaluated.skip(iterator, max(position for position, _ in told.values()) - own)
+    return DataSupply(engine, data=lambda: data, table={worker: has for worker, (_, has) in told.items()})
 
 
 def evaluate(engine: BambooPipelineEngine, request: EvaluationRequest) -> Any:
@@ -44,7 +48,7 @@ def evaluate(engine: BambooPipelineEngine, request: EvaluationRequest) -> Any:
     the hosts of a last stage have theirs, and the others get None.
     """
     kept: dict[Coordinate, Any] = {}
-    shared = request.compute_loss and (request.broadcast or engine.monitor.enabled)
+    shared = request.compute_loss and (request.broadcast or engine.monitor.wanted)
     shared = shared or (request.reduce_output is not None and engine.is_data_parallel)
 
     def outputs_here() -> dict[str, Any]:
@@ -67,9 +71,8 @@ def evaluate(engine: BambooPipelineEngine, request: EvaluationRequest) -> Any:
     result = _result(engine, request, kept=kept, shared=shared)
     logits = next((replica.attributes.get("outputs") for replica in _last_stages(engine)), None)
     _clean_up(engine, request)
-    if engine.global_rank == 0 and engine.monitor.enabled:
-        engine.summary_events = [("Train/Samples/eval_loss", result.mean().item(), engine.global_samples)]
-        engine.monitor.write_events(engine.summary_events)
+    if engine.monitor.wanted:
+        engine.monitor.note([("Train/Samples/eval_loss", result.mean().item(), engine.global_samples)])
     return (result, logits) if request.return_logits else result
 
 
@@ -82,6 +85,8 @@ def _run_forwards(engine: BambooPipelineEngine, request: EvaluationRequest) -> N
     for replica in engine.host.owners():
         engine.host.restart(replica, micro_batches=request.micro_batches, training=False)
     context = engine.context(training=False, micro_batches=request.micro_batches)
+    if engine.evaluation_supply is not None:
+        engine.evaluation_supply.deliver(micro_batches=request.micro_batches, beforehand=False)
     with torch.no_grad():
         for instruction in engine.instructions(training=False):
             engine.executor.execute(instruction, context)
@@ -101,7 +106,7 @@ def _result(
         for value in engine.activity.previous[0].values():
             agreed.update(value.get("outputs", {}))
         contributed = [agreed[Coordinate(d, engine.num_stages - 1)] for d in range(engine.job_grid.pipelines)]
-        everywhere = request.compute_loss and (request.broadcast or engine.monitor.enabled)
+        everywhere = request.compute_loss and (request.broadcast or engine.monitor.wanted)
         if request.reduce_output is not None and (everywhere or own is not None):
             own = _to_device(mean_over_pipelines(contributed), engine.device)
         elif everywhere and own is None:

@@ -40,9 +40,18 @@ class MicroBatchSource:
     def get(self, micro_batch: int, *, transform: Transform = None) -> Any:
         """Micro-batch number ``micro_batch`` of this iteration. Raises what the iterator raises."""
         while len(self._pulled) <= micro_batch:
-            batch = next(self._iterator) if self._iterator is not None else None
+            batch = None if self._iterator is None else self._next(self._iterator)
             self._pulled.append(transform(batch) if transform is not None else batch)
         return self._pulled[micro_batch]
+
+    def _next(self, iterator: Iterator[Any]) -> Any:
+        try:
+            return next(iterator)
+        except StopIteration:
+            raise StopIteration(
+                f"the data iterator has ended after {self._before + len(self._pulled)} micro-batches, in the middle of "
+                "a job; pass one with more, or one that begins again (deepspeed.utils.RepeatingLoader)"
+            ) from None
 
     def forget(self) -> None:
         """The iteration is committed: the next micro-batch is number 0 of the next one."""

@@ -127,8 +127,11 @@ class WorkerSession:
         """This worker's id."""
         return self.identity.worker
 
-    def register(self, *, rank: int) -> None:
-        """Become visible to the others, and start to watch epochs."""
+    def register(self, *, rank: int, home: int) -> None:
+        """Become visible to the others, and start to watch epochs.
+
+        ``rank``: of the slot; ``home``: the one that the script has, see :class:`Member`.
+        """
         self._watch = self.coordinator.watch(self._on_change)
         self._registration = self.coordinator.register(
             Member(
@@ -140,6 +143,7 @@ class WorkerSession:
                 pid=os.getpid(),
                 rank=rank,
                 joining=self.identity.joining,
+                home=home,
             ),
             lease_seconds=self.config.coordinator.lease_seconds,
             in_charge=is_left_alone(os.environ),

@@ -20,6 +20,7 @@ from deepspeed_bamboo.errors import BambooError, ConfigError, ExpelledError, Job
 from deepspeed_bamboo.runtime.comm.c10d import c10d
 from deepspeed_bamboo.runtime.job.session import WorkerIdentity
 from deepspeed_bamboo.runtime.membership.reconfiguration import WELCOME, expected_coordinate
+from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
 from deepspeed_bamboo.runtime.stock.world import AloneGroup, replace_default_group
 
 if TYPE_CHECKING:
@@ -30,11 +31,14 @@ _LOOK_SECONDS = 0.5
 
 
 @contextmanager
-def alone_in_the_group(environment: Mapping[str, str], coordinator: JobCoordinator) -> Iterator[None]:
+def alone_in_the_group(
+    environment: Mapping[str, str], coordinator: JobCoordinator, *, groups: ScriptGroups
+) -> Iterator[None]:
     """Inside, torch's default process group looks like the job's, and nobody else is asked.
 
     Its size is that of the job's grid, and this worker's rank in it is that of the coordinate that it will most
-    likely be given. ``torch.distributed.init_process_group``, which many scripts call, does nothing inside.
+    likely be given; ``groups`` are those that its script makes. ``torch.distributed.init_process_group``, which many
+    scripts call, does nothing inside.
     Raises BambooError when the job has no epoch to join.
     """
     record = coordinator.epoch()
@@ -43,7 +47,7 @@ def alone_in_the_group(environment: Mapping[str, str], coordinator: JobCoordinat
     identity = WorkerIdentity.from_environment(environment)
     me = Member(identity.worker, identity.node, identity.zone, identity.address, 0, os.getpid(), 0, joining=True)
     rank = record.placement.grid.rank(expected_coordinate(record, coordinator.members().values(), me))
-    replace_default_group(AloneGroup(rank, len(record.placement.grid)))
+    replace_default_group(AloneGroup(rank, len(record.placement.grid), groups=groups))
     stock = c10d.init_process_group
     c10d.init_process_group = lambda *args, **kwargs: None
     try:
@@ -60,7 +64,7 @@ def join(engine: BambooPipelineEngine) -> None:
     """
     session, interruption = engine.session, engine.session.interruption
     engine.host.set_aside()
-    session.register(rank=int(os.environ.get("RANK", "0")))
+    session.register(rank=int(os.environ.get("RANK", "0")), home=c10d.get_rank())
     while not interruption.wait_until(lambda: interruption.record is not None, timeout_seconds=_LOOK_SECONDS):
         if session.finished:
             raise JobStoppedError(f"job {session.identity.job} was complete before this worker could join it")

@@ -71,12 +71,12 @@ class Reconfiguration:
     # -- wishes ------------------------------------------------------------------------------------
 
     def wish(self) -> Wish | None:
-        """What this worker hands in with the agreement of an iteration; only the reporter ever wishes."""
+        """What this worker hands in with the agreement of an iteration; only the epoch's first member ever wishes."""
         engine, session = self._engine, self._engine.session
         self._log_notice()
         record = session.interruption.active
         self._taken_in.update(() if record is None else record.members)
-        if record is None or not engine.is_reporter:
+        if record is None or record.members[0] != session.worker:
             return None
         if session.stop_reason is not None:
             return Wish(record.number, stop=session.stop_reason)
@@ -201,7 +201,7 @@ class Reconfiguration:
         """Make those who join members. They hear of it through the coordinator, with what they need to know."""
         engine, session = self._engine, self._engine.session
         proposed = None
-        if engine.is_reporter:
+        if current.members[0] == session.worker:
             welcome = {
                 "target": target.to_json(),
                 "activity": engine.activity.index,
@@ -230,7 +230,7 @@ class Reconfiguration:
     def _propose(
         self, base: EpochRecord, *, members: tuple[WorkerId, ...], reason: str, target: Target | None = None
     ) -> EpochRecord | None:
-        """As the reporter: make the next epoch. When somebody else made one first, wait to be interrupted by it."""
+        """As the first member: make the next epoch. When somebody else made one first, wait to be interrupted by it."""
         engine, session = self._engine, self._engine.session
         if proposer(base.members) != session.worker:
             return None
@@ -270,7 +270,7 @@ class Reconfiguration:
         for move in moves:
             if move.destination == me:
                 engine.host.shadows[move.coordinate] = engine.host.build(
-                    move.coordinate, process_rank=engine.global_rank
+                    move.coordinate, process_rank=int(engine.global_rank)
                 )
         label = f"{engine.activity.index}/reconfigure"
         for move in moves:

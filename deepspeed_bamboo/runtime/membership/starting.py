@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import comm as deepspeed_comm
 
+from deepspeed_bamboo.config.section import BambooConfig
 from deepspeed_bamboo.coordination import EpochRecord, Member
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.errors import BambooError
 from deepspeed_bamboo.runtime.comm.all_gather import agree
 from deepspeed_bamboo.runtime.comm.epoch_monitor import PeerLostError
+from deepspeed_bamboo.runtime.job.news import tell, tell_once
 from deepspeed_bamboo.runtime.job.standalone import is_standalone
 from deepspeed_bamboo.runtime.membership.own_facts import common_facts, own_facts
 from deepspeed_bamboo.runtime.recovery.regroup import peers_of, tensor_peers
@@ -35,7 +37,8 @@ def agreed_seed(configured: int | None, *, device: torch.device) -> int:
 def enter_first_epoch(engine: BambooPipelineEngine, grid: Grid) -> Placement:
     """Meet the other workers, make shadows, enter epoch 0; collective. Raises BambooError when one does not come."""
     session, start = engine.session, engine.session.start
-    session.register(rank=deepspeed_comm.get_rank() if start is None else start.seat.index)
+    rank = deepspeed_comm.get_rank()
+    session.register(rank=rank if start is None else start.seat.index, home=rank)
     members = session.members(expected=len(grid) if start is None else start.seat.workers)
     order = tuple(sorted(members, key=lambda worker: members[worker].rank))
     record = _build_initial_shadows(engine, members=members, order=order, grid=grid)
@@ -47,7 +50,32 @@ def enter_first_epoch(engine: BambooPipelineEngine, grid: Grid) -> Placement:
         engine.failover.enter_world(record)
     if start is not None:
         start.workers.close()
+    if engine.protects and not record.placement.shadows:
+        tell_once(
+            engine,
+            f"redundancy is {session.config.redundancy.mode}, but one worker hosts everything, and nobody can stand in "
+            "for it: its loss ends the job. Start two workers or more, or set checkpoint.dir to go on from there",
+        )
     return record.placement
+
+
+def _paths(config: BambooConfig) -> dict[str, str | None]:
+    """Where this worker will write, by setting."""
+    return {"checkpoint.dir": config.checkpoint.dir, "event_log": config.event_log}
+
+
+def _say_where_paths_differ(engine: BambooPipelineEngine, told: Mapping[WorkerId, Mapping[str, str | None]]) -> None:
+    """Settings are the same everywhere, but ``~``, variables and relative paths mean what they mean on each node."""
+    first = next(iter(told))
+    for name, expected in told[first].items():
+        others = {worker: paths[name] for worker, paths in told.items() if paths[name] != expected}
+        if others and engine.session.worker == first:
+            found = ", ".join(f"{path} on {worker}" for worker, path in others.items())
+            tell(
+                engine,
+                f"{name} is {expected} on {first}, but {found}; give a path that means the same on every node, for "
+                "workers write what others read",
+            )
 
 
 def _build_initial_shadows(
@@ -77,8 +105,12 @@ def _build_initial_shadows(
             peers_of(placement, session.worker, members=order), with_lanes=tensor_peers(placement, session.worker)
         )
         copy_shadows(engine, placement, shadows=dict(placement.shadows), label="start")
-        facts = agree(own_facts(engine), links=engine.links, me=session.worker, workers=order, label="start/copied")
+        everybody: dict[str, Any] = {"me": session.worker, "workers": order}
+        facts = agree(own_facts(engine), links=engine.links, **everybody, label="start/copied")
         common = common_facts(facts)
+        _say_where_paths_differ(
+            engine, agree(_paths(session.config), links=engine.links, **everybody, label="start/paths")
+        )
         if order[0] == session.worker:
             session.coordinator.publish_facts(common.to_json())
         if order[0] == session.worker and not session.coordinator.propose(record, expected=None):

@@ -141,7 +141,7 @@ class Rebuilding:
         if work.partners:
             engine.links.connect(sorted(work.partners), with_lanes=work.partners)
         for coordinate in work.arriving:
-            replica = engine.host.build(coordinate, process_rank=engine.global_rank)
+            replica = engine.host.build(coordinate, process_rank=int(engine.global_rank))
             engine.host.restart(replica, micro_batches=engine.micro_batches)
             work.built[coordinate] = replica
         engine.activate_first()

@@ -24,7 +24,7 @@ def copy_shadows(
     host.save()
     for coordinate, holder in shadows.items():
         if holder == me:
-            host.shadows[coordinate] = host.build(coordinate, process_rank=engine.global_rank)
+            host.shadows[coordinate] = host.build(coordinate, process_rank=int(engine.global_rank))
     _hand_over(engine, placement, shadows=shadows, label=label)
 
 
@@ -85,7 +85,7 @@ def copy_from_other_pipeline(engine: BambooPipelineEngine, coordinate: Coordinat
     source = engine.placement.copied_from(coordinate, held=host.owned)
     if source is None:
         raise RuntimeError(f"nothing here to copy {coordinate} from: the placement is wrong")
-    replica = host.build(coordinate, process_rank=engine.global_rank)
+    replica = host.build(coordinate, process_rank=int(engine.global_rank))
     host.save()
     complete_replica(engine, replica, pack_state(host.owned[source]))
     host.owned[coordinate] = replica

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from deepspeed_bamboo.coordination import EpochRecord
 from deepspeed_bamboo.core.consensus import Report, Settlement
@@ -19,12 +16,15 @@ from deepspeed_bamboo.core.planning import plan_inference, plan_iteration
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.core.recovery import progress_after_loss, redundant_after_loss
 from deepspeed_bamboo.core.schedule import Mode, Plan
+from deepspeed_bamboo.core.script_ranks import own_rank
+from deepspeed_bamboo.runtime.comm.c10d import c10d
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.comm.peers import Links
 from deepspeed_bamboo.runtime.iteration.activity import Round
 from deepspeed_bamboo.runtime.iteration.mode_choice import ModeChoice
 from deepspeed_bamboo.runtime.job.news import tell, tell_once
 from deepspeed_bamboo.runtime.recovery.regroup import PAUSE, PauseClock, Recovery, agreed_pause
+from deepspeed_bamboo.runtime.recovery.script_server import ScriptServer
 from deepspeed_bamboo.runtime.recovery.shadow_rebuild import with_rebuilt
 from deepspeed_bamboo.runtime.recovery.state_transfer import copy_from_other_pipeline, copy_shadows
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
@@ -48,6 +48,7 @@ class Failover:
             point=self._strike_in_recovery,
         )
         self.modes = ModeChoice(engine)
+        self.script = ScriptServer(engine, recover=self.run)
         self._clock: PauseClock | None = None
         self._lost_coordinates: tuple[Coordinate, ...] = ()
         self._lost_at = 0.0
@@ -76,12 +77,15 @@ class Failover:
         return self._fresh[3]
 
     def enter_world(self, record: EpochRecord) -> None:
-        """Make the members of ``record`` torch's default process group, and this worker's place in it its rank."""
-        engine = self._engine
-        rank = record.members.index(engine.session.worker)
-        engine.global_rank = rank
-        replace_default_group(WorldGroup(rank, len(record.members), gather=self._gather))
-        engine.host.name_ranks(rank)
+        """Make the members of ``record`` torch's default process group, with the ranks of what they host."""
+        engine, groups = self._engine, self._engine.script_groups
+        own = own_rank(record.placement, engine.session.worker, members=record.members)
+        groups.server = self.script
+        replace_default_group(
+            WorldGroup(own, len(record.members), all_ranks=len(engine.job_grid), server=self.script, groups=groups)
+        )
+        engine.global_rank = c10d.get_rank()
+        engine.host.name_ranks(own)
 
     def run(self, cause: EpochChangedError | PeerLostError) -> None:
         """Bring this worker into the newest epoch and lay down what is left to do in the current activity."""
@@ -235,6 +239,8 @@ class Failover:
         if taken_over:
             lost = ", ".join(clock.lost)
             tell(engine, f"step {step}: took {', '.join(taken_over)} over from {lost}, pause {pause['total']:.2f} s")
+            hosted = " ".join(map(str, engine.placement.hosted_by(engine.session.worker)))
+            tell(engine, f"module.named_parameters() and state_dict() have the weights of {hosted} here from now on")
             self.modes.repeated(parts["recompute"])
         self._say_unprotected()
         engine.session.log("failover", step=step, **fields, pause_seconds=parts, taken_over=taken_over)
@@ -367,16 +373,3 @@ class Failover:
                 redundant[coordinate] = stored
         owned = {replica.coordinate: replica.progress for replica in engine.host.owners()}
         return engine.activity.report(owned, redundant=redundant)
-
-    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        engine = self._engine
-        if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("collectives of the default group belong to the main thread, which also trains")
-        record = engine.session.interruption.active
-        if record is None:
-            raise RuntimeError("no epoch has been entered")
-        if engine.catching_up:
-            return [tensor.detach().clone() for _ in record.members]  # the others did this before it came
-
-        agreed = engine.agree_on("user collective", lambda: tensor.detach().to("cpu"))
-        return [agreed[worker].to(tensor.device) for worker in record.members if worker in agreed]

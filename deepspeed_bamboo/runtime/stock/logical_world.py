@@ -20,8 +20,10 @@ from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.runtime.comm.c10d import c10d
 from deepspeed_bamboo.runtime.comm.start_workers import StartWorkers
 from deepspeed_bamboo.runtime.job.start import Start
+from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
 from deepspeed_bamboo.runtime.stock.start_block import BLOCK, StartBlock
 from deepspeed_bamboo.runtime.stock.world import (
+    AloneGroup,
     StartGroup,
     WorldGroup,
     replace_default_group,
@@ -34,10 +36,12 @@ class LogicalWorld:
 
     Args:
         pipelines: how many there are; None: as many as the workers fill, and at least one.
+        groups: those that the script makes.
     """
 
-    def __init__(self, *, pipelines: Callable[[], int | None]) -> None:
+    def __init__(self, *, pipelines: Callable[[], int | None], groups: ScriptGroups) -> None:
         self._pipelines = pipelines
+        self._groups = groups
         self._start: Start | None = None
 
     @contextmanager
@@ -79,7 +83,7 @@ class LogicalWorld:
         grid = self._grid(stages, topology, workers=workers)
         if grid is None or len(grid) == workers or _has_stood_in():
             return None
-        self._start = enter(grid)
+        self._start = enter(grid, groups=self._groups)
         return self._start
 
     def _grid(self, stages: int | None, topology: Any, *, workers: int) -> Grid | None:
@@ -103,20 +107,21 @@ class LogicalWorld:
         return Grid(pipelines, stages)
 
 
-def enter(grid: Grid) -> Start:
+def enter(grid: Grid, *, groups: ScriptGroups) -> Start:
     """From now on torch and DeepSpeed see ``grid``; returns where this worker is in it. Nobody else is asked."""
-    workers = StartWorkers(set_default_group_aside())
+    workers = StartWorkers(set_default_group_aside(groups))
     seat = Seat(grid, index=workers.index, workers=workers.count)
     owners = seat.owners()
+    groups.rename([grid.rank(Seat(grid, index=i, workers=workers.count).primary) for i in range(workers.count)])
 
     def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
         values = workers.gather(tensor)
         return [values[owners[grid.coordinate(rank)]] for rank in range(len(grid))]
 
-    replace_default_group(StartGroup(grid.rank(seat.primary), len(grid), gather=gather))
+    replace_default_group(StartGroup(grid.rank(seat.primary), len(grid), gather=gather, groups=groups))
     return Start(seat, workers)
 
 
 def _has_stood_in() -> bool:
     """Whether the default group is one of the plugin's own already."""
-    return isinstance(torch.distributed.group.WORLD, WorldGroup)
+    return isinstance(torch.distributed.group.WORLD, (WorldGroup, AloneGroup))

@@ -19,6 +19,7 @@ from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.runtime.stock.logical import Exchange, GroupKey, LogicalGrid, LogicalGroup
+from deepspeed_bamboo.runtime.stock.rebinding import rebound
 
 # Every attribute of the stock engine that belongs to a stage rather than to the process.
 STAGE_ATTRIBUTES = (
@@ -131,18 +132,20 @@ def stage_module(
     """A PipelineModule like ``template`` that holds the layers of another stage.
 
     The layers are built anew from their specs (ready-made modules are copied); callers load weights into
-    them and keep the random number generators out of it. No process group is created. ``fill`` puts layers into the
+    them and keep the random number generators out of it. What the template keeps of itself, such as bound methods,
+    becomes the module's. No process group is created. ``fill`` puts layers into the
     module that are there already.
     """
     module = template.__class__.__new__(template.__class__)
     torch.nn.Module.__init__(module)
     inherited = torch.nn.Module().__dict__.keys()
-    module.__dict__.update({name: value for name, value in template.__dict__.items() if name not in inherited})
+    kept = {name: value for name, value in template.__dict__.items() if name not in inherited}
+    module.__dict__.update({name: rebound(value, old=template, new=module) for name, value in kept.items()})
     module.training = template.training
     start, stop = template.parts[coordinate.stage], template.parts[coordinate.stage + 1]
     module._layer_specs = [
         copy.deepcopy(spec) if start <= index < stop and isinstance(spec, torch.nn.Module) else spec
-        for index, spec in enumerate(template._layer_specs)
+        for index, spec in enumerate(module._layer_specs)
     ]
     module._grid = logical_grid
     module.global_rank = grid.rank(coordinate)

@@ -1,8 +1,9 @@
-"""torch's default process group while the plugin trains: the live workers, over the plugin's own channels.
+"""torch's default process group while the plugin trains: the ranks of the grid, over the plugin's own channels.
 
-User code that calls ``torch.distributed`` between iterations (a barrier, a metric's all-reduce) survives a
-loss and goes on with the workers that are left. Stock groups can't do that, so the default group is replaced.
-Meant for small things: everything goes by way of the host and the first worker.
+What user code calls of ``torch.distributed`` between iterations (a barrier, a metric's all-reduce) survives a loss: it
+goes on with the workers that are left, each with the rank that it had, and whoever took a lost worker's stage over
+stands for its rank too. Stock groups can't do that, so the default group is replaced. Meant for small things:
+everything goes by way of the host.
 """
 
 from __future__ import annotations
@@ -15,79 +16,65 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
-from deepspeed_bamboo.runtime.comm.c10d import ProcessGroup, c10d
-from deepspeed_bamboo.runtime.stock.collectives import combine
-from deepspeed_bamboo.runtime.stock.logical import REDUCTIONS, FinishedWork
+from deepspeed_bamboo.runtime.comm.c10d import c10d
+from deepspeed_bamboo.runtime.stock.logical import FinishedWork
+from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroup, ScriptGroups, Server, as_rank
+from deepspeed_bamboo.runtime.stock.served_group import Part, ServedGroup, alone
 
 BACKEND = "bamboo"
+_WORLD = "world"
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
-class WorldGroup(ProcessGroup):
-    """Live workers as a process group. ``gather`` returns every worker's value of a tensor, in rank order."""
+class WorldGroup(ServedGroup):
+    """All live workers as a process group, with the ranks of the grid.
 
-    def __init__(self, rank: int, size: int, *, gather: Gather) -> None:
+    Args:
+        rank: this worker's own rank; one that stands by has one that is not below ``size``.
+        size: how many workers there are.
+        all_ranks: of the grid.
+        server: serves what is called here, and the groups made of it.
+        groups: the script's groups, which belong to this world.
+    """
+
+    def __init__(self, rank: int, size: int, *, all_ranks: int, server: Server, groups: ScriptGroups) -> None:
         super().__init__(rank, size)
-        self._gather = gather
+        self.all_ranks = all_ranks
+        self._server = server
+        self.groups = groups
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return BACKEND
+    def rank(self) -> int:
+        return as_rank(self._server.ranks_here())
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> FinishedWork:
-        operation = "sum" if opts is None else REDUCTIONS.get(getattr(opts.reduceOp, "op", opts.reduceOp), "")
-        if not operation:
-            raise NotImplementedError(f"the world group reduces by sum, max, min and mean, not {opts.reduceOp}")
-        for tensor in tensors:
-            tensor.detach().copy_(combine(operation, self._gather(tensor)))
-        return FinishedWork()
+    def gather_all(self, tensor: torch.Tensor) -> list[Part]:
+        return self._server.gather_world(tensor)
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> FinishedWork:
-        for tensor in tensors:
-            # Stock broadcasts parameters, tied ones for example.
-            tensor.detach().copy_(self._gather(tensor)[opts.rootRank])
-        return FinishedWork()
+    def send_to(self, place: int, tensor: torch.Tensor, tag: int) -> None:
+        self._server.leave_for(_WORLD, place, tensor, tag)
 
-    def barrier(self, opts: Any = None) -> FinishedWork:
-        self._gather(torch.zeros(1))
-        return FinishedWork()
-
-    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> FinishedWork:
-        for tensor in tensors:
-            values = self._gather(tensor)
-            if self.rank() == opts.rootRank:
-                operation = REDUCTIONS.get(getattr(opts.reduceOp, "op", opts.reduceOp), "")
-                tensor.detach().copy_(combine(operation, values))
-        return FinishedWork()
-
-    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> FinishedWork:
-        output.reshape(-1).copy_(torch.cat([value.reshape(-1) for value in self._gather(tensor)]))
-        return FinishedWork()
-
-    all_gather_single = _allgather_base
-
-    def allgather(
-        self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None
-    ) -> FinishedWork:
-        for output, tensor in zip(outputs, tensors, strict=True):
-            for part, value in zip(output, self._gather(tensor), strict=True):
-                part.copy_(value)
-        return FinishedWork()
+    def receive_from(self, place: int, tag: int) -> torch.Tensor:
+        return self._server.take_from(_WORLD, place, tag)
 
 
-class AloneGroup(WorldGroup):
+class AloneGroup(ServedGroup):
     """A group of which only this process is there: collectives give back what they are given, nothing is sent.
 
     What a worker that joins a running job sees until it has been taken in.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size, gather=lambda tensor: [tensor.detach().clone() for _ in range(size)])
+    def __init__(self, rank: int, size: int, *, groups: ScriptGroups) -> None:
+        super().__init__(rank, size)
+        self.all_ranks = size
+        self.groups = groups
 
-    def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> FinishedWork:
+    def gather_all(self, tensor: torch.Tensor) -> list[Part]:
+        return alone(tensor, self.all_ranks)
+
+    def send(self, tensors: list[torch.Tensor], destination: int, tag: int = 0) -> FinishedWork:
         return FinishedWork()
 
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> FinishedWork:
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> FinishedWork:
         return FinishedWork()
 
 
@@ -98,12 +85,20 @@ class StartGroup(AloneGroup):
     made from it this process is alone, as in an :class:`AloneGroup`.
     """
 
-    def __init__(self, rank: int, size: int, *, gather: Gather) -> None:
-        WorldGroup.__init__(self, rank, size, gather=gather)
+    def __init__(self, rank: int, size: int, *, gather: Gather, groups: ScriptGroups) -> None:
+        super().__init__(rank, size, groups=groups)
+        self._gather = gather
+
+    def gather_all(self, tensor: torch.Tensor) -> list[Part]:
+        return [Part((rank,), value) for rank, value in enumerate(self._gather(tensor))]
 
 
-def set_default_group_aside() -> list[Any]:
-    """Have torch forget its process groups without closing one; returns them, the default one first."""
+def set_default_group_aside(script_groups: ScriptGroups) -> list[Any]:
+    """Have torch forget its process groups without closing one; returns them, the default one first.
+
+    Those of the script, which are behind ``script_groups``, go on.
+    """
+    script_groups.put_aside()
     default, world = distributed_c10d._get_default_group(), distributed_c10d._world
     groups = [default, *(group for group in world.pg_names if group is not default)]
     distributed_c10d._update_default_pg(None)
@@ -124,9 +119,10 @@ def set_default_group_aside() -> list[Any]:
     return groups
 
 
-def replace_default_group(group: WorldGroup) -> None:
-    """Drop every stock process group and make ``group`` the default one."""
+def replace_default_group(group: WorldGroup | AloneGroup) -> None:
+    """Drop every stock process group and make ``group`` the default one; the script's groups go on in it."""
     if c10d.is_initialized():
+        group.groups.put_aside()
         distributed_c10d._abort_process_group()
     if BACKEND not in c10d.Backend.backend_list:
         # torch keeps one creator per backend name, so the group itself travels through the options of each call.
@@ -134,24 +130,24 @@ def replace_default_group(group: WorldGroup) -> None:
     distributed_c10d.init_process_group(
         BACKEND,
         store=c10d.HashStore(),
-        rank=group.rank(),
+        rank=int(group.rank()),
         world_size=group.size(),
         pg_options=group,
     )
+    group.groups.register_again()
 
 
-def _create(options: Any, group: WorldGroup | None) -> WorldGroup:
+def _create(options: Any, group: WorldGroup | AloneGroup | None) -> WorldGroup | AloneGroup | ScriptGroup:
+    """The group that torch is making: the world, or one of the script's."""
     if group is not None:
         return group
-    if isinstance(distributed_c10d._get_default_group(), AloneGroup):  # a StartGroup is one, too
-        return AloneGroup(options.group_rank, options.group_size)
-    raise NotImplementedError(
-        "new process groups can't be made while workers may be lost; use the default group, which survives losses. A "
-        "second PipelineModule, which makes groups, needs a job of its own"
-    )
+    world: Any = distributed_c10d._get_default_group()
+    ranks = options.global_ranks_in_group or list(range(options.group_size))
+    made: ScriptGroup = world.groups.make(ranks, options.group_rank, alone=isinstance(world, AloneGroup))
+    return made
 
 
 def has_engine() -> bool:
     """Whether an engine of the plugin has made this process's default group."""
     group = distributed_c10d._get_default_group() if c10d.is_initialized() else None
-    return isinstance(group, WorldGroup) and not isinstance(group, AloneGroup)
+    return isinstance(group, WorldGroup)

@@ -1,0 +1,134 @@
+"""What the engine offers to a script, beyond DeepSpeed's."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from deepspeed.pipe import PipelineModule
+
+from deepspeed_bamboo.core import roles
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.script_ranks import reporter
+from deepspeed_bamboo.eventlog.log import EventLog
+from deepspeed_bamboo.runtime.feeding import FedEngine
+from deepspeed_bamboo.runtime.recovery.stage_state import combined_digest, stage_digest
+from deepspeed_bamboo.runtime.recovery.whole_state import collect_whole_state
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def at_work(method: Method) -> Method:
+    """``method`` of the engine, in which DeepSpeed and the plugin use the modules, each one stage at a time."""
+
+    @functools.wraps(method)
+    def call(engine: ScriptEngine, *args: Any, **kwargs: Any) -> Any:
+        with engine.working():
+            return method(engine, *args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+class ScriptEngine(FedEngine):
+    """The part of the engine that scripts call besides training; see the module."""
+
+    _working = 0
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Inside, the modules are DeepSpeed's and the plugin's, see :func:`at_work`; outside, they are the script's."""
+        self._working += 1
+        try:
+            yield
+        finally:
+            self._working -= 1
+
+    def _shown_to_script(self) -> list[PipelineModule] | None:
+        """The modules that stand for the script's one, see :func:`show_all_hosted`."""
+        outside = threading.current_thread() is threading.main_thread() and not self._working
+        if not outside or self._stage_host is None or self.session.interruption.active is None:
+            return None
+        return list(self.hosted_modules().values())
+
+    def hosted_modules(self) -> dict[Coordinate, PipelineModule]:
+        """The modules of all stages that this worker hosts now, by coordinate (pipeline, stage), in grid order.
+
+        Between iterations. After a loss a worker hosts several stages; one that stands by hosts none. The script's own
+        module (``engine.module``) shows them all in ``named_parameters()``, ``parameters()`` and ``state_dict()``.
+        """
+        for replica in self.host.owners():
+            replica.settle()
+        self.host.save()
+        return {replica.coordinate: replica.module for replica in self.host.owners()}
+
+    @at_work
+    def save_checkpoint(self, *arguments: Any, **options: Any) -> Any:
+        """See :meth:`CheckpointedEngine.save_checkpoint`."""
+        return super().save_checkpoint(*arguments, **options)
+
+    @at_work
+    def load_checkpoint(self, *arguments: Any, **options: Any) -> Any:
+        """See :meth:`CheckpointedEngine.load_checkpoint`."""
+        return super().load_checkpoint(*arguments, **options)
+
+    def whole_state_dict(self) -> dict[str, torch.Tensor]:
+        """The weights and buffers of the whole model by name, on the host of the worker that is the reporter.
+
+        Collective: every worker calls it, between iterations; all but the reporter get an empty dict. Names are those
+        of ``named_parameters()``, tensors are copies. A loss meanwhile is survived. With several pipelines, which hold
+        the same, it is the first one's.
+        """
+        return collect_whole_state(self)
+
+    @property
+    def is_reporter(self) -> bool:
+        """True on exactly one live worker: the one that should print and merge logs, and stands for rank 0."""
+        record = self.session.interruption.active
+        return record is not None and reporter(record.placement) == self.session.worker
+
+    @property
+    def leads(self) -> bool:
+        """True on the one live worker that decides for all and names checkpoints, see ``core/roles.py``."""
+        record = self.session.interruption.active
+        return record is not None and roles.reporter(record.members) == self.session.worker
+
+    @property
+    def epoch(self) -> int:
+        """Number of the current epoch; it grows by one with every change of membership."""
+        return self.session.interruption.epoch
+
+    @property
+    def event_log(self) -> EventLog:
+        """This worker's event log."""
+        return self.session.events
+
+    def barrier(self) -> None:
+        """Wait until every live worker has come here; survives losses."""
+        self.agree_on("barrier", lambda: None)
+
+    @property
+    def finished(self) -> bool:
+        """True once the job is complete, or was asked to stop: there is no further iteration, leave the loop."""
+        return bool(self.session.finished or self.reconfiguration.stop_agreed)
+
+    def log_event(self, event: str, **fields: Any) -> None:
+        """Write an event to this worker's event log, with the current step and epoch."""
+        self.session.log(event, step=self.global_steps, **fields)
+
+    def state_digest(self) -> str:
+        """One sha256 over all parameters and optimizer state in layer order, whatever the placement.
+
+        Collective: every worker calls it, between iterations; all get the same value.
+        """
+
+        def digests() -> dict[str, str]:
+            self.host.save()
+            return {str(replica.coordinate): stage_digest(replica) for replica in self.host.owners()}
+
+        agreed = self.agree_on("digest", digests)
+        parts = {c: digest for value in agreed.values() for c, digest in value.items()}
+        return combined_digest([parts[str(coordinate)] for coordinate in self.job_grid])

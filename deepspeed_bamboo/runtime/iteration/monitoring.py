@@ -1,0 +1,111 @@
+"""DeepSpeed's monitors (csv, TensorBoard, wandb, comet), written by whoever reports for the job.
+
+Every worker knows what there is to be written, and keeps the last of it. One that becomes the reporter opens the
+monitors, and writes what the one before may not have come to. In a csv file each step has one row; the others take a
+step's value twice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.monitor.monitor import MonitorMaster
+
+if TYPE_CHECKING:
+    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+Event = tuple[str, float, int]
+"""Name, value, and global samples."""
+
+_KEPT = 2  # lists of events: workers are one activity apart at most
+
+
+class FollowingMonitor:
+    """In the place of the engine's ``monitor``. Stock finds it off, so that nothing is written twice.
+
+    Args:
+        stock: what DeepSpeed has made, which writes on the worker that had rank 0 then.
+        config: DeepSpeed's configuration of monitors.
+        reports: whether this worker is the reporter now.
+    """
+
+    enabled = False
+
+    def __init__(self, stock: Any, *, config: Any, reports: Callable[[], bool], wrote_first: bool) -> None:
+        self.wanted = bool(stock.enabled)
+        self._config = config
+        self._reports = reports
+        self._writer: Any = stock if wrote_first else None
+        self._recent: deque[Sequence[Event]] = deque(maxlen=_KEPT)
+
+    def note(self, events: Sequence[Event]) -> None:
+        """On every worker that holds a stage, after each step or evaluation: write ``events`` if it is the reporter."""
+        if not self.wanted:
+            return
+        self._recent.append(events)
+        if not self._reports():
+            self._writer = None  # whoever reports writes on; this one would begin anew
+        elif self._writer is not None:
+            self._writer.write_events(list(events))
+        else:
+            self._writer = MonitorMaster(self._config)
+            for kept in self._recent:
+                self._writer.write_events(self._not_in_files(kept))
+
+    def write_events(self, events: Sequence[Event], flush: bool = True) -> None:
+        """For scripts: as DeepSpeed's, on the reporter."""
+        if self.wanted and self._reports() and self._writer is not None:
+            self._writer.write_events(list(events))
+
+    def _not_in_files(self, events: Sequence[Event]) -> list[Event]:
+        """Those of ``events`` that the csv files of an earlier reporter lack; their heads are written already."""
+        csv = getattr(self._writer, "csv_monitor", None)
+        if csv is None:
+            return list(events)
+        missing = []
+        for event in events:
+            name = event[0].replace("/", "_").replace(" ", "_")
+            file = Path(csv.log_dir) / f"{name}.csv"
+            last = _last_step(file)
+            if last is not None and name not in csv.filenames:
+                csv.filenames.append(name)
+            if last is None or event[2] > last:
+                missing.append(event)
+        return missing
+
+
+def _last_step(file: Path) -> int | None:
+    """The step in the last whole row of ``file``; -1 if it has a head only, None if it is not there."""
+    if not file.is_file():
+        return None
+    rows = file.read_text(encoding="utf-8").splitlines()
+    numbers = [int(first) for row in rows if (first := row.partition(",")[0]).isdigit()]
+    return numbers[-1] if numbers else -1
+
+
+def follow_reporter(engine: BambooPipelineEngine) -> FollowingMonitor:
+    """Put a :class:`FollowingMonitor` in the place of what stock has made in ``engine``."""
+    made = FollowingMonitor(
+        engine.monitor,
+        config=engine._config.monitor_config,
+        reports=lambda: engine.is_reporter,
+        wrote_first=bool(engine.global_rank == 0),
+    )
+    engine.monitor = made
+    return made
+
+
+def note_step(engine: BambooPipelineEngine) -> None:
+    """What DeepSpeed writes after a step."""
+    if not engine.monitor.wanted or not engine.host.replicas():
+        return
+    samples = engine.global_samples
+    events: list[Event] = [("Train/Samples/lr", engine.get_lr()[0], samples)]
+    scale = engine._get_optimizer_loss_scale() if engine.fp16_enabled() else None
+    if scale is not None:
+        events.append(("Train/Samples/loss_scale", scale, samples))
+    events.append(("Train/Samples/train_loss", engine.mean_loss, samples))
+    engine.monitor.note(events)

@@ -1,0 +1,166 @@
+"""Sends micro-batches to workers that need them and have no iterator, see :mod:`deepspeed_bamboo.core.supplying`.
+
+A feeder pulls an iteration's micro-batches at its beginning, which it keeps to its end anyway, and sends each receiver
+the part that it needs. A receiver takes each when it loads it, and keeps it until its stage has used it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepspeed_bamboo.core.supplying import Delivery, Table, deliveries, feeders, unsafe_ends
+from deepspeed_bamboo.errors import ConfigError
+from deepspeed_bamboo.runtime.comm.channel import Message
+from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData, missing_data
+from deepspeed_bamboo.runtime.job.news import tell_once
+
+if TYPE_CHECKING:
+    from deepspeed_bamboo.coordination import EpochRecord
+    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+
+class DataSupply:
+    """One worker's side of it, for training or for one evaluation. ``data`` returns what this worker has itself."""
+
+    def __init__(self, engine: BambooPipelineEngine, *, data: Callable[[], PipelineData], table: Table | None = None):
+        self._engine = engine
+        self._data = data
+        self._table: dict[str, Any] = dict(table or {})
+        self._expected: dict[int, Delivery] = {}
+        self._taken: dict[tuple[int, int], Any] = {}
+        self._said: set[int] = set()
+
+    def own(self) -> tuple[int, ...]:
+        """The pipelines that this worker has the data of."""
+        data = self._data()
+        return tuple(pipeline for pipeline in range(self._engine.job_grid.pipelines) if data.has(pipeline))
+
+    def agree(self) -> None:
+        """Before an iteration: know who has data, once and again when workers have come; then on all workers alike.
+
+        Raises ConfigError on all of them when a loss could not be survived for want of data.
+        """
+        engine = self._engine
+        record = self._record()
+        if not engine.protects:
+            return
+        if not set(record.members) <= self._table.keys():
+            first = not self._table
+            self._table = dict(engine.agree_on("data", self.own))
+            if first:
+                self._check(self._record())
+        self._say_who_is_the_last()
+
+    def _check(self, record: EpochRecord) -> None:
+        for coordinate in unsafe_ends(record.placement, self._table, members=record.members):
+            holder = record.placement.shadow(coordinate)
+            raise missing_data(
+                worker=str(holder),
+                pipeline=coordinate.pipeline,
+                home=self._home_of(str(holder), record),
+                why=f"may have to take {coordinate} over",
+            )
+
+    @staticmethod
+    def _home_of(worker: str, record: EpochRecord) -> int:
+        hosted = record.placement.hosted_by(worker)
+        return hosted[0].pipeline if hosted else -1
+
+    def _say_who_is_the_last(self) -> None:
+        record = self._record()
+        for pipeline in range(self._engine.job_grid.pipelines):
+            left = feeders(pipeline, self._table, members=record.members)
+            if len(left) == 1 and len(record.members) > 1 and pipeline not in self._said:
+                self._said.add(pipeline)
+                tell_once(self._engine, f"only {left[0]} has the data of pipeline {pipeline}: its loss ends the job")
+            elif len(left) > 1:
+                self._said.discard(pipeline)
+
+    def deliver(self, *, micro_batches: int, beforehand: bool) -> None:
+        """At the beginning of every attempt: send what others need, and know what this worker gets.
+
+        Raises BambooError's ConfigError where nobody is left who has what somebody needs.
+        """
+        engine, me = self._engine, self._engine.session.worker
+        self._expected, self._taken = {}, {}
+        if not engine.protects:
+            return
+        record = self._record()
+        try:
+            planned = deliveries(engine.placement, self._table, members=record.members, beforehand=beforehand)
+        except LookupError as error:
+            raise ConfigError(
+                f"nobody is left who has the data of {error.args[0]} (pipeline.stage): the workers whose iterators had "
+                "them were lost. Pass an iterator on every rank, or call engine.set_data_source on every rank, and a "
+                "job goes on as long as one worker is left"
+            ) from error
+        for delivery in planned:
+            if delivery.receiver == me:
+                self._expected[delivery.pipeline] = delivery
+            elif delivery.feeder == me:
+                self._send(delivery, micro_batches)
+
+    def _send(self, delivery: Delivery, micro_batches: int) -> None:
+        engine, data = self._engine, self._data()
+        for micro_batch in range(micro_batches):
+            batch = data.get(delivery.pipeline, micro_batch, step=engine.global_steps, transform=engine.batch_fn)
+            part = (batch[0] if delivery.inputs else None, batch[1] if delivery.labels else None)
+            tensors: list[torch.Tensor] = []
+            form = _form(part, tensors, where=f"micro-batch {micro_batch} of pipeline {delivery.pipeline}")
+            engine.links.send(delivery.receiver, Message(self._key(delivery, micro_batch), form, tensors))
+
+    def has(self, pipeline: int) -> bool:
+        """Whether this worker is sent the data of ``pipeline``."""
+        return pipeline in self._expected
+
+    def take(self, pipeline: int, micro_batch: int) -> Any:
+        """The micro-batch, with None for the part that is not needed here. Raises what interrupts a wait."""
+        if (pipeline, micro_batch) not in self._taken:
+            delivery = self._expected[pipeline]
+            message = self._engine.links.receive(delivery.feeder, self._key(delivery, micro_batch))
+            device = self._engine.device
+            self._taken[pipeline, micro_batch] = _value(message.data, [t.to(device) for t in message.tensors])
+        return self._taken[pipeline, micro_batch]
+
+    def _key(self, delivery: Delivery, micro_batch: int) -> str:
+        return f"{self._engine.activity.index}/data/{delivery.pipeline}/{micro_batch}"
+
+    def _record(self) -> EpochRecord:
+        record = self._engine.session.interruption.active
+        if record is None:
+            raise RuntimeError("no epoch has been entered")
+        return record
+
+
+def _form(value: Any, tensors: list[torch.Tensor], *, where: str) -> Any:
+    """``value`` as plain data, with its tensors put into ``tensors``. Raises ConfigError for what can't be sent."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value.detach())
+        return ["tensor", len(tensors) - 1]
+    if isinstance(value, (list, tuple)):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, *(_form(part, tensors, where=where) for part in value)]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return ["dict", *([key, _form(part, tensors, where=where)] for key, part in value.items())]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return ["plain", value]
+    raise ConfigError(
+        f"{where} has a {type(value).__name__} in it, which can't be sent to a worker that has no data iterator; yield "
+        "tensors in lists, tuples or dicts, or pass an iterator on every rank"
+    )
+
+
+def _value(form: Any, tensors: list[torch.Tensor]) -> Any:
+    """Inverse of :func:`_form`."""
+    kind, *parts = form
+    if kind == "tensor":
+        return tensors[parts[0]]
+    if kind == "plain":
+        return parts[0]
+    if kind == "dict":
+        return {key: _value(part, tensors) for key, part in parts}
+    values = [_value(part, tensors) for part in parts]
+    return values if kind == "list" else tuple(values)

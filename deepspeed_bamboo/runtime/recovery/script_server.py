@@ -1,0 +1,225 @@
+"""Serves what a script calls of ``torch.distributed`` between iterations, through losses.
+
+What all workers call is an activity like others, settled by the agreement that ends it. A group's collective concerns
+only those who hold the group: each lays out its tensor for the others, and what it has got, until the next activity
+has ended, which shows that everybody is through. A loss in between is recovered from at once. Those who are through
+by then were through before they reported, so whoever begins again finds what they have got, and takes the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.core.script_ranks import own_rank, parties, ranks_of
+from deepspeed_bamboo.errors import BambooError
+from deepspeed_bamboo.runtime.comm.board import Board
+from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerLostError
+from deepspeed_bamboo.runtime.stock.collectives import combine
+from deepspeed_bamboo.runtime.stock.logical import GATHER, GroupKey
+from deepspeed_bamboo.runtime.stock.served_group import Part, alone
+
+if TYPE_CHECKING:
+    from deepspeed_bamboo.coordination import EpochRecord
+    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+T = TypeVar("T")
+
+
+class ScriptServer:
+    """One worker's side of it; see :class:`deepspeed_bamboo.runtime.stock.script_groups.Server`.
+
+    Args:
+        engine: whose activities and placement count.
+        recover: brings this worker into the newest epoch.
+    """
+
+    def __init__(
+        self, engine: BambooPipelineEngine, *, recover: Callable[[EpochChangedError | PeerLostError], None]
+    ) -> None:
+        self._engine = engine
+        self._recover = recover
+        session = engine.session
+        self._me = session.worker
+        self._board = Board(session.store, links=engine.links, me=self._me, interruption=session.interruption)
+        self._calls: Counter[tuple[int, str]] = Counter()
+        self._laid_out: list[tuple[int, str]] = []
+        self._messages: Counter[tuple[str, WorkerId, WorkerId, int]] = Counter()
+
+    def ranks_here(self) -> Sequence[int]:
+        """See the protocol; one that stands by has a rank behind those of the grid."""
+        record = self._record()
+        return ranks_of(record.placement, self._me) or (own_rank(record.placement, self._me, members=record.members),)
+
+    def holders(self, ranks: Sequence[int]) -> frozenset[WorkerId] | None:
+        """Those whose own rank is among ``ranks``; None while everybody still has the rank that it began with."""
+        record = self._record()
+        own = {worker: own_rank(record.placement, worker, members=record.members) for worker in record.members}
+        if own == self._homes():
+            return None
+        return frozenset(worker for worker, rank in own.items() if rank in ranks)
+
+    def gather_world(self, tensor: torch.Tensor) -> list[Part]:
+        """Everybody's tensor, with the ranks that each stood for when it handed in."""
+        engine = self._engine
+        _require_main_thread()
+        if engine.catching_up:
+            return alone(tensor, len(engine.job_grid))  # the others did this before it came
+
+        def value() -> tuple[tuple[int, ...], torch.Tensor]:
+            return tuple(self.ranks_here()), tensor.detach().to("cpu", copy=True)
+
+        agreed = engine.agree_on("user collective", value)
+        parts = [Part(ranks, part.to(tensor.device)) for ranks, part in agreed.values()]
+        return sorted(parts, key=lambda part: part.ranks)
+
+    def parties(self, ranks: Sequence[int], holders: frozenset[str] | None) -> dict[int, WorkerId]:
+        """See the protocol."""
+        return parties(self._record().placement, ranks, homes=self._homes(), holders=holders)
+
+    def gather(
+        self, name: str, ranks: Sequence[int], holders: frozenset[str] | None, tensor: torch.Tensor
+    ) -> list[Part]:
+        """See the protocol. Raises what ends the job."""
+        engine = self._engine
+        _require_main_thread()
+        if engine.catching_up:
+            return [Part((rank,), tensor.detach().clone()) for rank in ranks]
+        index = engine.activity.index
+        key = f"script/{index}/{name}/{self._calls[index, name]}"
+        self._calls[index, name] += 1
+        parts = self._through_losses(lambda again: self._gather_once(key, ranks, holders, tensor, again=again))
+        return [Part(part.ranks, part.tensor.to(tensor.device)) for part in parts]
+
+    def exchange(self, group: GroupKey, operation: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Serve a collective that the script calls on a group of ``engine.grid``, see :class:`Exchange`."""
+        ranks = [self._engine.job_grid.rank(member) for member in group.members]
+        parts = self.gather(f"{group.kind}:{','.join(map(str, ranks))}", ranks, None, tensor)
+        name, _, root = operation.partition(":")
+        if name not in ("broadcast", GATHER):
+            return combine(operation, [part.tensor for part in parts])
+        wanted = [ranks[int(root)]] if root else ranks
+        found = {rank: part.tensor for part in parts for rank in part.ranks}
+        missing = [rank for rank in wanted if rank not in found]
+        if missing:
+            raise BambooError(
+                f"ranks {missing} of the group {group.kind} have been lost, and those who have their stages now call "
+                "other groups; use the default group of torch.distributed"
+            )
+        return torch.cat([found[rank].reshape(-1) for rank in wanted]) if name == GATHER else found[wanted[0]].clone()
+
+    def _gather_once(
+        self, key: str, ranks: Sequence[int], holders: frozenset[str] | None, tensor: torch.Tensor, *, again: bool
+    ) -> list[Part]:
+        found = self.parties(ranks, holders)
+        stands_for = {worker: tuple(r for r in found if found[r] == worker) for worker in found.values()}
+        others = stands_for.keys() - {self._me}
+        if not others:
+            return [Part(tuple(found) or tuple(ranks[:1]), tensor.detach().clone())]
+        self._lay_out(f"{key}/value", [tensor])
+        if again:
+            members = [worker for worker in self._record().members if worker != self._me]
+            for through in self._board.look(dict.fromkeys(members, f"{key}/all")).values():
+                return self._keep(key, [Part(tuple(r.tolist()), t) for r, t in _pairs(through)])
+        values = {w: tensors[0] for w, tensors in self._board.fetch(dict.fromkeys(others, f"{key}/value")).items()}
+        values[self._me] = tensor.detach().to("cpu", copy=True)
+        return self._keep(key, [Part(stands_for[worker], values[worker]) for worker in stands_for])
+
+    def _keep(self, key: str, parts: list[Part]) -> list[Part]:
+        """Lay ``parts`` out, too, for those who have to begin again."""
+        self._lay_out(f"{key}/all", [tensor for part in parts for tensor in (torch.tensor(part.ranks), part.tensor)])
+        return parts
+
+    def leave_for(self, name: str, rank: int, tensor: torch.Tensor, tag: int) -> None:
+        """See the protocol."""
+        _require_main_thread()
+        if self._engine.catching_up:
+            return
+        receiver = self._owner(rank)
+        self._board.lay_out(self._message_key(name, self._me, receiver, tag), [tensor])
+
+    def take_from(self, name: str, rank: int, tag: int) -> torch.Tensor:
+        """See the protocol. Raises BambooError when the worker that would have sent was lost."""
+        _require_main_thread()
+        if self._engine.catching_up:
+            raise BambooError("a message between ranks can't be received for a step that was done before this worker")
+        keys: dict[WorkerId, str] = {}
+
+        def take(again: bool) -> torch.Tensor:
+            sender = self._owner(rank)
+            self._check_sends(sender, rank)
+            if sender not in keys:
+                keys[sender] = self._message_key(name, sender, self._me, tag)
+            return self._board.fetch({sender: keys[sender]}, remove=True)[sender][0]
+
+        return self._through_losses(take)
+
+    def tidy(self) -> None:
+        """An activity has ended, which took everybody: what was laid out before it is of no more use."""
+        index = self._engine.activity.index
+        if self._laid_out:
+            self._board.take_in([key for at, key in self._laid_out if at < index])
+            self._laid_out = [(at, key) for at, key in self._laid_out if at >= index]
+            self._calls = Counter({call: count for call, count in self._calls.items() if call[0] >= index})
+
+    def _through_losses(self, attempt: Callable[[bool], T]) -> T:
+        """What ``attempt`` returns, made again after every loss; told whether it is made again."""
+        again = False
+        while True:
+            try:
+                self._engine.session.interruption.check()
+                return attempt(again)
+            except (EpochChangedError, PeerLostError) as cause:
+                with self._engine.working():
+                    self._recover(cause)
+                again = True
+
+    def _lay_out(self, key: str, tensors: Sequence[torch.Tensor]) -> None:
+        self._board.lay_out(key, tensors)
+        self._laid_out.append((self._engine.activity.index, key))
+
+    def _message_key(self, name: str, sender: WorkerId, receiver: WorkerId, tag: int) -> str:
+        number = self._messages[name, sender, receiver, tag]
+        self._messages[name, sender, receiver, tag] += 1
+        return f"script/message/{name}/{sender}/{receiver}/{tag}/{number}"
+
+    def _owner(self, rank: int) -> WorkerId:
+        grid = self._engine.job_grid
+        if not 0 <= rank < len(grid):
+            raise BambooError(f"rank {rank} is outside the job's {len(grid)} ranks; pass one from 0 to {len(grid) - 1}")
+        return self._record().placement.owner(grid.coordinate(rank))
+
+    def _check_sends(self, sender: WorkerId, rank: int) -> None:
+        """Raise BambooError if nobody's script takes itself for ``rank`` any more."""
+        record = self._record()
+        if rank not in (self._homes().get(sender), own_rank(record.placement, sender, members=record.members)):
+            raise BambooError(
+                f"a message from rank {rank} was to be received, but the worker that would have sent it was lost, and "
+                f"{sender}, which has its stage now, runs its own part of the script. Use a broadcast or an all_gather "
+                "of the default group in place of send and recv: those go on after a loss"
+            )
+
+    def _record(self) -> EpochRecord:
+        record = self._engine.session.interruption.active
+        if record is None:
+            raise RuntimeError("no epoch has been entered")
+        return record
+
+    def _homes(self) -> Mapping[WorkerId, int]:
+        """The rank that each member's script had when it began."""
+        return {worker: member.home for worker, member in self._engine.links.members.items()}
+
+
+def _pairs(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """``tensors`` two by two."""
+    return zip(tensors[::2], tensors[1::2], strict=True)
+
+
+def _require_main_thread() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("collectives of torch.distributed belong to the main thread, which also trains")

@@ -1,0 +1,269 @@
+"""Process groups that a training script makes with ``torch.distributed.new_group``, before and after ``initialize``.
+
+Before there is an engine such a group is torch's own, behind an object of ours; afterwards that same object is served
+by the plugin, across losses. torch knows both by the ranks in them, which are the grid's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import distributed
+from torch.distributed import distributed_c10d
+
+from deepspeed_bamboo.runtime.stock.logical import FinishedWork
+from deepspeed_bamboo.runtime.stock.served_group import Part, ServedGroup, Tensors, alone
+
+
+class Server(Protocol):
+    """Who serves the groups once there is an engine. ``name`` is the same for a group on all who hold it."""
+
+    def ranks_here(self) -> Sequence[int]:
+        """The ranks of the world that this worker stands for, its own first."""
+
+    def holders(self, ranks: Sequence[int]) -> frozenset[str] | None:
+        """Of a group made now: the workers that hold it, or None for those at home in it."""
+
+    def gather_world(self, tensor: torch.Tensor) -> list[Part]:
+        """Everybody's tensor; all workers call it."""
+
+    def parties(self, ranks: Sequence[int], holders: frozenset[str] | None) -> dict[int, str]:
+        """Who stands for which of ``ranks`` in a group that ``holders`` hold."""
+
+    def gather(
+        self, name: str, ranks: Sequence[int], holders: frozenset[str] | None, tensor: torch.Tensor
+    ) -> list[Part]:
+        """Everybody's tensor in a group, by rank of the world."""
+
+    def leave_for(self, name: str, rank: int, tensor: torch.Tensor, tag: int) -> None:
+        """Leave a message for the worker of that rank of the world."""
+
+    def take_from(self, name: str, rank: int, tag: int) -> torch.Tensor:
+        """The next message from the worker of that rank of the world."""
+
+
+class SeveralRanks(int):
+    """The rank of a worker that stands for several: a number, its own, which is equal to each of them.
+
+    So ``if rank == 0:`` is true on the worker that stands for rank 0, and ``if rank == 3:`` is, too, if it also stands
+    for that. Everything else goes by its own.
+    """
+
+    ranks: tuple[int, ...]
+
+    def __new__(cls, ranks: Sequence[int]) -> SeveralRanks:
+        """``ranks``: its own first."""
+        made = super().__new__(cls, ranks[0])
+        made.ranks = tuple(ranks)
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, int) and int(other) in self.ranks
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = int.__hash__
+
+
+def as_rank(ranks: Sequence[int]) -> int:
+    """The rank of a worker that stands for ``ranks``, its own first."""
+    return ranks[0] if len(ranks) == 1 else SeveralRanks(ranks)
+
+
+class ScriptGroup(ServedGroup):
+    """One group of the script's. ``stock`` is torch's own, in use until there is a server."""
+
+    def __init__(self, ranks: Sequence[int], own: int, *, groups: ScriptGroups, name: str, stock: Any = None) -> None:
+        super().__init__(own, len(ranks))
+        self.all_ranks = len(ranks)
+        self.ranks = tuple(ranks)
+        self.name = name
+        self._own = own
+        self._groups = groups
+        self._stock = stock
+        self._holders = None if groups.server is None else groups.server.holders(self.ranks)
+
+    def rank(self) -> int:
+        """This worker's place, or places; the one that it began with where it stands for none."""
+        places = [self.ranks.index(rank) for rank in self._groups.ranks_here() if rank in self.ranks]
+        return as_rank(places or [self._own])
+
+    def size(self) -> int:
+        """How many workers there are in it."""
+        server = self._groups.server
+        return self.all_ranks if server is None else len(set(server.parties(self.ranks, self._holders).values())) or 1
+
+    def gather_all(self, tensor: torch.Tensor) -> list[Part]:
+        parts = self._server.gather(self.name, self.ranks, self._holders, tensor)
+        return [Part(tuple(self.ranks.index(rank) for rank in part.ranks), part.tensor) for part in parts]
+
+    def send_to(self, place: int, tensor: torch.Tensor, tag: int) -> None:
+        self._server.leave_for(self.name, self.ranks[place], tensor, tag)
+
+    def receive_from(self, place: int, tag: int) -> torch.Tensor:
+        return self._server.take_from(self.name, self.ranks[place], tag)
+
+    @property
+    def _server(self) -> Server:
+        if self._groups.server is None:
+            raise RuntimeError(f"group {self.name} is neither torch's nor the plugin's")
+        return self._groups.server
+
+    @property
+    def stock(self) -> Any:
+        """torch's own group, while that is in use."""
+        if self._groups.server is not None:
+            self._stock = None
+        return self._stock
+
+
+class AloneScriptGroup(ScriptGroup):
+    """On a worker that comes to a running job: alone until it is taken in, then as the others'."""
+
+    def gather_all(self, tensor: torch.Tensor) -> list[Part]:
+        if self._groups.server is None:
+            return alone(tensor, self.all_ranks)
+        return super().gather_all(tensor)
+
+    def send_to(self, place: int, tensor: torch.Tensor, tag: int) -> None:
+        if self._groups.server is not None:
+            super().send_to(place, tensor, tag)
+
+    def receive_from(self, place: int, tag: int) -> torch.Tensor:
+        if self._groups.server is None:
+            raise RuntimeError("a worker that joins has nothing to receive before it is taken in")
+        return super().receive_from(place, tag)
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> FinishedWork:
+        return super().recv(tensors, source, tag) if self._groups.server is not None else FinishedWork()
+
+
+def _through(name: str) -> Callable[..., Any]:
+    """The method ``name``: torch's own group's while that is in use."""
+    served = getattr(ServedGroup, name)
+
+    def call(self: ScriptGroup, *args: Any, **kwargs: Any) -> Any:
+        stock = self.stock
+        return served(self, *args, **kwargs) if stock is None else getattr(stock, name)(*args, **kwargs)
+
+    return call
+
+
+for _name in (
+    *("allreduce", "allreduce_coalesced", "broadcast", "barrier", "reduce", "_allgather_base", "all_gather_single"),
+    *("allgather", "gather", "scatter", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
+    *("alltoall", "send", "recv", "abort", "shutdown"),
+):
+    if _name in dir(ServedGroup):
+        setattr(ScriptGroup, _name, _through(_name))
+
+
+class ScriptGroups:
+    """All groups of one process's script. ``server`` is set when the engine has entered its first epoch."""
+
+    def __init__(self) -> None:
+        self.server: Server | None = None
+        self._groups: list[ScriptGroup] = []
+        self._aside = False
+
+    def ranks_here(self) -> Sequence[int]:
+        """The ranks of the world that this worker stands for, its own first; none before there is an engine."""
+        return () if self.server is None else self.server.ranks_here()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, ``torch.distributed.new_group`` makes groups that outlive torch's own."""
+        stock = distributed.new_group
+        distributed.new_group = distributed_c10d.new_group = self._new_group(stock)
+        try:
+            yield
+        finally:
+            distributed.new_group = distributed_c10d.new_group = stock
+
+    def make(self, ranks: Sequence[int], own: int, *, alone: bool = False) -> ScriptGroup:
+        """Called by torch for a group that this worker is in, once the world is the plugin's."""
+        kind = AloneScriptGroup if alone else ScriptGroup
+        group = kind(ranks, own, groups=self, name=self._name(ranks))
+        self._groups.append(group)
+        return group
+
+    def put_aside(self) -> None:
+        """Before torch drops all groups: it must not end those that go on. Once is enough."""
+        if self._aside:
+            return
+        self._aside = True
+        self._groups = [group for group in self._groups if group in distributed_c10d._world.pg_map]
+        for group in self._groups:
+            for known in _registers():
+                known.pop(group, None)
+
+    def rename(self, ranks: Sequence[int]) -> None:
+        """From now on the world's rank ``k`` is called ``ranks[k]``, in groups that there are, too."""
+        self.server = None
+        for group in self._groups:
+            group.ranks = tuple(ranks[rank] for rank in group.ranks)
+
+    def register_again(self) -> None:
+        """After the world was made anew: torch knows the groups, and the ranks in them."""
+        self._aside = False
+        for group in self._groups:
+            self._register(group)
+
+    def _new_group(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
+            world = distributed_c10d._get_default_group()
+            if isinstance(world, ServedGroup):
+                return stock(ranks, *args, **kwargs)  # which comes to :meth:`make`
+            if self.server is not None:  # of an engine of which nothing is left
+                self.server = None
+                self._groups.clear()
+            made = stock(ranks, *args, **kwargs)
+            everybody = list(range(world.size()))
+            chosen = everybody if ranks is None else sorted(ranks) if kwargs.get("sort_ranks", True) else list(ranks)
+            name = self._name(chosen)
+            if made is None or made == distributed_c10d.GroupMember.NON_GROUP_MEMBER:
+                return made
+            group = ScriptGroup(chosen, chosen.index(world.rank()), groups=self, name=name, stock=made)
+            self._groups.append(group)
+            self._register(group, like=made)
+            return group
+
+        return new_group
+
+    def _name(self, ranks: Sequence[int]) -> str:
+        """The same on all that make the same groups in the same order, whichever of them they are in."""
+        same = sum(group.ranks == tuple(ranks) for group in self._groups)
+        return f"{','.join(map(str, ranks))}#{same}"
+
+    def _register(self, group: ScriptGroup, *, like: Any = None) -> None:
+        world: Any = distributed_c10d._world
+        world.pg_map[group] = world.pg_map.get(like, ("bamboo", None))
+        world.pg_names[group] = f"script/{group.name}"
+        world.pg_backend_config[group] = world.pg_backend_config.get(like, "bamboo")
+        world.pg_to_tag[group] = ""
+        world.pg_group_ranks[group] = _PlacesOf(group)
+
+
+class _PlacesOf(dict[int, int]):
+    """Places in a group by rank of the world; a worker that stands for several has the place of one of them."""
+
+    def __init__(self, group: ScriptGroup) -> None:
+        super().__init__({rank: place for place, rank in enumerate(group.ranks)})
+
+    def __contains__(self, rank: object) -> bool:
+        return any(super(_PlacesOf, self).__contains__(one) for one in getattr(rank, "ranks", (rank,)))
+
+    def __missing__(self, rank: int) -> int:
+        for one in getattr(rank, "ranks", ()):
+            if one in self:
+                return self[one]
+        raise KeyError(rank)
+
+
+def _registers() -> tuple[dict[Any, Any], ...]:
+    world = distributed_c10d._world
+    return (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag)

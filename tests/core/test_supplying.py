@@ -1,0 +1,77 @@
+"""Who sends whom the data of a pipeline's ends."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_bamboo.core.grid import Coordinate, Grid
+from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.core.supplying import Delivery, deliveries, unsafe_ends
+
+GRID = Grid(1, 4)
+MEMBERS = ["a", "b", "c", "d"]
+ENDS = {"a": (0,), "b": (), "c": (), "d": (0,)}
+
+
+def after(*lost: str) -> tuple[Placement, list[str]]:
+    placement, members = Placement.initial(GRID, MEMBERS), list(MEMBERS)
+    for worker in lost:
+        members.remove(worker)
+        left, _ = placement.without([worker])
+        assert left is not None
+        placement = left.protected(members)
+    return placement, members
+
+
+def test_nothing_is_sent_while_the_ends_have_data() -> None:
+    placement, members = after()
+    assert deliveries(placement, ENDS, members=members, beforehand=False) == ()
+    assert list(unsafe_ends(placement, ENDS, members=members)) == []
+
+
+def test_a_shadow_that_is_computed_beforehand_gets_labels() -> None:
+    placement, members = after()
+    assert deliveries(placement, ENDS, members=members, beforehand=True) == (Delivery("a", "c", 0, False, True),)
+
+
+def test_whoever_takes_the_last_stage_over_gets_labels_from_the_first() -> None:
+    placement, members = after("d")
+    assert placement.owner(Coordinate(0, 3)) == "c"
+    assert deliveries(placement, ENDS, members=members, beforehand=False) == (Delivery("a", "c", 0, False, True),)
+    placement, members = after("d", "a")
+    with pytest.raises(LookupError) as raised:
+        deliveries(placement, ENDS, members=members, beforehand=False)
+    assert isinstance(raised.value.args[0], Coordinate)
+
+
+def test_an_end_whose_owner_alone_has_data_is_unsafe() -> None:
+    placement, members = after()
+    assert list(unsafe_ends(placement, {"a": (0,)}, members=members)) == [Coordinate(0, 0)]
+    two = Placement.initial(Grid(2, 1), ["a", "b"])
+    alone = {"a": (0,), "b": (1,)}
+    assert list(unsafe_ends(two, alone, members=["a", "b"])) == [Coordinate(0, 0), Coordinate(1, 0)]
+
+
+@given(st.integers(1, 2), st.integers(1, 4), st.data())
+def test_every_end_has_data_or_is_sent_it_once(pipelines: int, stages: int, data: st.DataObject) -> None:
+    grid = Grid(pipelines, stages)
+    members = [f"w{n}" for n in range(data.draw(st.integers(1, len(grid))))]
+    placement = Placement.initial(grid, members)
+    has = st.sets(st.integers(0, pipelines - 1)).map(tuple)
+    table = {worker: data.draw(has) for worker in members}
+    beforehand = data.draw(st.booleans())
+    try:
+        planned = deliveries(placement, table, members=members, beforehand=beforehand)
+    except LookupError as error:
+        assert not any(error.args[0].pipeline in table[worker] for worker in members)
+        return
+    sent = {(d.receiver, d.pipeline): d for d in planned}
+    assert len(sent) == len(planned)
+    for coordinate, worker in (*placement.owners, *(placement.shadows if beforehand else ())):
+        if coordinate.stage not in (0, stages - 1) or coordinate.pipeline in table[worker]:
+            continue
+        delivery = sent[worker, coordinate.pipeline]
+        assert coordinate.pipeline in table[delivery.feeder]
+        assert delivery.inputs if coordinate.stage == 0 else delivery.labels

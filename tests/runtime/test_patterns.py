@@ -1,0 +1,105 @@
+"""Habits of public scripts (``patterns.py`` of the shared cases), as they are: with a loss as DeepSpeed without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.jobs import JobResult, Jobs
+from tests.runtime.test_losses import kill
+
+SCRIPT = Path(__file__).parents[3] / "shared" / "cases" / "patterns.py"
+pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason="needs the shared cases beside the repository")
+
+QUICK = [("ownsave", 0), ("groups-before", 2), ("objects", 3), ("data-at-the-ends", 3)]
+PATTERNS = ("ownsave", "groups-before", "objects", "data-at-the-ends")
+
+
+def run_pattern(pattern: str, faults: list[dict[str, Any]] | None, folder: str, waits: bool = False) -> None:
+    """The script as a worker runs it; ``faults`` None: with DeepSpeed alone. ``waits``: before step 4 for a joiner."""
+    directory = Path(os.environ["TEST_DIRECTORY"])
+    partial = directory / f"job.{os.environ['RANK']}"
+    partial.write_text(os.environ["BAMBOO_JOB"], encoding="utf-8")
+    partial.rename(directory / "job")
+    os.environ["OWN"] = folder
+    section = {"coordinator": {"suspicion_seconds": 1.0}, "faults": faults or []}
+    os.environ["SECTION"] = json.dumps(section)
+    if waits:
+        _wait_before_step(4)
+    sys.argv = [str(SCRIPT), pattern, "4", "stock" if faults is None else "plugin"]
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def _wait_before_step(step: int) -> None:
+    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+    from tests.runtime.scenarios import _wait_for_joiners
+
+    stock = BambooPipelineEngine.train_batch
+
+    def train_batch(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        if engine.__dict__["global_steps"] == step and engine.is_reporter:
+            _wait_for_joiners(engine, 1)
+        return stock(engine, *args, **kwargs)
+
+    BambooPipelineEngine.train_batch = train_batch  # type: ignore[method-assign]
+
+
+def said(result: JobResult) -> dict[str, str]:
+    """The LOSS lines of all workers, by what they are about; each said once."""
+    lines: dict[str, str] = {}
+    for output in result.outputs.values():
+        for line in re.findall(r"^LOSS (.*)$", output, flags=re.MULTILINE):
+            key, _, value = line.partition(" ")
+            assert key not in lines, f"{line!r} was said twice\n{result.transcript()}"
+            lines[key] = value
+    return lines
+
+
+@pytest.fixture(scope="module")
+def expected(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The lines of a pattern with DeepSpeed alone, each pattern run once."""
+    known: dict[str, dict[str, str]] = {}
+
+    def lines(pattern: str) -> dict[str, str]:
+        if pattern not in known:
+            folder = tmp_path_factory.mktemp(f"stock-{pattern}")
+            known[pattern] = said(jobs.run(run_pattern, world=4, pattern=pattern, faults=None, folder=str(folder)))
+            assert len(known[pattern]) >= 8
+        return known[pattern]
+
+    return lines
+
+
+def check(jobs: Jobs, expected: Any, pattern: str, stage: int | None, folder: Path, *, joining: bool = False) -> None:
+    faults = [] if stage is None else [kill(2, 0, stage, "backward", 1)]
+    more: dict[str, Any] = {"joining": 1, "joining_after_deaths": 1} if joining else {}
+    own = folder / "own"
+    result = jobs.run(run_pattern, world=4, pattern=pattern, faults=faults, folder=str(own), waits=joining, **more)
+    codes = [code for code in result.codes if code]
+    assert codes == ([] if stage is None else [-9]), result.transcript()
+    lines = said(result)
+    digest = lines.pop("digest", None)
+    assert digest is not None, result.transcript()
+    assert lines == expected(pattern), result.transcript()
+
+
+@pytest.mark.parametrize(("pattern", "stage"), QUICK)
+def test_a_loss_changes_nothing_that_is_said(
+    jobs: Jobs, expected: Any, tmp_path: Path, pattern: str, stage: int
+) -> None:
+    check(jobs, expected, pattern, stage, tmp_path)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("case", ["undisturbed", "0", "2", "3", "0 joining", "2 joining", "3 joining"])
+def test_every_case(jobs: Jobs, expected: Any, tmp_path: Path, pattern: str, case: str) -> None:
+    stage = int(case.split()[0]) if case != "undisturbed" else None
+    check(jobs, expected, pattern, stage, tmp_path, joining="joining" in case)

@@ -1,0 +1,120 @@
+"""What scripts call of torch.distributed between iterations: groups of their own, objects, messages; across losses."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as td
+
+from deepspeed_bamboo.runtime.comm.board import pack, unpack
+from tests.runtime import models
+from tests.runtime.jobs import Jobs
+from tests.runtime.scenarios import Training, build, fresh_process_group
+from tests.runtime.test_losses import kill
+
+
+def make_groups() -> dict[str, Any]:
+    """Everybody makes every group, as torch wants it."""
+    rank, world = td.get_rank(), td.get_world_size()
+    alone = [td.new_group([r]) for r in range(world)][rank]
+    halves = [td.new_group([0, 1]), td.new_group([2, 3])][rank // 2]
+    return {"alone": alone, "half": halves, "ends": td.new_group([0, 3]), "all": td.new_group()}
+
+
+def talk(engine: Any, groups: dict[str, Any], step: int, *, sender: int, dies: int | None) -> dict[str, Any]:
+    """One round of everything. ``sender`` sends to the rank behind it; ``dies`` is killed in the middle."""
+    said: dict[str, Any] = {"world": td.get_world_size()}
+    total = torch.ones(1)
+    td.all_reduce(total)
+    said["total"] = total.item()
+    whole: list[Any] = [None] * td.get_world_size()
+    td.all_gather_object(whole, {"step": step, "long": "x" * (step + 1)})
+    said["objects"] = whole
+    told = [f"from the last, in step {step}"] if td.get_rank() == 3 else [None]
+    td.broadcast_object_list(told, src=3)
+    said["told"] = told
+    if td.get_rank() == sender:
+        td.send(torch.tensor([step, step + 1]), dst=sender + 1)
+    if td.get_rank() == sender + 1:
+        received = torch.zeros(2, dtype=torch.int64)
+        td.recv(received, src=sender)
+        assert received.tolist() == [step, step + 1]
+    if td.get_rank() == dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for name in ("alone", "half", "all"):
+        part = torch.full((2,), 2.0)
+        td.all_reduce(part, op=td.ReduceOp.MAX, group=groups[name])
+        said[name] = part.tolist()
+        assert td.get_rank(groups[name]) >= 0
+    part = torch.full((2,), float(step))
+    td.all_reduce(part, op=td.ReduceOp.MAX, group=engine.grid.get_pipe_parallel_group())
+    said["pipe"] = part.tolist()
+    if groups["ends"] != td.GroupMember.NON_GROUP_MEMBER:
+        part = torch.tensor([7.0 if td.get_rank(groups["ends"]) == 0 else 0.0])
+        td.broadcast(part, src=0, group=groups["ends"])
+        assert part.item() == 7.0
+    return said
+
+
+def train_and_talk(training: Training, before: bool, sender: int = 0, dies: int | None = None) -> dict[str, Any]:
+    fresh_process_group(training.name)
+    early = make_groups() if before else None
+    engine = build(training, fresh=False)
+    groups = early or make_groups()
+    data = models.micro_batches(models.vectors, pipeline=0, first_step=0, count=training.micro_batches)
+    losses, said = [], []
+    while engine.global_steps < training.steps:
+        step = engine.global_steps
+        losses.append(float(engine.train_batch(data)))
+        said.append(talk(engine, groups, step, sender=sender, dies=dies if step == 1 else None))
+    result = {"losses": losses, "said": said}
+    if training.faults is not None:
+        result["digest"] = engine.state_digest()
+        engine.close()
+    return result
+
+
+@pytest.mark.parametrize(("before", "stage"), [(True, 0), (False, 2)])
+def test_groups_objects_and_broadcasts_go_on_after_a_loss(jobs: Jobs, before: bool, stage: int) -> None:
+    more: dict[str, Any] = {"before": before, "sender": 1 if stage == 0 else 0}
+    plain = jobs.run(train_and_talk, world=4, training=Training(f"plain{stage}", 4, faults=None), **more)
+    killed = Training(f"killed{stage}", 4, faults=[kill(1, 0, stage, "backward", 1)])
+    result = jobs.run(train_and_talk, world=4, training=killed, **more)
+    assert result.survivors == [rank for rank in range(4) if rank != stage], result.transcript()
+    assert result.common("losses") == plain.common("losses")
+    said = result.common("said")
+    assert [round["world"] for round in said] == [4, 3, 3], "as many as are left"
+    assert [one_of_four(round) for round in said] == plain.common("said")
+
+
+def test_a_worker_lost_in_a_groups_collective_is_stood_for(jobs: Jobs) -> None:
+    """The one that waits for it recovers there, while others are in the next iteration already."""
+    plain = jobs.run(train_and_talk, world=4, training=Training("plain-in", 4, faults=None), before=False, sender=2)
+    result = jobs.run(
+        train_and_talk, world=4, training=Training("killed-in", 4, faults=[]), before=False, sender=2, dies=1
+    )
+    assert result.survivors == [0, 2, 3], result.transcript()
+    assert result.common("losses") == plain.common("losses")
+    said = result.common("said")
+    assert [round["world"] for round in said] == [4, 4, 3]
+    assert [one_of_four(round) for round in said] == plain.common("said")
+
+
+def one_of_four(said: dict[str, Any]) -> dict[str, Any]:
+    """What would have been said if nobody was lost: a mean stays, and everybody's objects are alike."""
+    assert said["total"] == said["world"] == len(said["objects"])
+    return {**said, "world": 4, "total": 4.0, "objects": said["objects"][:1] * 4}
+
+
+def test_what_is_laid_out_comes_back_as_it_was() -> None:
+    tensors = [torch.tensor([1.5, -0.0], dtype=torch.bfloat16), torch.arange(3), torch.empty(0, 4), torch.tensor(True)]
+    for value, found in zip(tensors, unpack(pack(tensors)), strict=True):
+        assert found.dtype == value.dtype and found.shape == value.shape and torch.equal(found, value)
+    with pytest.raises(ValueError, match="is no type of tensors"):
+        unpack(b'[["system", [1]]]\nx')
+    with pytest.raises(ValueError, match="bytes of content"):
+        unpack(pack(tensors) + b"more")
