@@ -19,6 +19,8 @@ _LOOK_SECONDS = 5.0
 
 _CALLS = {
     "train": "train_batch",
+    "data": "train_batch",
+    "evaluation position": "eval_batch",
     "evaluate": "eval_batch",
     "save": "save_checkpoint",
     "latest": "save_checkpoint",
@@ -26,6 +28,7 @@ _CALLS = {
     "refresh": "refresh_shadows",
     "digest": "state_digest",
     "barrier": "barrier",
+    "whole state": "whole_state_dict",
     "user collective": "a collective of torch.distributed, with which save_checkpoint begins, too",
     "close": "at the end of the script",
 }

@@ -1,0 +1,68 @@
+"""Iterators on first and last stages alone: as DeepSpeed wants it, and as many scripts have it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from deepspeed_bamboo.runtime.main import EXIT_JOB_FAILED, EXIT_USER_ERROR
+from tests.runtime import models
+from tests.runtime.jobs import Jobs
+from tests.runtime.scenarios import Training, build
+from tests.runtime.test_losses import kill
+
+EAGER = {"redundancy": {"mode": "eager", "overlap": True, "offload": "none"}}
+
+
+def train_at_the_ends(training: Training, halves: bool = False, only_first: bool = False) -> dict[str, Any]:
+    """``halves``: the first stage has inputs without labels, the last one labels without inputs."""
+    engine = build(training)
+    first, last = engine.is_first_stage(), engine.is_last_stage()
+
+    def source(start: int) -> Iterator[Any] | None:
+        if not first and (only_first or not last):
+            return None
+        return part(models.micro_batches(models.vectors, pipeline=start, first_step=0, count=4))
+
+    def part(batches: Iterator[Any]) -> Iterator[Any]:
+        for x, y in batches:
+            yield (x if first or not halves else None, y if last or not halves else None)
+
+    data, evaluated = source(0), source(100)
+    losses, evaluations = [], []
+    for _ in range(training.steps):
+        losses.append(float(engine.train_batch(data)))
+        evaluations.append(float(engine.eval_batch(evaluated)))
+    result = {"losses": losses, "evaluations": evaluations}
+    if training.faults is not None:
+        engine.close()
+    return result
+
+
+@pytest.mark.parametrize("bamboo", [{}, EAGER], ids=["lazy", "eager"])
+def test_the_loss_of_the_last_stage_is_survived_and_who_is_left_with_data_is_said(
+    jobs: Jobs, bamboo: dict[str, Any]
+) -> None:
+    case = Training(f"ends-{len(bamboo)}", 3, bamboo=bamboo, steps=4)
+    plain = jobs.run(train_at_the_ends, world=3, training=case)
+    killed = dataclasses.replace(case, name=f"{case.name}-killed", faults=[kill(1, 0, 2, "backward", 1)])
+    result = jobs.run(train_at_the_ends, world=3, training=killed)
+    assert result.survivors == [0, 1], result.transcript()
+    for what in ("losses", "evaluations"):
+        assert result.common(what) == plain.common(what)
+    assert "only w0 has the data of pipeline 0: its loss ends the job" in result.transcript()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [({"halves": True}, "yields no "), ({"only_first": True}, "may have to take 0.0 over")],
+    ids=["halves", "one worker"],
+)
+def test_too_little_for_any_loss_is_refused_at_the_first_step(jobs: Jobs, more: dict[str, bool], message: str) -> None:
+    training = Training(f"little-{next(iter(more))}", 3, faults=[])
+    result = jobs.run(train_at_the_ends, world=3, training=training, **more)
+    assert result.survivors == [] and set(result.codes) <= {EXIT_USER_ERROR, EXIT_JOB_FAILED}, result.transcript()
+    assert message in result.transcript()
