@@ -107,7 +107,7 @@ def test_where_none_is_whole_no_rank_starts_and_nothing_changes(jobs: Jobs, tmp_
 def test_a_script_that_loads_hears_of_damage_too(jobs: Jobs, tmp_path: Path) -> None:
     result = jobs.run(save_damage_and_load, world=2, training=SHORT, folder=str(tmp_path / "saved"))
     assert result.survivors == [0, 1], result.transcript()
-    assert result.common("newest") == [str(tmp_path / "saved" / "global_step2"), 2, 2]
+    assert result.common("newest") == ["global_step2", 2, 2]
     explicit = result.common("explicit")
     assert "global_step4 is damaged: layer_00-model_states.pt is not what was written" in explicit
     assert "pass the tag of another one" in explicit
@@ -134,7 +134,7 @@ def save_damage_and_load(training: Training, folder: str) -> dict[str, Any]:
     engine.barrier()
     found: dict[str, Any] = {"explicit": refused(engine, folder, tag="global_step4")}
     path, client_state = engine.load_checkpoint(folder)
-    found["newest"] = [path, client_state["seen"], engine.global_steps]
+    found["newest"] = [Path(path).parent.name, client_state["seen"], engine.global_steps]
     found["nothing"] = list(engine.load_checkpoint(f"{folder}/absent"))
     engine.barrier()
     if engine.is_reporter:
