@@ -7,11 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from deepspeed_bamboo.errors import CheckpointError
 from deepspeed_bamboo.storage.manifest import NAMES
 from tests.runtime.jobs import Jobs
 from tests.runtime.scenarios import Training, build, train_with_checkpoints
-from tests.runtime.test_losses import CLIPPED
+from tests.runtime.test_checkpoints import SCHEDULE
+from tests.runtime.test_losses import BF16, CLIPPED, FP16, ZERO
 
 SHORT = Training("short-1x2", 2, steps=8, settings=CLIPPED, faults=[])
 WHOLE = dataclasses.replace(SHORT, name="whole-1x2", steps=10)
@@ -87,6 +90,41 @@ def test_the_newest_whole_one_is_taken_and_the_damage_is_named(jobs: Jobs, tmp_p
             assert own["digest"] == expected.common("digest"), kind
         assert words.replace("{folder}", str(folders[kind])) in result.outputs[0], (kind, result.outputs[0])
         assert (folders[kind] / "latest").read_text() == "bamboo_step10"
+
+
+PRECISIONS = {
+    "fp16": {**CLIPPED, **FP16, **SCHEDULE},
+    "bf16": {**CLIPPED, **BF16},
+    "zero-fp16": {**CLIPPED, **ZERO, **FP16},
+    "zero-bf16": {**CLIPPED, **ZERO, **BF16, **SCHEDULE},
+}
+
+
+def train_again(trainings: dict[str, Training], folder: str, steps: int) -> dict[str, Any]:
+    """Each of ``trainings`` until ``steps``, with checkpoints of its own; results by name."""
+    return {
+        name: train_with_checkpoints(dataclasses.replace(training, steps=steps), f"{folder}/{name}")
+        for name, training in trainings.items()
+    }
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("world", "stages"), [(2, 2), (4, 2)])
+def test_no_code_is_needed_to_read_any_precision(jobs: Jobs, tmp_path: Path, world: int, stages: int) -> None:
+    """What is read has the digest that was saved, and goes on as if it had not been saved."""
+    trainings = {
+        name: Training(name, stages, settings=settings, training_data=world > stages, faults=[])
+        for name, settings in PRECISIONS.items()
+    }
+    whole = jobs.run(train_again, world=world, trainings=trainings, folder=str(tmp_path / "whole"), steps=6)
+    jobs.run(train_again, world=world, trainings=trainings, folder=str(tmp_path / "kept"), steps=4)
+    again = jobs.run(train_again, world=world, trainings=trainings, folder=str(tmp_path / "kept"), steps=6)
+    assert again.survivors == list(range(world)), again.transcript()
+    for name in trainings:
+        for rank in range(world):
+            expected, found = whole.values[rank][name], again.values[rank][name]
+            assert found["digest"] == expected["digest"], name
+            assert found["losses"] == {step: expected["losses"][step] for step in ("4", "5")}, name
 
 
 def test_where_none_is_whole_no_rank_starts_and_nothing_changes(jobs: Jobs, tmp_path: Path) -> None:
