@@ -18,6 +18,7 @@ ERROR_FILE = "BAMBOO_ERROR_FILE"  # where the worker writes its traceback
 PULSE_FILE = "BAMBOO_PULSE_FILE"  # where the worker notes what it does, see pulse.py
 STACK_FILE = "BAMBOO_STACK_FILE"  # where the worker's stack is written when it is sent STACK_SIGNAL
 NOTICE_SIGNALS = "BAMBOO_NOTICE_SIGNALS"  # signals that the worker ignores, since its agent handles them
+SECRET = "BAMBOO_SECRET"  # the job's secret; who has it is a part of the job
 ETCD_PREFIX = "BAMBOO_ETCD_"  # begins the names of what a guarded etcd asks for
 
 START_DIRECTORY = "BAMBOO_START_DIRECTORY"  # where the job was started: what relative paths of its settings mean
@@ -34,6 +35,7 @@ STACK_SIGNAL = int(signal.SIGRTMIN) + 9
 NODE = "BAMBOO_NODE"  # this machine's name; default: its host name
 ZONE = "BAMBOO_ZONE"  # the zone that this machine is in
 ADDRESS = "BAMBOO_ADDRESS"  # the address under which others reach this machine
+SECRET_FILE = "BAMBOO_SECRET_FILE"  # a file with the secret that the machines of a job share
 FAULTS = "BAMBOO_FAULTS"  # a JSON file with scripted faults
 NOTICES = "BAMBOO_NOTICES"  # a JSON file with scripted notices
 STANDALONE = "BAMBOO_STANDALONE"  # "1": workers without launcher and agents

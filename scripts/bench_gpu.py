@@ -113,6 +113,7 @@ def worker(rank: int, workers: int, port: int, endpoint: str, arguments: argpars
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         BAMBOO_ENDPOINTS=endpoint,
+        BAMBOO_SECRET="of this benchmark",
         NCCL_NVLS_ENABLE="0",
         TORCH_NCCL_ASYNC_ERROR_HANDLING="0",
     )

@@ -92,6 +92,11 @@ def test_config_uses_only_deepspeeds_loader_and_only_when_called() -> None:
     assert all("tensor_parallel.init_utils" in module for module in everywhere)
 
 
+def test_trust_stands_on_the_standard_library() -> None:
+    assert offences({"trust"}, OWN - {f"{NAME}.trust", f"{NAME}.errors", f"{NAME}.protocol"}) == []
+    assert offences({"trust"}, {"torch", "deepspeed", "msgpack", "grpc", "psutil"}) == []
+
+
 def test_models_are_usable_without_the_rest() -> None:
     assert offences({"models"}, OWN - {f"{NAME}.models", f"{NAME}.errors", f"{NAME}.suggest"}) == []
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,7 @@ from deepspeed_bamboo.storage.folders import location_problem
 from deepspeed_bamboo.suggest import nearest
 
 SECTION = "bamboo"
+_SHOWN = 10  # of many wrong values of one kind
 
 RedundancyMode = Literal["off", "lazy", "eager", "full", "auto"]
 OffloadTarget = Literal["none", "cpu", "recompute"]
@@ -83,7 +85,7 @@ class CoordinatorConfig(Section):
     """The etcd through which workers agree on who is alive."""
 
     endpoints: list[str] = Field(default_factory=list)
-    """host:port of each member of your etcd; empty: the job starts an etcd of its own on the first node."""
+    """host:port (or unix:/path) of each member of your etcd; empty: the job starts its own on the first node."""
 
     lease_seconds: Annotated[Seconds, Field(ge=0.1)] = 3.0
     """A node that is silent for this long counts as lost."""
@@ -124,9 +126,10 @@ class CoordinatorConfig(Section):
     @classmethod
     def _check_endpoints(cls, endpoints: list[str]) -> list[str]:
         wrong = [f"{endpoint!r} {problem}" for endpoint in endpoints if (problem := endpoint_problem(endpoint))]
-        wrong += [f"{endpoint!r} is listed twice" for endpoint in set(endpoints) if endpoints.count(endpoint) > 1]
+        wrong += [f"{endpoint!r} is listed twice" for endpoint, times in Counter(endpoints).items() if times > 1]
         if wrong:
-            raise ValueError("; ".join(sorted(wrong)))
+            more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            raise ValueError("; ".join(sorted(wrong)[:_SHOWN]) + more)
         return endpoints
 
     @field_validator("password_env")
@@ -307,12 +310,14 @@ class BambooConfig(Section):
 
 def endpoint_problem(endpoint: str) -> str | None:
     """What is wrong with ``endpoint`` as host:port, in words that follow it; None when nothing is."""
+    if endpoint.startswith("unix:/"):
+        return None
     if "://" in endpoint:
         return f"has a scheme; write {endpoint.split('://', 1)[1].rstrip('/')!r}"
     host, separator, port = endpoint.rpartition(":")
     if not separator or not port.isascii() or not port.isdigit():
         return "has no port; write host:port, as in 10.0.0.5:2379"
-    if not 1 <= int(port) <= 65535:
+    if len(port) > 5 or not 1 <= int(port) <= 65535:
         return f"has port {port}; ports are 1 to 65535"
     if ":" in host and not re.fullmatch(r"\[[0-9A-Fa-f:.%\w]+\]", host):
         return "has several colons; write an IPv6 address as [address]:port"
@@ -370,7 +375,7 @@ def load_deepspeed_settings(source: Mapping[str, Any] | str | os.PathLike[str]) 
         settings = load_ds_config(text)
     except OSError as error:
         raise ConfigError(f"{text} can't be read ({error.strerror}); give a JSON file") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if not os.path.exists(text):  # noqa: PTH110 (a base64 string may be too long for a Path)
             raise ConfigError(f"DeepSpeed configuration {_shorten(text)} does not exist; check the path") from error
         raise ConfigError(f"{text} is no valid DeepSpeed JSON: {error}") from error

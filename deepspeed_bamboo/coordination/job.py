@@ -233,9 +233,9 @@ class JobCoordinator(JobNews):
 
     # -- who comes and who goes --------------------------------------------------------------------
 
-    def record_start(self, *, slots: int) -> None:
-        """The job begins now, with so many slots."""
-        value = {"time_seconds": time.time(), "slots": slots}
+    def record_start(self, *, slots: int, salt: str = "", proof: str = "") -> None:
+        """The job begins now, with so many slots. ``salt`` and ``proof`` are public, see ``trust/secret.py``."""
+        value = {"time_seconds": time.time(), "slots": slots, "salt": salt, "proof": proof}
         self._store.compare_and_swap(self._keys.started, encode(value), revision=0)
         self.reserve_ranks(slots)
 
@@ -248,6 +248,11 @@ class JobCoordinator(JobNews):
         """With how many slots the job was started; 0 if that isn't known."""
         found = self._read.one(self._keys.started, "started")
         return 0 if found is None else int(found.get("slots", 0))
+
+    def salt_and_proof(self) -> tuple[str, str]:
+        """What those who have the key make the job's secret of, and can compare it with; empty if that isn't known."""
+        value = self._read.one(self._keys.started, "started") or {}
+        return str(value.get("salt", "")), str(value.get("proof", ""))
 
     def reserve_ranks(self, count: int) -> None:
         """Keep ranks 0 to ``count`` - 1 for the slots that start the job; :meth:`next_rank` gives later ones."""

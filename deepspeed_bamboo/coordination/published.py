@@ -11,7 +11,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,18 @@ _LIMIT_BYTES = 10_000
 
 @dataclass(frozen=True)
 class PublishedJob:
-    """A job, its etcd, and the process (``owner_pid``, in ``pid_namespace``) that keeps it."""
+    """A job, its secret, its etcd, and the process (``owner_pid``, in ``pid_namespace``) that keeps it.
+
+    ``address``: where the job's first machine is found by its others.
+    """
 
     job: str
     prefix: str
     endpoint: str
     owner_pid: int
     pid_namespace: str
+    secret: str = field(default="", repr=False)
+    address: str = "127.0.0.1"
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> PublishedJob:

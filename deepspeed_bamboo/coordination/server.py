@@ -25,19 +25,23 @@ _PORT_ATTEMPTS = 5
 _STOP_SECONDS = 5.0
 _LOG_TAIL_BYTES = 20_000
 _LOG_LINES = 5
+_SOCKET = "etcd:1"  # etcd wants something that looks like a port
+_LONGEST_SOCKET = 107
 _NEEDED_BYTES = 80_000_000  # it begins by setting 64 MB aside
 
 
 class PrivateEtcd:
     """A single etcd server for one job. Use as a context manager, or call :meth:`stop`.
 
-    Listens on ``listen_host`` only (loopback unless other machines must reach it), on a free port.
+    Listens on a Unix socket in its directory, which nobody but this user can enter; other machines reach it through a
+    gate that asks for the job secret (``trust/tunnel.py``). With ``listen_host`` it listens there instead, on a free
+    port, and answers anybody: for tests.
     Data and log are in a private temporary directory. Server and directory go when :meth:`stop` is
     called and also when this process dies in any way, SIGKILL included; see ``server_keeper.py``.
     A server that dies meanwhile is started again on the same data and port.
     """
 
-    def __init__(self, *, listen_host: str = "127.0.0.1", start_timeout_seconds: float = 15.0) -> None:
+    def __init__(self, *, listen_host: str | None = None, start_timeout_seconds: float = 15.0) -> None:
         """Start and wait until it answers. Raises ServerStartError, with the end of etcd's log."""
         self._binary = find_etcd()
         self._host = listen_host
@@ -87,7 +91,7 @@ class PrivateEtcd:
             self.directory = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
         except OSError as error:
             raise ServerStartError(f"there is no folder for the job's own etcd: {error}; {ROOM}") from error
-        self.endpoint = Endpoint(f"[{self._host}]" if ":" in self._host else self._host, free_port(self._host))
+        self.endpoint = self._new_endpoint()
         self._channel, theirs = socket.socketpair()
         self._ended = False
         self._given_up = False
@@ -103,9 +107,24 @@ class PrivateEtcd:
             )
         return self._wait_until_ready()
 
+    def _new_endpoint(self) -> Endpoint:
+        """Where this attempt is to listen. Raises ServerStartError for a folder whose name a socket can't have."""
+        if self._host is None:
+            path = str(self.directory / _SOCKET)
+            if len(path.encode()) > _LONGEST_SOCKET:
+                shutil.rmtree(self.directory, ignore_errors=True)
+                raise ServerStartError(
+                    f"{path} is too long for the name of a Unix socket, {_LONGEST_SOCKET} bytes; point TMPDIR to a "
+                    "folder with a shorter name"
+                )
+            return Endpoint(path, 0)
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return Endpoint(host, free_port(self._host))
+
     def _command(self) -> list[str]:
-        # A Unix socket in the working directory as peer address: a single server needs no port for peers.
-        url, peer = f"http://{self.endpoint}", "unix://peer:1"
+        # Unix sockets in the working directory: a single server needs no port for peers, and none for this machine.
+        url = f"unix://{_SOCKET}" if self._host is None else f"http://{self.endpoint}"
+        peer = "unix://peer:1"
         command = [
             self._binary,
             "--name=bamboo",
@@ -115,6 +134,7 @@ class PrivateEtcd:
             f"--listen-peer-urls={peer}",
             f"--initial-advertise-peer-urls={peer}",
             f"--initial-cluster=bamboo={peer}",
+            "--enable-grpc-gateway=false",
             "--heartbeat-interval=50",
             "--election-timeout=500",
             "--auto-compaction-mode=revision",

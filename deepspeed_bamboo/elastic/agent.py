@@ -33,7 +33,7 @@ from deepspeed_bamboo.coordination.machine_token import MachineToken
 from deepspeed_bamboo.coordination.process_state import is_running
 from deepspeed_bamboo.coordination.values import member_text
 from deepspeed_bamboo.elastic import decisions
-from deepspeed_bamboo.elastic.address import advertised_address, gloo_interface
+from deepspeed_bamboo.elastic.address import advertised_address, interfaces_of
 from deepspeed_bamboo.elastic.agent_settings import AgentHooks, AgentSettings
 from deepspeed_bamboo.elastic.boot import Boot
 from deepspeed_bamboo.elastic.error_report import ErrorReport
@@ -422,6 +422,7 @@ class BambooElasticAgent(LocalElasticAgent):
             protocol.JOB: boot.job,
             protocol.ENDPOINTS: ",".join(boot.endpoints),
             protocol.PREFIX: boot.prefix,
+            protocol.SECRET: boot.secret,
             protocol.WORKER: action.worker,
             protocol.GENERATION: str(action.generation),
             protocol.JOINING: "1" if action.joining else "",
@@ -431,7 +432,7 @@ class BambooElasticAgent(LocalElasticAgent):
             protocol.ZONE: slot.zone,
             protocol.AGENT_PID: str(os.getpid()),
             protocol.ERROR_FILE: error_file,
-            **gloo_interface(os.environ, address),
+            **interfaces_of(os.environ, address),
             **quiet_grpc(os.environ),
             **dict(self._settings.environment),
         }

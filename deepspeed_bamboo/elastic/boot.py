@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from deepspeed_bamboo.elastic.errors import RefusedError
+from deepspeed_bamboo.errors import MessageError
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Boot:
     ``master_ports`` holds one port for each attempt to start: workers of different attempts never meet.
     ``host_pid`` is the process on rank 0's machine that runs the job's own etcd; 0 for the user's etcd.
     ``ranks``: for a command that joins a running job, the rank in that job of each of its slots.
+    ``secret`` is the job's; ``salt``, which is public, is what those who have the key make it of, on several machines.
     """
 
     job: str
@@ -26,15 +28,25 @@ class Boot:
     master_ports: tuple[int, ...]
     host_pid: int = 0
     ranks: tuple[int, ...] = ()
+    salt: str = ""
+    secret: str = field(default="", repr=False)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Boot:
-        lists = ("endpoints", "master_ports", "ranks")
-        fields: dict[str, Any] = {name: tuple(part) if name in lists else part for name, part in value.items()}
-        return cls(**fields)
+        """Inverse of :meth:`to_json`. Raises MessageError for anything else."""
+        try:
+            lists = {name: tuple(value[name]) for name in ("endpoints", "master_ports", "ranks")}
+            boot = cls(**{**value, **lists})
+        except (TypeError, KeyError) as error:
+            raise MessageError(f"what rank 0 says is nothing that starts a job ({error})") from error
+        numbers = (boot.host_pid, *boot.master_ports, *boot.ranks)
+        texts = (boot.job, boot.prefix, boot.master_addr, boot.salt, boot.secret, *boot.endpoints)
+        if not all(type(number) is int for number in numbers) or not all(type(text) is str for text in texts):
+            raise MessageError("what rank 0 says has numbers where texts belong, or the other way round")
+        return boot
 
 
 class Exchange(Protocol):
@@ -59,8 +71,13 @@ def pack(boot: Boot | None) -> bytes:
 
 
 def unpack(line: bytes) -> Boot:
-    """Inverse of :func:`pack`. Raises RefusedError for a refusal."""
-    value = json.loads(line)
+    """Inverse of :func:`pack`. Raises RefusedError for a refusal, and MessageError for anything else."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"what rank 0 says is no JSON ({error})") from error
     if value is None:
         raise RefusedError("rank 0 could not start the job; its message says why")
+    if not isinstance(value, dict):
+        raise MessageError(f"what rank 0 says is a {type(value).__name__}, and nothing that starts a job")
     return Boot.from_json(value)

@@ -1,19 +1,28 @@
-"""The exchange between machines: rank 0 answers at the launcher's master address and port."""
+"""The exchange between machines: rank 0 answers at the launcher's master address and port, those who have the key."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
+from deepspeed_bamboo.elastic.address import listening_address, reached_at
 from deepspeed_bamboo.elastic.boot import Boot, pack, unpack
 from deepspeed_bamboo.elastic.errors import ExchangeError
+from deepspeed_bamboo.errors import BambooError, MessageError
+from deepspeed_bamboo.trust.handshake import StrangerError
+from deepspeed_bamboo.trust.secret import job_secret, make_key, missing_key, read_key
+from deepspeed_bamboo.trust.server import GuardedServer, connect
 
-_GREETING = b"bamboo 1 "
+_PURPOSE = "start"
 _RETRY_SECONDS = 0.1
 _ANSWER_SECONDS = 5.0
+# So long a secret may be refused: another job may have had the port a moment ago.
+_REFUSED_SECONDS = 5.0
+_LIMIT_BYTES = 1_000_000
 _JOINING = (
     "a job that runs already is joined from another machine through coordinator.endpoints only, by a command for this "
     "machine alone (no --hostfile and --node_rank) with its --job NAME"
@@ -21,7 +30,7 @@ _JOINING = (
 
 
 class SocketExchange:
-    """Rank 0 serves one line to every slot that asks, until all have had it or :meth:`close`."""
+    """Rank 0 serves one line to every slot that asks and has the key, until all have had it or :meth:`close`."""
 
     def __init__(
         self,
@@ -32,29 +41,31 @@ class SocketExchange:
         rank: int,
         tell: Callable[[str], None] = lambda text: None,
         told_after_seconds: float = 10.0,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """``tell`` hears once, after so many seconds, that rank 0 is waited for."""
+        """``tell`` hears once, after so many seconds, that rank 0 is waited for. ``environment``: where the key is."""
         self._address = address
         self._port = port
         self._rank = rank
         self._tell, self._told_after_seconds = tell, told_after_seconds
         self._others = set(range(1, world_size))
-        self._listener: socket.socket | None = None
-        self._thread: threading.Thread | None = None
+        self._environment = os.environ if environment is None else environment
+        self._server: GuardedServer | None = None
 
     def give(self, boot: Boot) -> None:
-        self._serve(pack(boot))
+        # The secret itself never travels: all who may have it make it of the key.
+        self._serve(pack(replace(boot, secret="")))
 
     def refuse(self) -> None:
         """Serve the refusal for a moment: slots that come later find nobody and their launchers end them."""
-        with contextlib.suppress(ExchangeError):
+        with contextlib.suppress(BambooError):
             self._serve(pack(None))
             time.sleep(0.5)
             self.close()
 
     def take(self, *, within_seconds: float) -> Boot:
         start = time.monotonic()
-        reason, told = "no attempt was made", False
+        reason, told, refused_at = "no attempt was made", False, 0.0
         while (waited := time.monotonic() - start) < within_seconds:
             if waited > self._told_after_seconds and not told:
                 told = True
@@ -63,54 +74,60 @@ class SocketExchange:
                     f"It answers only while its job starts: {_JOINING}"
                 )
             try:
-                with socket.create_connection((self._address, self._port), timeout=_ANSWER_SECONDS) as connection:
-                    connection.sendall(_GREETING + str(self._rank).encode() + b"\n")
-                    line = connection.makefile("rb").readline()
-                if line.endswith(b"\n"):
-                    return unpack(line)
-                reason = "whoever listens there is no rank 0 of such a job"
-            except OSError as error:
-                reason = str(error)
+                key = read_key(self._environment)
+                if key is not None:
+                    return self._ask(key)
+                reason = missing_key(self._environment)
+            except StrangerError as error:
+                reason, refused_at = str(error), refused_at or waited or 1e-9
+                if waited - refused_at > _REFUSED_SECONDS:
+                    break
+            except (OSError, MessageError) as error:
+                reason, refused_at = str(error), 0.0
             time.sleep(_RETRY_SECONDS)
         raise ExchangeError(
-            f"rank 0 at {self._address}:{self._port} gave no answer within {within_seconds:.0f} s ({reason}); "
-            "check that the same command was given there and that this machine can reach it, or choose another port "
-            f"with the launcher's --master_port. Rank 0 answers only while its job starts: {_JOINING}"
+            f"rank 0 at {self._address}:{self._port} gave no answer within {min(waited, within_seconds):.0f} s "
+            f"({reason}); check that the same command was given there, that this machine can reach it and has the same "
+            "secret (docs/security.md), or choose another port with the launcher's --master_port. Rank 0 answers only "
+            f"while its job starts: {_JOINING}"
         )
 
     def close(self) -> None:
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-            listener.close()
-        if self._thread is not None:
-            self._thread.join()
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+    def _ask(self, key: str) -> Boot:
+        """Raises OSError, StrangerError and MessageError."""
+        host = reached_at(self._address)
+        with connect(host, self._port, secret=key, purpose=_PURPOSE, within_seconds=_ANSWER_SECONDS) as connection:
+            connection.settimeout(_ANSWER_SECONDS)
+            connection.sendall(f"{self._rank}\n".encode())
+            line = connection.makefile("rb").readline(_LIMIT_BYTES)
+        if not line.endswith(b"\n"):
+            raise MessageError("rank 0 ended in the middle of its answer")
+        boot = unpack(line)
+        return replace(boot, secret=job_secret(key, salt=boot.salt))
 
     def _serve(self, line: bytes) -> None:
+        key = make_key(self._environment)
+        waiting = set(self._others)
+
+        def answer(connection: socket.socket) -> None:
+            connection.settimeout(_ANSWER_SECONDS)
+            rank = connection.makefile("rb").readline(64).strip()
+            if not rank.isdigit():
+                return
+            connection.sendall(line)
+            waiting.discard(int(rank))
+            if not waiting and self._server is not None:
+                self._server.stop_listening()
+
+        host = listening_address(self._address, environment=self._environment)
         try:
-            self._listener = socket.create_server(("", self._port), backlog=128)
+            self._server = GuardedServer(host, self._port, secret=key, purpose=_PURPOSE, serve=answer)
         except OSError as error:
             raise ExchangeError(
-                f"port {self._port} cannot be used on this machine ({error.strerror}); "
+                f"port {self._port} of {host} cannot be used on this machine ({error.strerror}); "
                 f"choose another with the launcher's --master_port"
             ) from error
-        self._thread = threading.Thread(
-            target=self._answer, args=(self._listener, line), name="bamboo-exchange", daemon=True
-        )
-        self._thread.start()
-
-    def _answer(self, listener: socket.socket, line: bytes) -> None:
-        waiting = set(self._others)
-        while waiting and self._listener is not None:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return  # closed
-            with connection, contextlib.suppress(OSError):
-                connection.settimeout(_ANSWER_SECONDS)
-                greeting = connection.makefile("rb").readline(64)
-                if greeting.startswith(_GREETING) and greeting[len(_GREETING) :].strip().isdigit():
-                    connection.sendall(line)
-                    waiting.discard(int(greeting[len(_GREETING) :]))
-        listener.close()

@@ -6,7 +6,6 @@ import contextlib
 import os
 import secrets
 import signal
-import socket
 import sys
 import threading
 import time
@@ -17,10 +16,10 @@ from typing import Any
 
 from deepspeed_bamboo.config.section import BambooConfig
 from deepspeed_bamboo.coordination import CoordinationError, EtcdGuard, JobCoordinator
-from deepspeed_bamboo.coordination.endpoints import Endpoint
 from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.published import PublishedJob, own_pid_namespace, publish
-from deepspeed_bamboo.coordination.server import PrivateEtcd, free_ports
+from deepspeed_bamboo.coordination.server import free_ports
+from deepspeed_bamboo.elastic.address import advertised_address, check_own_address, listening_address
 from deepspeed_bamboo.elastic.agent_settings import AgentHooks, AgentSettings
 from deepspeed_bamboo.elastic.boot import Boot, Exchange
 from deepspeed_bamboo.elastic.command_line import CommandLine, parse_command_line
@@ -29,8 +28,10 @@ from deepspeed_bamboo.elastic.exchange_file import FileExchange
 from deepspeed_bamboo.elastic.exchange_socket import SocketExchange
 from deepspeed_bamboo.elastic.greeting import greeting
 from deepspeed_bamboo.elastic.hang_watch import HangRules
+from deepspeed_bamboo.elastic.job_secrets import secret_to_join, secret_to_start
 from deepspeed_bamboo.elastic.notices import NoticePlan, look_around, notice_plan
 from deepspeed_bamboo.elastic.outcome import BEGUN, PLAIN, REFUSED, OutcomeNote, SlotNote
+from deepspeed_bamboo.elastic.own_etcd import reached, start_own_etcd
 from deepspeed_bamboo.elastic.processes import launcher_chain, outlived_its_launcher
 from deepspeed_bamboo.elastic.rules import MAX_RESTARTS, Entry, Rules
 from deepspeed_bamboo.elastic.running_job import (
@@ -46,7 +47,8 @@ from deepspeed_bamboo.elastic.slot import Slot, key_part, slot_from_environment
 from deepspeed_bamboo.errors import BambooError
 from deepspeed_bamboo.eventlog.log import check_directory
 from deepspeed_bamboo.news import tell
-from deepspeed_bamboo.protocol import OTHER_ENGINES, OUTCOME, PIPELINES, START_DIRECTORY
+from deepspeed_bamboo.protocol import ENDPOINTS, OTHER_ENGINES, OUTCOME, PIPELINES, START_DIRECTORY
+from deepspeed_bamboo.trust.secret import proof_of
 
 WORKER_MODULE = "deepspeed_bamboo.runtime.main"
 
@@ -86,6 +88,7 @@ def _run(line: CommandLine) -> int:
             return run_plain(line)
         slot = slot_from_environment(os.environ, local_rank=line.local_rank, zone=config.topology.zones)
         slot = replace(slot, start_workers=_start_workers(line.workers, slot.world_size))
+        check_own_address(os.environ)
         surroundings = look_around(config.notices, zones=config.topology.zones, environment=os.environ)
         slot = replace(slot, zone=surroundings.identity.zone)
         EtcdGuard.of(config.coordinator).check(os.environ)
@@ -159,9 +162,10 @@ class _Command:
     launchers: tuple[int, ...]
     notices: NoticePlan | None
 
-    def settings(self, boot: Boot) -> AgentSettings:
-        """What this slot's agent has to know."""
+    def settings(self, boot: Boot, reached: tuple[str, ...]) -> AgentSettings:
+        """What this slot's agent has to know. ``reached``: where its worker finds the coordinator."""
         settings = _settings(_placed(self.slot, boot), boot, self.config)
+        settings = replace(settings, environment=(*settings.environment, (ENDPOINTS, ",".join(reached))))
         return replace(settings, launchers=self.launchers, notices=self.notices)
 
 
@@ -176,9 +180,9 @@ def _lead(command: _Command, exchange: Exchange) -> int:
             running = _find_running(line, config, until_the_end, until_registered)
             _check_helpers(slot, config, running=running)
             if running is not None:
-                boot, coordinator = _join(running, slot), running.coordinator
+                boot, coordinator, reached_at = _join(running, slot), running.coordinator, running.endpoints
             else:
-                boot, coordinator = _start(slot, line, config, until_the_end, until_registered)
+                boot, coordinator, reached_at = _start(slot, line, config, until_the_end, until_registered)
             exchange.give(boot)
         except BambooError:
             exchange.refuse()
@@ -186,7 +190,7 @@ def _lead(command: _Command, exchange: Exchange) -> int:
         source = find_source(bamboo_config=line.bamboo_config, arguments=line.arguments)
         tell(greeting(boot, slot, config, source=source), who=f"rank {_placed(slot, boot).rank}")
         hooks = AgentHooks(on_registered=until_registered.close, on_all_present=exchange.close)
-        settings = replace(command.settings(boot), hosts_coordinator=boot.host_pid == os.getpid())
+        settings = replace(command.settings(boot, reached_at), hosts_coordinator=boot.host_pid == os.getpid())
         return _be_agent(_placed(slot, boot), boot, line, coordinator=coordinator, settings=settings, hooks=hooks)
 
 
@@ -235,7 +239,8 @@ def _find_running(
     store = opened.enter_context(contextlib.closing(_open(endpoints, config)))
     coordinator = JobCoordinator(store, job=line.job, prefix=config.coordinator.prefix)
     if can_be_joined(coordinator, patience):
-        return RunningJob(coordinator, config.coordinator.prefix, endpoints)
+        secret, salt = secret_to_join(coordinator, os.environ)
+        return RunningJob(coordinator, config.coordinator.prefix, endpoints, secret=secret, salt=salt)
     if line.join:
         raise LaunchError(
             f"no job {line.job!r} runs at {', '.join(endpoints)} under {config.coordinator.prefix}; check its name, "
@@ -254,10 +259,12 @@ def _join(running: RunningJob, slot: Slot) -> Boot:
         job=running.coordinator.job,
         prefix=running.prefix,
         endpoints=running.endpoints,
-        master_addr=slot.master_addr,
+        master_addr=running.address or slot.master_addr,
         master_ports=tuple(free_ports("", count=MAX_RESTARTS + 1)),
         host_pid=running.host_pid,
         ranks=tuple(running.coordinator.next_rank() for _ in range(slot.world_size)),
+        salt=running.salt,
+        secret=running.secret,
     )
 
 
@@ -267,27 +274,38 @@ def _start(
     config: BambooConfig,
     until_the_end: contextlib.ExitStack,
     until_registered: contextlib.ExitStack,
-) -> tuple[Boot, JobCoordinator]:
-    """Provide the coordinator of a new job, and make sure that its name is free."""
+) -> tuple[Boot, JobCoordinator, tuple[str, ...]]:
+    """Provide the coordinator of a new job, and where this slot finds it; make sure that the job's name is free."""
     endpoints, server = tuple(config.coordinator.endpoints), None
+    secret, salt = secret_to_start(os.environ, alone=slot.one_machine, joinable=bool(endpoints))
+    own = "127.0.0.1" if slot.one_machine else listening_address(slot.master_addr, environment=os.environ)
+    reached_at = endpoints
     if not endpoints:
-        server = until_the_end.enter_context(PrivateEtcd(listen_host=_listen_host(slot)))
-        endpoints = (str(_reachable(server.endpoint, slot)),)
+        server, endpoints = start_own_etcd(until_the_end, own=own, alone=slot.one_machine, secret=secret)
+        reached_at = (str(server.endpoint),)
     boot = Boot(
         job=line.job or _job_name(line.script),
         prefix=config.coordinator.prefix,
         endpoints=endpoints,
-        master_addr=slot.master_addr,
+        # As the first worker's, at which torch's process groups meet.
+        master_addr=advertised_address(os.environ, master_addr=own, endpoints=endpoints),
         master_ports=tuple(free_ports("", count=MAX_RESTARTS + 1)),
         host_pid=os.getpid() if server else 0,
+        salt=salt,
+        secret=secret,
     )
-    store = until_the_end.enter_context(contextlib.closing(_open(endpoints, config)))
+    store = until_the_end.enter_context(contextlib.closing(_open(reached_at, config)))
     coordinator = JobCoordinator(store, job=boot.job, prefix=boot.prefix)
     until_registered.enter_context(coordinator.claim_name(lease_seconds=_CLAIM_SECONDS))
-    coordinator.record_start(slots=slot.world_size)
+    coordinator.record_start(slots=slot.world_size, salt=salt, proof=proof_of(secret))
     if server is not None:
-        publish(server.directory, PublishedJob(boot.job, boot.prefix, endpoints[0], os.getpid(), own_pid_namespace()))
-    return boot, coordinator
+        publish(
+            server.directory,
+            PublishedJob(
+                boot.job, boot.prefix, reached_at[0], os.getpid(), own_pid_namespace(), secret, boot.master_addr
+            ),
+        )
+    return boot, coordinator, reached_at
 
 
 def _follow(command: _Command, exchange: Exchange) -> int:
@@ -302,9 +320,11 @@ def _follow(command: _Command, exchange: Exchange) -> int:
         if 0 < command.slot.local_rank < command.slot.rank:
             raise RefusedError(f"the first slot of this machine says why: {error}") from error
         raise
-    with contextlib.closing(_open(boot.endpoints, command.config)) as store:
+    with contextlib.ExitStack() as opened:
+        endpoints = reached(boot, opened)
+        store = opened.enter_context(contextlib.closing(_open(endpoints, command.config)))
         coordinator = JobCoordinator(store, job=boot.job, prefix=boot.prefix)
-        slot, settings = _placed(command.slot, boot), command.settings(boot)
+        slot, settings = _placed(command.slot, boot), command.settings(boot, endpoints)
         return _be_agent(slot, boot, command.line, coordinator=coordinator, settings=settings)
 
 
@@ -383,24 +403,6 @@ def _start_workers(wanted: int | None, slots: int) -> int | None:
     if wanted is not None and not 1 <= wanted <= slots:
         raise LaunchError(f"--workers is {wanted}, but this command has {slots} slots; give a number from 1 to {slots}")
     return wanted
-
-
-def _listen_host(slot: Slot) -> str:
-    """Loopback if nobody else must reach it; else the master address, or all if that is no real one here."""
-    if slot.one_machine:
-        return "127.0.0.1"
-    try:
-        address = socket.gethostbyname(slot.master_addr)
-    except OSError as error:
-        raise LaunchError(
-            f"master address {slot.master_addr!r} cannot be resolved ({error}); check the launcher's --master_addr"
-        ) from error
-    return "0.0.0.0" if address.startswith("127.") else address
-
-
-def _reachable(endpoint: Endpoint, slot: Slot) -> Endpoint:
-    """Where the other slots find what listens at ``endpoint``."""
-    return endpoint if slot.one_machine else Endpoint(slot.master_addr, endpoint.port)
 
 
 def _job_name(script: str) -> str:

@@ -27,12 +27,18 @@ _OWNER_ELSEWHERE = -1  # in another pid namespace: its etcd may end, but its pro
 
 @dataclass(frozen=True)
 class RunningJob:
-    """A job that can be joined, where its etcd is, and the process that keeps it (0: nobody's of the job)."""
+    """A job that can be joined, where its etcd is, the process that keeps it (0: nobody's of the job), its secret.
+
+    ``address``: of the machine that it began on; empty if that does not matter. ``salt``: see ``Boot``.
+    """
 
     coordinator: JobCoordinator
     prefix: str
     endpoints: tuple[str, ...]
     host_pid: int = 0
+    secret: str = field(default="", repr=False)
+    salt: str = ""
+    address: str = ""
 
 
 def open_store(endpoints: Sequence[str], *, within_seconds: float, guard: EtcdGuard | None = None) -> EtcdStore:
@@ -136,4 +142,4 @@ def _look_at(
     if not can_be_joined(coordinator, patience):
         return None
     owner = found.owner_pid if found.same_namespace else _OWNER_ELSEWHERE
-    return RunningJob(coordinator, found.prefix, (found.endpoint,), owner)
+    return RunningJob(coordinator, found.prefix, (found.endpoint,), owner, found.secret, address=found.address)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import base64
 import errno
+import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,25 +92,37 @@ def hjson_value(source: str) -> Any:
             return _decoded(source, error)
         raise ConfigError(f"{_shown(source)} can't be read ({error}); give a JSON file") from error
     try:
-        return hjson.loads(text, object_pairs_hook=_without_duplicates)
-    except ValueError as error:
-        raise ConfigError(f"{source} is no valid DeepSpeed JSON: {error}") from error
+        value = hjson.loads(text, object_pairs_hook=_without_duplicates)
+        _check_characters(value)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{_shown(source)} is no valid DeepSpeed JSON: {error}") from error
+    return value
 
 
 def _decoded(source: str, missing: OSError) -> Any:
     try:
-        return hjson.loads(base64.urlsafe_b64decode(source).decode("utf-8"), object_pairs_hook=_without_duplicates)
-    except ValueError:
+        value = hjson.loads(base64.urlsafe_b64decode(source).decode("utf-8"), object_pairs_hook=_without_duplicates)
+        _check_characters(value)
+    except (ValueError, RecursionError):
         raise ConfigError(
             f"DeepSpeed configuration {_shown(source)} does not exist; check the path, seen from {Path.cwd()}"
         ) from missing
+    return value
+
+
+def _check_characters(value: Any) -> None:
+    """Raise ValueError for half a character (``"\\ud800"``), which nothing can print or look up."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.end]
+        raise ValueError(f"it has {half.encode('unicode_escape').decode()}, which is half of a character") from None
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     settings = dict(pairs)
     if len(settings) != len(pairs):
-        keys = [key for key, _ in pairs]
-        doubled = sorted({key for key in keys if keys.count(key) > 1})
+        doubled = sorted(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
         raise ValueError(f"duplicate keys {', '.join(doubled)}")
     return settings
 

@@ -21,28 +21,63 @@ _JOB_WIDE: Mapping[str, tuple[str, ...]] = {
 
 Event = dict[str, Any]
 
+# What readers of events rely on, and of which types it is.
+_NUMBER = (int, float)
+_FIELDS: Mapping[str, tuple[type, ...]] = {"t": _NUMBER, "step": (int,), "event": (str,)}
+_FIELDS_OF: Mapping[str, Mapping[str, tuple[type, ...]]] = {
+    "step": {"loss": _NUMBER},
+    "finished": {"loss": (*_NUMBER, type(None)), "digest": (str, type(None))},
+    "failover": {
+        "epoch": (int,),
+        "lost": (list,),
+        "pause_seconds": (dict,),
+        "recomputed": (dict,),
+        "first_recomputed_t": (*_NUMBER, type(None)),
+    },
+}
 
-def read_events(path: str | os.PathLike[str]) -> list[Event]:
+
+def read_events(path: str | os.PathLike[str], *, as_written: bool = False) -> list[Event]:
     """The events of one file, in its order. A last line without an end (a full disk) is left out.
 
-    Raises EventLogError that names file and line for any other line that is no JSON object.
+    Raises EventLogError that names file and line for any other line that is no JSON object, or, ``as_written``, none
+    that a worker can have written.
     """
     events: list[Event] = []
     lines = Path(path).read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], start=1):
         try:
             event = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise EventLogError(f"{os.fspath(path)}, line {number}: no JSON ({error}); the file was changed") from error
-        if not isinstance(event, dict):
-            raise EventLogError(f"{os.fspath(path)}, line {number}: {line!r} is no JSON object; the file was changed")
+        wrong = _wrong_in(event) if as_written or not isinstance(event, dict) else ""
+        if wrong:
+            raise EventLogError(f"{os.fspath(path)}, line {number}: {line[:200]!r} {wrong}; the file was changed")
         events.append(event)
     return events
 
 
+def _wrong_in(event: Any) -> str:
+    """Why ``event`` is none that a worker has written, in a few words; empty for one that is."""
+    if not isinstance(event, dict):
+        return "is no JSON object"
+    for name, kinds in _FIELDS.items():
+        if type(event.get(name)) not in kinds:
+            return f"has no {name} that is one"
+    for name, kinds in _FIELDS_OF.get(event["event"], {}).items():
+        if name in event and type(event[name]) not in kinds:
+            return f"has a {name} that is none"
+    if event["event"] == "step" and "loss" not in event:
+        return "has no loss"
+    pauses = event.get("pause_seconds")
+    if isinstance(pauses, dict) and any(type(seconds) not in _NUMBER for seconds in pauses.values()):
+        return "has a pause that is no number"
+    return ""
+
+
 def read_worker_files(directory: str | os.PathLike[str]) -> dict[str, list[Event]]:
     """The events of every worker's file in ``directory``, by the file's name. Raises as read_events does."""
-    return {path.name: read_events(path) for path in sorted(Path(directory).glob("events-*.jsonl"))}
+    return {path.name: read_events(path, as_written=True) for path in sorted(Path(directory).glob("events-*.jsonl"))}
 
 
 def merge_events(files: Mapping[str, Iterable[Event]]) -> list[Event]:

@@ -47,16 +47,21 @@ class RunSummary:
 
 
 def load_run(directory: str | os.PathLike[str]) -> RunSummary:
-    """The summary of the run whose event log is ``directory``, merged or not. Raises EventLogError when it has none."""
+    """The summary of the newest run whose event log is ``directory``. Raises EventLogError when it has none.
+
+    What workers have written is the truth; a merged file, which may be of an earlier run, counts where it is alone.
+    """
     folder = Path(directory)
-    if (folder / MERGED_NAME).exists():
-        return summarize(read_events(folder / MERGED_NAME))
     files = read_worker_files(folder)
+    if not files and (folder / MERGED_NAME).exists():
+        return summarize(read_events(folder / MERGED_NAME, as_written=True))
     if not files:
         raise EventLogError(
             f"there is no event log in {folder}; give the directory that was bamboo.event_log in a run's configuration"
         )
-    return summarize(merge_events(files))
+    newest = max((event for events in files.values() for event in events), key=lambda event: event["t"], default={})
+    run = newest.get("run")
+    return summarize(merge_events({name: [e for e in found if e.get("run") == run] for name, found in files.items()}))
 
 
 def summarize(events: Iterable[Mapping[str, Any]]) -> RunSummary:

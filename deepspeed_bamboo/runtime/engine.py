@@ -90,6 +90,7 @@ class BambooPipelineEngine(ScriptEngine):
             interruption=session.interruption,
             timeout_seconds=_OPERATION_TIMEOUT_SECONDS,
             device=self.device,
+            secret=session.identity.secret,
         )
         self._stage_host = StageHost(self, grid=grid, exchange=self.exchange, gate=self.pass_gate)
         self.evaluated_micro_batches = self.micro_batches

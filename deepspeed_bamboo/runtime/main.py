@@ -34,6 +34,7 @@ from deepspeed_bamboo.protocol import (
 from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 from deepspeed_bamboo.runtime.initialize import initialize_with
 from deepspeed_bamboo.runtime.job import garbage
+from deepspeed_bamboo.runtime.job.meeting import guarded_meetings
 from deepspeed_bamboo.runtime.job.other_engines import watched
 from deepspeed_bamboo.runtime.membership.joining import alone_in_the_group
 from deepspeed_bamboo.runtime.stock.logical_world import LogicalWorld
@@ -88,7 +89,13 @@ def supervised(function: Callable[[], Any]) -> int:
     deepspeed_bamboo.initialize = initialize
     try:
         world = LogicalWorld(pipelines=_pipelines_told, groups=groups)
-        with watched(BambooPipelineEngine), groups.installed(), _joining_if_told(groups), world.watching():
+        with (
+            guarded_meetings(os.environ),
+            watched(BambooPipelineEngine),
+            groups.installed(),
+            _joining_if_told(groups),
+            world.watching(),
+        ):
             code, last_words = _exit_code(function)
         if code == 0 and not engines and os.environ.get(OTHER_ENGINES):
             news.tell(_NOTHING_MADE, who=f"rank {os.environ.get('RANK', '?')}")

@@ -36,6 +36,7 @@ from deepspeed_bamboo.elastic.notices import NoticePlan, look_around, notice_pla
 from deepspeed_bamboo.elastic.rules import MAX_RESTARTS, Entry, Rules
 from deepspeed_bamboo.elastic.slot import Slot, key_part
 from deepspeed_bamboo.testing.fork_server import ForkedProcess, ForkRequest, ForkServer, reference
+from deepspeed_bamboo.trust.secret import new_secret
 
 # What agents and workers need, by name: this part of the package does not import deepspeed.
 PRELOAD = (
@@ -115,6 +116,7 @@ class Machine:
             endpoints=self.endpoints,
             master_addr="127.0.0.1",
             master_ports=tuple(free_ports("127.0.0.1", count=MAX_RESTARTS + 1)),
+            secret=new_secret(),
         )
         try:
             for rank in range(workers):

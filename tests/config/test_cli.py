@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,42 @@ def test_check_looks_at_files_and_at_the_event_log_as_the_job_will(
     error = capsys.readouterr().err
     for text in expected:
         assert text.replace("FILE", str(path)) in error
+
+
+MANY = [f"host{number}:2379" for number in range(100_000)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"bamboo": {"event_log": "\\ud800"}}', r"it has \ud800, which is half of a character"),
+        ('{"\\udfff": 1, "bamboo": {}}', "half of a character"),
+        ('{"bamboo": ' + '{"a": ' * 20_000 + "1" + "}" * 20_001, "is no valid DeepSpeed JSON"),
+        ('{"bamboo": ' + "[" * 20_000 + "]" * 20_000 + "}", "is no valid DeepSpeed JSON"),
+        (json.dumps({"bamboo": {"coordinator": {"endpoints": [*MANY, *MANY]}}}), "'host0:2379' is listed twice"),
+        (json.dumps({"bamboo": {"coordinator": {"endpoints": [f"h{n}" for n in range(100_000)]}}}), "and 99990 more"),
+        ("{" + ", ".join(f'"k{n % 50_000}": 1' for n in range(100_000)) + "}", "duplicate keys"),
+        ('{"bamboo": {"coordinator": {"endpoints": ["h:' + "9" * 5000 + '"]}}}', "ports are 1 to 65535"),
+    ],
+    ids=["value", "key", "objects", "lists", "twice", "wrong", "keys", "port"],
+)
+def test_check_ends_soon_and_with_a_clear_word_whatever_it_reads(
+    text: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    start = time.process_time()
+    assert main(["check", str(path)]) == 1
+    assert time.process_time() - start < 15
+    assert expected in capsys.readouterr().err
+
+
+def test_check_takes_many_endpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"bamboo": {"coordinator": {"endpoints": [*MANY, "unix:/run/etcd"]}}}))
+    start = time.process_time()
+    assert main(["check", str(path)]) == 0
+    assert time.process_time() - start < 15
 
 
 def test_check_leaves_no_directory_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import socket
 import stat
@@ -10,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,9 +21,19 @@ from deepspeed_bamboo.elastic.boot import Boot
 from deepspeed_bamboo.elastic.errors import ExchangeError, LaunchError
 from deepspeed_bamboo.elastic.exchange_file import FileExchange
 from deepspeed_bamboo.elastic.exchange_socket import SocketExchange
+from deepspeed_bamboo.trust.secret import job_secret
 from tests.coordination.helpers import wait_until
 
-BOOT = Boot(job="j", prefix="/p", endpoints=("h:1", "i:2"), master_addr="h", master_ports=(3, 4))
+KEY = "a key that two machines share, of 32 characters at least"
+BOOT = Boot(
+    job="j",
+    prefix="/p",
+    endpoints=("h:1", "i:2"),
+    master_addr="h",
+    master_ports=(3, 4),
+    salt="of this job",
+    secret=job_secret(hashlib.sha256(KEY.encode()).hexdigest(), salt="of this job"),
+)
 
 
 @pytest.fixture
@@ -116,8 +129,17 @@ def test_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
         FileExchange(os.getpid()).give(BOOT)
 
 
-def over_socket(port: int, rank: int) -> SocketExchange:
-    return SocketExchange(address="127.0.0.1", port=port, world_size=3, rank=rank)
+@pytest.fixture(autouse=True)
+def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = tmp_path / "key"
+    file.touch(mode=0o600)
+    file.write_text(KEY)
+    monkeypatch.setenv("BAMBOO_SECRET_FILE", str(file))
+    return file
+
+
+def over_socket(port: int, rank: int, **arguments: Any) -> SocketExchange:
+    return SocketExchange(address="127.0.0.1", port=port, world_size=3, rank=rank, **arguments)
 
 
 def test_machines_meet_at_the_masters_port_and_leave_it_free() -> None:
@@ -143,12 +165,49 @@ def test_strangers_at_the_port_are_ignored() -> None:
     leader = over_socket(port, 0)
     leader.give(BOOT)
     with socket.create_connection(("127.0.0.1", port)) as stranger:
-        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
-        assert stranger.makefile("rb").read() == b""
+        stranger.sendall(b"bamboo 1 1\n".ljust(72))  # as long as a proof
+        heard = stranger.makefile("rb").read()
+    assert len(heard) == 40 and b"h:1" not in heard, "a greeting with a number, and nothing else"
     assert over_socket(port, 1).take(within_seconds=5) == BOOT
     assert _listening(port), "rank 2 has not asked yet"
     leader.close()
     assert not _listening(port)
+
+
+def test_silent_connections_keep_nobody_out() -> None:
+    port = free_port("")
+    leader = over_socket(port, 0)
+    leader.give(BOOT)
+    with contextlib.ExitStack() as strangers:
+        for _ in range(400):
+            strangers.enter_context(socket.create_connection(("127.0.0.1", port)))
+        start = time.monotonic()
+        assert over_socket(port, 1).take(within_seconds=10) == BOOT
+        assert time.monotonic() - start < 4
+    leader.close()
+
+
+def test_a_machine_with_another_key_gets_nothing_and_is_told_in_seconds(tmp_path: Path) -> None:
+    port = free_port("")
+    leader = over_socket(port, 0)
+    leader.give(BOOT)
+    other = tmp_path / "other"
+    other.touch(mode=0o600)
+    other.write_text(KEY[::-1])
+    start = time.monotonic()
+    with pytest.raises(ExchangeError, match=r"does not know this secret.*has the same secret"):
+        over_socket(port, 1, environment={"BAMBOO_SECRET_FILE": str(other)}).take(within_seconds=60)
+    assert time.monotonic() - start < 12
+    leader.close()
+
+
+def test_a_machine_without_a_key_is_told_how_to_get_one(tmp_path: Path) -> None:
+    told: list[str] = []
+    port = free_port("")
+    waiting = over_socket(port, 1, environment={"HOME": str(tmp_path)}, tell=told.append, told_after_seconds=0.1)
+    with pytest.raises(ExchangeError, match=r"this machine has no secret .* copy it to every machine"):
+        waiting.take(within_seconds=0.5)
+    assert "this machine has no secret" in told[0]
 
 
 def test_an_absent_leader_is_named_with_how_long_it_was_tried() -> None:

@@ -16,6 +16,7 @@ from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.job import JobCoordinator
 from deepspeed_bamboo.coordination.records import AgentRecord
 from deepspeed_bamboo.coordination.server import PrivateEtcd, free_port
+from tests.coordination.helpers import stretched
 from tests.elastic.launched import REPOSITORY
 
 
@@ -93,6 +94,22 @@ def test_without_any_configuration_the_user_is_told_that_nothing_is_protected(tm
 
 def test_an_event_log_that_nobody_can_write(tmp_path: Path) -> None:
     check(run(tmp_path, {"bamboo": {"event_log": "/proc/nope"}}), "event_log is '/proc/nope'", "name a directory")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "wanted"),
+    [
+        ("BAMBOO_ADDRESS", "192.0.2.7", "BAMBOO_ADDRESS is '192.0.2.7', which is no address of this machine; it has "),
+        ("GLOO_SOCKET_IFNAME", "eth77", "this machine has no interface 'eth77'; it has "),
+    ],
+)
+def test_an_address_or_interface_that_is_not_this_machines(
+    variable: str, value: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    start = time.monotonic()
+    check(run(tmp_path, {"bamboo": {}}), wanted)
+    assert time.monotonic() - start < stretched(5)
 
 
 def test_missing_script(tmp_path: Path) -> None:

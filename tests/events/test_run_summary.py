@@ -69,6 +69,57 @@ def test_a_log_that_nobody_has_merged_is_read_too(tmp_path: Path) -> None:
         load_run(tmp_path / "elsewhere")
 
 
+def test_what_workers_have_written_counts_and_not_a_merged_file_from_before(tmp_path: Path) -> None:
+    write_run(tmp_path, losses=[2.0, 1.0])
+    for file in tmp_path.glob("events-*.jsonl"):
+        file.write_text(file.read_text().replace('"loss": 1.0', '"loss": 1.0000000000000002'))
+    assert load_run(tmp_path).losses == {0: 2.0, 1: 1.0000000000000002}
+
+
+def test_a_merged_file_alone_is_read(tmp_path: Path) -> None:
+    write_run(tmp_path, losses=[2.0, 1.0])
+    for file in tmp_path.glob("events-*.jsonl"):
+        file.unlink()
+    assert load_run(tmp_path).losses == {0: 2.0, 1: 1.0}
+
+
+def test_of_several_runs_in_one_directory_the_newest_counts(tmp_path: Path) -> None:
+    for number, run in enumerate(("a", "b")):
+        for worker in ("w0", "w1"):
+            log = EventLog(tmp_path, worker, run=run, clock=lambda number=number: float(number))
+            log.log("step", epoch=0, step=0, loss=float(number))
+    assert load_run(tmp_path).losses == {0: 1.0}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[" * 100_000,
+        "[]",
+        '{"event": "step", "step": 1, "loss": 1.0}',
+        '{"t": "now", "event": "step", "step": 1, "loss": 1.0}',
+        '{"t": 1.0, "event": "step", "step": 1}',
+        '{"t": 1.0, "event": "step", "step": 1, "loss": "1.0"}',
+        '{"t": 1.0, "event": "step", "step": "1", "loss": 1.0}',
+        '{"t": 1.0, "event": "finished", "step": 1, "loss": 1.0, "digest": 5}',
+        '{"t": 1.0, "event": "failover", "step": 1, "epoch": 1, "pause_seconds": {"total": "long"}}',
+        '{"t": 1.0, "event": "failover", "step": 1, "epoch": "one"}',
+        "\udcff",
+    ],
+)
+def test_a_damaged_line_is_named_with_file_and_number(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "good", losses=[2.0, 1.0])
+    bad = write_run(tmp_path / "bad", losses=[2.0, 1.0]) / "events-w1.jsonl"
+    lines = bad.read_bytes().split(b"\n")
+    lines[1] = line.encode("utf-8", errors="surrogateescape")
+    bad.write_bytes(b"\n".join(lines))
+    assert main(["compare", str(tmp_path / "good"), str(tmp_path / "bad")]) == 1
+    assert f"{bad}, line 2: " in capsys.readouterr().err
+
+
 def test_fall_is_a_share_of_the_first_loss() -> None:
     assert run_of([4.0, 9.0, 3.0]).fall == 0.25
     assert run_of([]).fall == 0.0

@@ -57,10 +57,15 @@ class Jobs:
     """Runs jobs one after another under ``directory``, over one etcd."""
 
     def __init__(self, directory: Path, etcd: PrivateEtcd) -> None:
-        self._directory = directory
+        self.directory = directory
         self._etcd = etcd
         self._count = 0
         self._context = multiprocessing.get_context("forkserver")
+
+    @property
+    def etcd_socket(self) -> str:
+        """Where the etcd that the jobs use listens."""
+        return self._etcd.endpoint.host
 
     @property
     def etcd_pid(self) -> int:
@@ -87,13 +92,14 @@ class Jobs:
         died, as those of further agents would. However fast they start they are not taken in before that.
         """
         self._count += 1
-        directory = self._directory / f"job{self._count}"
+        directory = self.directory / f"job{self._count}"
         directory.mkdir()
         environment = {
             **(environment or {}),
             "BAMBOO_JOB": f"job{self._count}",
             "BAMBOO_ENDPOINTS": str(self._etcd.endpoint),
             "BAMBOO_PREFIX": "/tests",
+            "BAMBOO_SECRET": "of these tests",
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",

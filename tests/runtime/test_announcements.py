@@ -39,7 +39,9 @@ def pair() -> Iterator[tuple[Channel, Channel]]:
     store, made = c10d.HashStore(), {}
 
     def build(first: bool) -> None:
-        made[first] = Channel(store, first=first, peer="peer", interruption=Interruption(), timeout_seconds=20)
+        made[first] = Channel(
+            store, first=first, peer="peer", interruption=Interruption(), timeout_seconds=20, secret="s"
+        )
 
     threads = [threading.Thread(target=build, args=(first,)) for first in (True, False)]
     for thread in threads:

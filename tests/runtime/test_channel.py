@@ -27,6 +27,7 @@ def _pair() -> tuple[Channel, Channel]:
             peer=f"other of {first}",
             interruption=Interruption(),
             timeout_seconds=_OPERATION_SECONDS,
+            secret="of this test",
         )
 
     other = threading.Thread(target=make, kwargs={"first": False})

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import base64
+import contextlib
 import json
 import math
 import pickle
 import random
+import socket
 import struct
 import zlib
 from collections import Counter, OrderedDict
@@ -33,8 +35,11 @@ from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.core.reconfiguring import Target
 from deepspeed_bamboo.core.schedule import Mode
+from deepspeed_bamboo.elastic.boot import Boot, pack, unpack
 from deepspeed_bamboo.errors import MessageError, UnsendableError
+from deepspeed_bamboo.runtime.comm import store_server
 from deepspeed_bamboo.runtime.comm.encoding import DTYPES, Slot, decode, encode
+from deepspeed_bamboo.runtime.comm.frames import Frames
 from deepspeed_bamboo.runtime.comm.header import Header
 from deepspeed_bamboo.runtime.iteration.activity import decode_round, encode_round
 from deepspeed_bamboo.runtime.recovery.reports import _report_of, packed, unpacked
@@ -123,7 +128,11 @@ class Own:
     """Something of a user's."""
 
 
-@pytest.mark.parametrize("value", [Own(), Own, len, {"state": {0: Own()}}, [lambda: 0]], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [Own(), Own, len, {"state": {0: Own()}}, [lambda: 0]],
+    ids=("object", "class", "built-in", "nested", "function"),
+)
 def test_what_is_no_plain_data_is_refused_where_it_is_sent(value: Any) -> None:
     with pytest.raises(UnsendableError, match=r"can't be sent to another worker"):
         encode(value)
@@ -180,6 +189,7 @@ def text_of(content: bytes) -> str:
     return content.decode("latin-1")
 
 
+BOOT = Boot("j", "/p", ("h:1",), "h", (3, 4), salt="s")
 REPORT = Report(4, "train", rounds=("a",), progress={Coordinate(0, 1): CoordinateProgress(forwards=2)}).to_json()
 ENCODED = [*map(encode, VALUES.values()), encode({"w0": {"losses": {Coordinate(0, 1): (torch.ones(2), None)}}})]
 HEADERS = [
@@ -198,6 +208,7 @@ DECODERS: dict[str, tuple[Callable[[bytes], Any], list[bytes]]] = {
         lambda content: unpacked({"zlib": base64.b64encode(zlib.compress(content)).decode()}),
         [json.dumps({"w0": REPORT}).encode()],
     ),
+    "start data": (unpack, [pack(BOOT)]),
     "report": (lambda content: _report_of(_mapping(content), "w0"), [json.dumps({"w0": REPORT}).encode()]),
 }  # fmt: skip
 
@@ -227,6 +238,33 @@ def test_malformed_messages_give_one_clear_error_each(name: str) -> None:
     assert refused > MALFORMED / 4, "hardly anything was malformed"
 
 
+def framed(value: Any) -> bytes:
+    content = msgpack.packb(value)
+    return len(content).to_bytes(4, "little") + content
+
+
+def test_malformed_requests_to_a_store_give_one_clear_error_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_server, "_LONGEST_WAIT_SECONDS", 0.0)
+    server = store_server.StoreServer("127.0.0.1", secret="of this test")
+    good = [
+        framed(request) for request in (["get", "key", 5.0], ["set", "key", b"v"], ["add", "n", 1], ["check", ["a"]])
+    ]
+    random_numbers, refused = random.Random(17), 0
+    for content in [*good, *bombs(), *(damaged(good, random_numbers) for _ in range(MALFORMED))]:
+        one, other = socket.socketpair()
+        with one, other, contextlib.suppress(TimeoutError):
+            other.sendall(content[:100_000])
+            other.shutdown(socket.SHUT_WR)
+            try:
+                request = Frames(one).receive()
+                if request is not None:
+                    server._answer(request)
+            except MessageError:
+                refused += 1
+    server.close()
+    assert refused > MALFORMED / 4
+
+
 @pytest.mark.parametrize("content", bombs(), ids=range(len(bombs())))
 def test_small_messages_that_ask_for_much_are_refused(content: bytes) -> None:
     with pytest.raises(MessageError):
@@ -237,6 +275,7 @@ def test_small_messages_that_ask_for_much_are_refused(content: bytes) -> None:
 
 UNPICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 OBJECT_COLLECTIVES = ("_object_list", "all_gather_object", "gather_object")
+LOADERS = ("eval", "exec", "torch.load", "np.load", "yaml.load")
 ALLOWED = {
     (
         "runtime/stock/captured.py",
@@ -256,11 +295,17 @@ def suspicious(path: Path) -> set[str]:
             found.add(node.module or "")
         elif isinstance(node, ast.Call):
             called = ast.unparse(node.func)
-            if called.endswith(OBJECT_COLLECTIVES) or called in ("eval", "exec", "torch.load", "np.load", "yaml.load"):
-                weights_only = any(keyword.arg == "weights_only" and ast.unparse(keyword.value) == "True"
-                                   for keyword in node.keywords)  # fmt: skip
-                if not weights_only:
-                    found.add(called)
+            said = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            safe = said.get("weights_only") == "True" or said.get("allow_pickle") == "False"
+            runs = called.endswith(OBJECT_COLLECTIVES) or called in (
+                "eval",
+                "exec",
+                "torch.load",
+                "np.load",
+                "yaml.load",
+            )
+            if runs and not safe:
+                found.add(called)
     return found
 
 
@@ -273,6 +318,7 @@ def test_nothing_that_is_received_is_unpickled() -> None:
 
 def test_the_search_finds_what_it_looks_for(tmp_path: Path) -> None:
     file = tmp_path / "probe.py"
-    file.write_text("import pickle\nfrom dill import loads\ntorch.load(x)\ntorch.load(x, weights_only=True)\n"
-                    "c10d.broadcast_object_list(a)\nexec(y)\n")  # fmt: skip
+    lines = ("import pickle", "from dill import loads", "torch.load(x)", "torch.load(x, weights_only=True)",
+             "np.load(x, allow_pickle=False)", "c10d.broadcast_object_list(a)", "exec(y)")  # fmt: skip
+    file.write_text("\n".join(lines))
     assert suspicious(file) == {"pickle", "dill", "torch.load", "c10d.broadcast_object_list", "exec"}

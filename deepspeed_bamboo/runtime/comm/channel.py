@@ -25,6 +25,7 @@ from deepspeed_bamboo.runtime.comm.connection_errors import cause_of
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption, PeerLostError
 from deepspeed_bamboo.runtime.comm.header import HEADER_LIMIT_BYTES, Description, Header
 from deepspeed_bamboo.runtime.comm.nccl import Arrival, DeviceLanes
+from deepspeed_bamboo.runtime.comm.pass_words import PASS_WORD_BYTES, PassWords
 
 _Form = tuple[Any, Description]  # plain data, and dtype and shape of every tensor
 
@@ -33,7 +34,7 @@ _BLOCK_BYTES = 4096
 _LENGTHS = struct.Struct("=qq")
 _LENGTHS_BYTES = _LENGTHS.size
 _FAREWELL = "the peer has dropped the channel"
-_BLOCK_TAG, _HEADER_TAG, _PAYLOAD_TAG = 1, 2, 3
+_BLOCK_TAG, _HEADER_TAG, _PAYLOAD_TAG, _PASS_WORD_TAG = 1, 2, 3, 4
 
 
 @dataclass
@@ -65,6 +66,9 @@ class Channel:
         interruption: ends waits; also notified when a message arrives.
         timeout_seconds: bound of every single operation.
         network: gloo's device, which all channels of a process may share; None: one of its own.
+        secret: the job's, which the peer has to know.
+
+    Raises RuntimeError when the peer does not come, and StrangerError when somebody else does.
     """
 
     def __init__(
@@ -76,13 +80,16 @@ class Channel:
         interruption: Interruption,
         timeout_seconds: float,
         network: Any = None,
+        secret: str,
     ) -> None:
         self.peer = peer
         self.lanes: DeviceLanes | None = None
         self._interruption = interruption
         self._other = 1 if first else 0
+        pass_words = PassWords(store, secret=secret, first=first)
         self._group = _group_of_two(store, 0 if first else 1, timeout_seconds=timeout_seconds, network=network)
         self._sending: list[tuple[Any, torch.Tensor]] = []
+        self._prove_to_each_other(pass_words)
         self._sent_before: list[tuple[Any, torch.Tensor]] = []
         self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._arrived: list[Message] = []
@@ -93,6 +100,13 @@ class Channel:
         self._closed = False
         self._reader = threading.Thread(target=self._read, name=f"bamboo-from-{peer}", daemon=True)
         self._reader.start()
+
+    def _prove_to_each_other(self, pass_words: PassWords) -> None:
+        """Gloo takes whoever connects first for the peer. Raises StrangerError unless that knows the pass word."""
+        self._post(torch.frombuffer(bytearray(pass_words.own()), dtype=torch.uint8), _PASS_WORD_TAG)
+        heard = torch.zeros(PASS_WORD_BYTES, dtype=torch.uint8)
+        self._take(heard, _PASS_WORD_TAG)
+        pass_words.check(heard.numpy().tobytes(), peer=self.peer)
 
     def send(self, message: Message) -> None:
         """Queue ``message``; never blocks on the peer. About its tensors see :meth:`drain`."""

@@ -17,7 +17,9 @@ from deepspeed_bamboo.runtime.comm.c10d import c10d
 from deepspeed_bamboo.runtime.comm.channel import Channel, Message, network_device
 from deepspeed_bamboo.runtime.comm.connection_errors import cause_of
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption, PeerLostError
+from deepspeed_bamboo.runtime.comm.guarded_store import StoreClient
 from deepspeed_bamboo.runtime.comm.nccl import DeviceLanes
+from deepspeed_bamboo.trust.handshake import StrangerError
 
 
 class Links:
@@ -28,18 +30,21 @@ class Links:
     """
 
     def __init__(
-        self, me: WorkerId, *, interruption: Interruption, timeout_seconds: float, device: torch.device
+        self, me: WorkerId, *, interruption: Interruption, timeout_seconds: float, device: torch.device, secret: str
     ) -> None:
+        """``secret``: the job's, which every peer has to know."""
         self._me = me
         self._device = device
         self._interruption = interruption
         self._timeout_seconds = timeout_seconds
+        self._secret = secret
         self._members: dict[WorkerId, Member] = {}
         self._order: tuple[WorkerId, ...] = ()
         self._name = ""
         self._channels: dict[WorkerId, Channel] = {}
-        # Gloo's device, made with the first channel. It has a thread that wakes up a hundred times a second, so one
-        # for each channel would slow down whoever shares a processor with many workers.
+        # Gloo's device, of the channels that are made together. It has a thread that wakes up a hundred times a second,
+        # so one for each channel would slow down whoever shares a processor with many workers. A new one each time:
+        # gloo keeps connections of strangers that name a number in advance, and takes them for the peer with that.
         self._network: Any = None
         # Clients of other workers' stores that nobody is using, by address and port.
         self._idle_clients: dict[tuple[str, int], list[Any]] = defaultdict(list)
@@ -51,9 +56,13 @@ class Links:
         Both sides of each use the same ``name``.
         """
         other = Links(
-            self._me, interruption=interruption, timeout_seconds=self._timeout_seconds, device=torch.device("cpu")
+            self._me,
+            interruption=interruption,
+            timeout_seconds=self._timeout_seconds,
+            device=torch.device("cpu"),
+            secret=self._secret,
         )
-        other._network, other._idle_clients = self._network, self._idle_clients
+        other._idle_clients = self._idle_clients
         other.extend(members=self._members, order=self._order, name=f"{self._name}/{name}")
         return other
 
@@ -88,7 +97,7 @@ class Links:
         peers = [peer for peer in dict.fromkeys(peers) if peer != self._me]
         wanted = [peer for peer in peers if peer not in self._channels]
         fast = self._without_lanes(set(peers) & set(with_lanes))
-        if wanted and self._network is None:
+        if wanted:
             self._network = network_device()
         made: dict[WorkerId, Channel] = {}
         lanes: dict[WorkerId, DeviceLanes] = {}
@@ -98,7 +107,7 @@ class Links:
         def attempt(peer: WorkerId, build: Callable[[], None]) -> None:
             try:
                 build()
-            except (RuntimeError, ValueError) as error:
+            except (RuntimeError, ValueError, StrangerError) as error:
                 errors[peer] = cause_of(error)
             self._interruption.notify()
 
@@ -163,11 +172,10 @@ class Links:
         store = (
             idle.pop()
             if idle
-            else c10d.TCPStore(
+            else StoreClient(
                 host.address,
                 host.store_port,
-                is_master=False,
-                wait_for_workers=False,
+                secret=self._secret,
                 timeout=timedelta(seconds=self._timeout_seconds),
             )
         )
@@ -188,6 +196,7 @@ class Links:
                 interruption=self._interruption,
                 timeout_seconds=self._timeout_seconds,
                 network=self._network,
+                secret=self._secret,
             )
 
     def _open_lanes(self, peer: WorkerId, opening: dict[WorkerId, DeviceLanes]) -> DeviceLanes:

@@ -8,8 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from deepspeed_bamboo.config.section import BambooConfig
@@ -28,11 +27,11 @@ from deepspeed_bamboo.core.roles import reporter
 from deepspeed_bamboo.errors import BambooError, ConfigError
 from deepspeed_bamboo.eventlog.log import EventLog
 from deepspeed_bamboo.faults import Fault, FaultScript
-from deepspeed_bamboo.protocol import ADDRESS, ENDPOINTS, JOB, JOINING, NODE, PREFIX, WORKER, ZONE
+from deepspeed_bamboo.protocol import ADDRESS, ENDPOINTS, JOB, JOINING, NODE, PREFIX, SECRET, WORKER, ZONE
 from deepspeed_bamboo.pulse import Pulse
-from deepspeed_bamboo.runtime.comm.c10d import c10d
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption
 from deepspeed_bamboo.runtime.comm.retry import insist
+from deepspeed_bamboo.runtime.comm.store_server import StoreServer
 from deepspeed_bamboo.runtime.job.start import Start
 from deepspeed_bamboo.runtime.job.status import StatusTeller
 
@@ -50,15 +49,17 @@ class WorkerIdentity:
     endpoints: tuple[str, ...]
     prefix: str
     address: str
+    secret: str = field(repr=False)
     joining: bool = False
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> WorkerIdentity:
         """Raises ConfigError when the process was not started by an agent."""
         endpoints = tuple(part for part in environment.get(ENDPOINTS, "").split(",") if part)
-        if not endpoints or JOB not in environment:
+        if not endpoints or JOB not in environment or not environment.get(SECRET):
             raise ConfigError(
-                "bamboo is enabled, but this process has no agent: BAMBOO_ENDPOINTS and BAMBOO_JOB are not set. "
+                "bamboo is enabled, but this process has no agent: BAMBOO_ENDPOINTS, BAMBOO_JOB and "
+                "BAMBOO_SECRET are not set. "
                 "Start the script with: deepspeed --module deepspeed_bamboo.launch your_script.py ..., or set "
                 '"enabled": false in the "bamboo" section.'
             )
@@ -70,6 +71,7 @@ class WorkerIdentity:
             endpoints=endpoints,
             prefix=environment.get(PREFIX, "/deepspeed_bamboo"),
             address=environment.get(ADDRESS) or _own_address(environment.get("MASTER_ADDR", "127.0.0.1")),
+            secret=environment[SECRET],
             joining=environment.get(JOINING) == "1",
         )
 
@@ -82,6 +84,17 @@ def _own_address(master: str) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return "127.0.0.1"
+
+
+def _store_server(identity: WorkerIdentity) -> StoreServer:
+    """Raises ConfigError when the worker's address is not one of this machine's."""
+    try:
+        return StoreServer(identity.address, secret=identity.secret)
+    except OSError as error:
+        raise ConfigError(
+            f"worker {identity.worker} can't listen on {identity.address!r} ({error.strerror or error}): that is no "
+            f"address of this machine; set {ADDRESS} to one that the other machines reach, or leave it out"
+        ) from error
 
 
 class WorkerSession:
@@ -109,9 +122,7 @@ class WorkerSession:
         self.events = EventLog(config.event_log, identity.worker)
         self._status = StatusTeller(coordinator, worker=identity.worker)
         # Rendezvous server of every epoch in which this worker is the first one.
-        self.store = c10d.TCPStore(
-            identity.address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-        )
+        self.store = _store_server(identity)
         self._registration: SharedRegistration | None = None
         # What the watch has told last; read by the main thread.
         self._present: dict[str, Member] = {}

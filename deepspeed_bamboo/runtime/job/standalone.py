@@ -13,7 +13,8 @@ import torch
 from torch import distributed as c10d
 
 from deepspeed_bamboo.coordination.server import PrivateEtcd
-from deepspeed_bamboo.protocol import ENDPOINTS, JOB, STANDALONE, WORKER
+from deepspeed_bamboo.protocol import ENDPOINTS, JOB, SECRET, STANDALONE, WORKER
+from deepspeed_bamboo.trust.secret import new_secret
 
 
 def is_standalone(environment: Mapping[str, str]) -> bool:
@@ -28,9 +29,10 @@ def standalone_job(environment: Mapping[str, str]) -> tuple[dict[str, str], Priv
     """
     rank = c10d.get_rank()
     etcd = PrivateEtcd() if rank == 0 else None
-    told = _from_rank_0("" if etcd is None else str(etcd.endpoint))
+    told = _from_rank_0("" if etcd is None else f"{etcd.endpoint} {new_secret()}")
+    endpoint, secret = told.rsplit(" ", 1)
     name = f"standalone-{os.getppid()}"
-    return {**environment, ENDPOINTS: told, JOB: name, WORKER: f"w{rank}"}, etcd
+    return {**environment, ENDPOINTS: endpoint, SECRET: secret, JOB: name, WORKER: f"w{rank}"}, etcd
 
 
 def _from_rank_0(text: str) -> str:

@@ -1,0 +1,132 @@
+"""A job on three machines with an etcd of its own: where it listens, and what a fourth machine gets from it.
+
+Network namespaces on one bridge stand for the machines. They share a home directory, as on many clusters.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.trust.visits import GREETING_BYTES, NOBODY, answers, as_somebody, enter_network
+
+REPOSITORY = Path(__file__).parents[2]
+MACHINES = 3
+FIRST = "10.83.9.1"
+MASTER_PORT = 29561
+
+pytestmark = [
+    pytest.mark.sweep,
+    pytest.mark.skipif(os.getuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2"),
+]
+
+
+def address(number: int) -> str:
+    return f"10.83.9.{number + 1}"
+
+
+@contextmanager
+def networks(count: int) -> Iterator[list[str]]:
+    """So many namespaces that reach each other, and nobody else."""
+    mark = os.getpid()
+    names, bridge = [f"bamboo{mark}-{number}" for number in range(count)], f"bbr{mark}"
+    steps = [["ip", "link", "add", bridge, "type", "bridge"], ["ip", "link", "set", bridge, "up"]]
+    for number, name in enumerate(names):
+        link = f"bb{mark}-{number}"
+        steps += [
+            ["ip", "netns", "add", name],
+            ["ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name],
+            ["ip", "link", "set", link, "master", bridge],
+            ["ip", "link", "set", link, "up"],
+            ["ip", "-n", name, "addr", "add", f"{address(number)}/24", "dev", "eth0"],
+            ["ip", "-n", name, "link", "set", "eth0", "up"],
+            ["ip", "-n", name, "link", "set", "lo", "up"],
+        ]
+    try:
+        for step in steps:
+            made = subprocess.run(step, capture_output=True, text=True, check=False)
+            if made.returncode:
+                pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
+
+
+def start(number: int, network: str, folder: Path, *, steps: int, home: Path) -> subprocess.Popen[str]:
+    world = base64.urlsafe_b64encode(json.dumps({f"node{n}": [0] for n in range(MACHINES)}).encode()).decode()
+    command = ["ip", "netns", "exec", network, sys.executable, "-u", "-m", "deepspeed.launcher.launch",
+               f"--world_info={world}", f"--node_rank={number}", f"--master_addr={FIRST}",
+               f"--master_port={MASTER_PORT}", "--module", "deepspeed_bamboo.launch", "--job", "three",
+               "scripts/train.py", "--stages", str(MACHINES), "--steps", str(steps), "--event-log", str(folder),
+               "--deepspeed_config", "configs/cpu-demo.json"]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HOME": str(home), "BAMBOO_NODE": f"node{number}"}
+    return subprocess.Popen(command, cwd=REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT)  # fmt: skip
+
+
+def listeners(network: str) -> list[tuple[str, int]]:
+    """Of all processes in that namespace."""
+    pids = subprocess.run(["ip", "netns", "pids", network], capture_output=True, text=True, check=True).stdout.split()
+    found = []
+    for pid in map(int, pids):
+        connections = psutil.Process(pid).net_connections(kind="tcp")
+        found += [(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN]
+    return found
+
+
+def trained(folder: Path) -> int:
+    return max((file.read_text(encoding="utf-8").count('"step", "loss') for file in folder.glob("events-*")), default=0)
+
+
+def test_each_machine_listens_on_its_own_address_and_a_fourth_gets_nothing(tmp_path: Path) -> None:
+    events, home = tmp_path / "events", tmp_path / "home"
+    home.mkdir()
+    with networks(MACHINES + 1) as names:
+        *machines, stranger = names
+        jobs = [start(n, name, events, steps=60, home=home) for n, name in enumerate(machines)]
+        try:
+            deadline = time.monotonic() + 180
+            while not any(events.glob("events-*")) or not trained(events):
+                assert time.monotonic() < deadline and all(job.poll() is None for job in jobs), _output(jobs)
+                time.sleep(0.05)
+            found = [listeners(name) for name in machines]
+            for number, of_one in enumerate(found):
+                assert {place for place, _ in of_one} == {address(number)}, found
+            # A worker: its store and gloo; at most the remains of the script's own group besides. The first machine
+            # also has the gate to etcd and the place where torch's groups met.
+            assert all(2 <= len(of_one) <= 3 for of_one in found[1:]) and 4 <= len(found[0]) <= 5, found
+
+            def visit() -> list[bytes]:
+                return [answer for of_one in found for place in of_one for answer in answers(place)]
+
+            heard = ast.literal_eval(as_somebody(NOBODY, visit, enter=lambda: enter_network(stranger)))
+            assert heard and all(len(answer) <= GREETING_BYTES for answer in heard), Counter(map(len, heard))
+            assert (home / ".deepspeed_bamboo" / "secret").stat().st_mode & 0o777 == 0o600
+            assert [job.wait(180) for job in jobs] == [0] * MACHINES, _output(jobs)
+            assert trained(events) == 60
+        finally:
+            for job in jobs:
+                job.terminate()
+            for job in jobs:
+                job.wait(60)
+
+
+def _output(jobs: list[subprocess.Popen[str]]) -> str:
+    for job in jobs:
+        job.terminate()
+    return "\n".join(f"--- {number}\n{job.communicate(timeout=60)[0][-3000:]}" for number, job in enumerate(jobs))
