@@ -15,6 +15,7 @@ COMMAND_MODULES = (
     "deepspeed_bamboo.cli.check",
     "deepspeed_bamboo.cli.compare",
     "deepspeed_bamboo.cli.doctor",
+    "deepspeed_bamboo.cli.fleet",
     "deepspeed_bamboo.cli.job",
     "deepspeed_bamboo.cli.plan",
     "deepspeed_bamboo.cli.run",

@@ -38,7 +38,7 @@ def open_fleet(name: str, *, region: str | None = None, endpoint_url: str | None
     Raises FleetError when boto3 is missing or knows no region.
     """
     if name.startswith("fleet-"):
-        return Ec2Fleet(name, ec2=_client("ec2", region, endpoint_url))
+        return Ec2Fleet(name, ec2=ec2_client(region=region, endpoint_url=endpoint_url))
     return AutoScalingGroup(
         name, ec2=_client("ec2", region, endpoint_url), autoscaling=_client("autoscaling", region, endpoint_url)
     )
@@ -55,7 +55,7 @@ class AutoScalingGroup:
 
     def instances(self) -> tuple[SpotInstance, ...]:
         """See :class:`Fleet`."""
-        with _explained(f"Auto Scaling group {self._name!r}", "listed"):
+        with explained(f"Auto Scaling group {self._name!r}", "listed"):
             groups = self._autoscaling.describe_auto_scaling_groups(AutoScalingGroupNames=[self._name])
             found = groups["AutoScalingGroups"]
             if not found:
@@ -65,7 +65,7 @@ class AutoScalingGroup:
     def set_capacity(self, machines: int) -> None:
         """See :class:`Fleet`. The group's own minimum and maximum still bind."""
         _check_capacity(machines)
-        with _explained(f"Auto Scaling group {self._name!r}", "resized"):
+        with explained(f"Auto Scaling group {self._name!r}", "resized"):
             self._autoscaling.set_desired_capacity(
                 AutoScalingGroupName=self._name, DesiredCapacity=machines, HonorCooldown=False
             )
@@ -81,7 +81,7 @@ class Ec2Fleet:
 
     def instances(self) -> tuple[SpotInstance, ...]:
         """See :class:`Fleet`."""
-        with _explained(f"EC2 Fleet {self._name!r}", "listed"):
+        with explained(f"EC2 Fleet {self._name!r}", "listed"):
             members: list[str] = []
             token: dict[str, str] = {}
             while True:
@@ -94,7 +94,7 @@ class Ec2Fleet:
     def set_capacity(self, machines: int) -> None:
         """See :class:`Fleet`."""
         _check_capacity(machines)
-        with _explained(f"EC2 Fleet {self._name!r}", "resized"):
+        with explained(f"EC2 Fleet {self._name!r}", "resized"):
             self._ec2.modify_fleet(FleetId=self._name, TargetCapacitySpecification={"TotalTargetCapacity": machines})
 
 
@@ -122,17 +122,22 @@ def _check_capacity(machines: int) -> None:
         raise ConfigError(f"a fleet can't have {machines!r} machines; give a whole number from 0 up")
 
 
+def ec2_client(*, region: str | None = None, endpoint_url: str | None = None) -> Any:
+    """A boto3 client of EC2. Raises FleetError when boto3 is missing or knows no region."""
+    return _client("ec2", region, endpoint_url)
+
+
 def _client(service: str, region: str | None, endpoint_url: str | None) -> Any:
     try:
         import boto3
     except ImportError as error:
         raise FleetError(f"fleets need boto3, which can't be imported ({error}); pip install boto3") from error
-    with _explained(f"service {service!r}", "reached"):
+    with explained(f"service {service!r}", "reached"):
         return boto3.client(service, region_name=region, endpoint_url=endpoint_url)
 
 
 @contextmanager
-def _explained(what: str, action: str) -> Iterator[None]:
+def explained(what: str, action: str) -> Iterator[None]:
     """Turn whatever boto3 raises into FleetError."""
     from botocore.exceptions import BotoCoreError, ClientError
 

@@ -1,0 +1,119 @@
+"""``ds_bamboo fleet``: makes, shows and ends a fleet of spot machines on AWS that runs a job.
+
+ds_bamboo fleet up fleet.json --dry-run
+ds_bamboo fleet up fleet.json
+ds_bamboo fleet status NAME
+ds_bamboo fleet down NAME
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from deepspeed_bamboo.cloud.fleet import ec2_client
+from deepspeed_bamboo.cloud.fleet_control import FleetControl, FleetStatus
+from deepspeed_bamboo.cloud.fleet_spec import creating_calls, read_fleet_spec, user_data
+from deepspeed_bamboo.errors import ConfigError
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register `fleet` with the subparsers of ds_bamboo."""
+    parser = subparsers.add_parser(
+        "fleet",
+        help="spot machines on AWS that run a job: up, status, down",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    up = verbs.add_parser("up", help="make the fleet of a spec, or resize it if it lives")
+    up.add_argument("spec", metavar="FILE", type=Path, help="the fleet as JSON; see configs/fleet/aws.json")
+    up.add_argument("--dry-run", action="store_true", help="print every call, and make none")
+    up.set_defaults(run=run_up)
+    status = verbs.add_parser("status", help="its machines, and what they cost")
+    status.add_argument("--json", action="store_true", help="as JSON")
+    status.set_defaults(run=run_status)
+    down = verbs.add_parser("down", help="end all its machines")
+    down.set_defaults(run=run_down)
+    for verb in (status, down):
+        verb.add_argument("name", metavar="NAME", help="the fleet's name in its spec")
+    for verb in (up, down):
+        verb.add_argument("--yes", action="store_true", help="don't ask")
+    for verb in (up, status, down):
+        verb.add_argument("--region", help="default: the spec's, or as boto3 finds it")
+        verb.add_argument("--endpoint-url", help=argparse.SUPPRESS)
+
+
+def run_up(arguments: argparse.Namespace) -> int:
+    """Make or resize the fleet. Returns the exit code; raises ConfigError and FleetError."""
+    spec = read_fleet_spec(arguments.spec)
+    if arguments.dry_run:
+        for call in creating_calls(spec):
+            print(call)
+        print(f"UserData is, in base64:\n{user_data(spec)}")
+        return 0
+    control = _control(arguments, region=spec.region)
+    most = f" at ${spec.max_dollars_per_hour:g} an hour at most" if spec.max_dollars_per_hour else ""
+    for call in control.calls_up(spec):
+        print(f"ec2.{call.method}: {spec.name}, {spec.machines} machines{most}")
+    if not _agreed(arguments, "Make these calls? They cost money."):
+        return 1
+    print(f"fleet {spec.name} is {control.up(spec)}; `ds_bamboo fleet status {spec.name}` shows its machines")
+    return 0
+
+
+def run_status(arguments: argparse.Namespace) -> int:
+    """Show the fleet. Returns the exit code; raises FleetError."""
+    status = _control(arguments).status(arguments.name)
+    if arguments.json:
+        known = {"dollars_per_hour": status.dollars_per_hour, "dollars_so_far": status.dollars_so_far}
+        print(json.dumps({**dataclasses.asdict(status), "running": status.running, **known}, indent=1))
+    else:
+        _print(arguments.name, status)
+    return 0
+
+
+def run_down(arguments: argparse.Namespace) -> int:
+    """End the fleet. Returns the exit code; raises FleetError."""
+    control = _control(arguments)
+    status = control.status(arguments.name)
+    print(f"fleet {arguments.name} ({status.fleet}) has {status.running} machines")
+    if not _agreed(arguments, "End them all?"):
+        return 1
+    control.down(arguments.name)
+    print(f"fleet {arguments.name} is ending; it has cost about ${status.dollars_so_far:.2f}")
+    return 0
+
+
+def _control(arguments: argparse.Namespace, *, region: str | None = None) -> FleetControl:
+    return FleetControl(ec2_client(region=arguments.region or region, endpoint_url=arguments.endpoint_url))
+
+
+def _agreed(arguments: argparse.Namespace, question: str) -> bool:
+    if arguments.yes:
+        return True
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{question} Nobody can answer here; add --yes")
+    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+
+
+def _print(name: str, status: FleetStatus) -> None:
+    table = Table(title=f"fleet {name} ({status.state}), {status.running} of {status.wanted} machines")
+    for heading in ("machine", "type", "zone", "state", "hours", "$/h"):
+        table.add_column(heading, justify="right" if heading in ("hours", "$/h") else "left")
+    for one in status.machines:
+        price = "?" if one.dollars_per_hour is None else f"{one.dollars_per_hour:.3f}"
+        table.add_row(one.instance, one.instance_type, one.zone, one.state, f"{one.hours:.2f}", price)
+    console = Console()
+    console.print(table)
+    console.print(
+        f"${status.dollars_per_hour:.2f} an hour, ${status.dollars_so_far:.2f} so far, at today's spot prices",
+        highlight=False,
+    )

@@ -1,0 +1,177 @@
+"""Makes, shows and ends fleets of spot machines on AWS; what they are is in :mod:`fleet_spec`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from deepspeed_bamboo.cloud.errors import FleetError
+from deepspeed_bamboo.cloud.fleet import Ec2Fleet, explained
+from deepspeed_bamboo.cloud.fleet_spec import TAG, Call, FleetSpec, creating_calls, template_name
+
+_LIVE = ("submitted", "active", "modifying")
+
+
+@dataclass(frozen=True)
+class FleetMachine:
+    """One machine. ``dollars_per_hour``: its zone's and type's spot price now; None where AWS names none."""
+
+    instance: str
+    instance_type: str
+    zone: str
+    state: str
+    hours: float
+    dollars_per_hour: float | None
+
+
+@dataclass(frozen=True)
+class FleetStatus:
+    """A fleet and its machines, ended ones included as long as EC2 shows them (about an hour)."""
+
+    fleet: str
+    state: str
+    wanted: int
+    machines: tuple[FleetMachine, ...]
+
+    @property
+    def running(self) -> int:
+        """Machines that EC2 calls pending or running."""
+        return sum(machine.state in ("pending", "running") for machine in self.machines)
+
+    @property
+    def dollars_per_hour(self) -> float:
+        """What the running machines cost at today's prices."""
+        running = (machine for machine in self.machines if machine.state in ("pending", "running"))
+        return sum(machine.dollars_per_hour or 0.0 for machine in running)
+
+    @property
+    def dollars_so_far(self) -> float:
+        """What all machines shown have cost, at today's prices; those that EC2 has forgotten are not in it."""
+        return sum(machine.hours * (machine.dollars_per_hour or 0.0) for machine in self.machines)
+
+
+def _now() -> datetime:
+    return datetime.now(timezone.utc)
+
+
+class FleetControl:
+    """Fleets by name. ``ec2``: a boto3 client; ``now``: the time, with its zone."""
+
+    def __init__(self, ec2: Any, *, now: Callable[[], datetime] = _now) -> None:
+        self._ec2 = ec2
+        self._now = now
+
+    def calls_up(self, spec: FleetSpec) -> tuple[Call, ...]:
+        """The calls that :meth:`up` would make: they create the fleet, or resize one that lives. Raises FleetError."""
+        fleet = self._find(spec.name)
+        if fleet is None:
+            return creating_calls(spec)
+        wanted = {"TotalTargetCapacity": spec.machines}
+        return (Call("modify_fleet", {"FleetId": fleet["FleetId"], "TargetCapacitySpecification": wanted}),)
+
+    def up(self, spec: FleetSpec) -> str:
+        """Make the fleet, or resize it if one of that name lives. Returns its id.
+
+        Raises FleetError; a launch template that was made for a fleet which AWS then refused is removed again.
+        """
+        calls = self.calls_up(spec)
+        if calls[0].method == "create_launch_template":
+            self._remove_template(spec.name)  # of a fleet that ended without ``down``
+        answer: Any = {}
+        try:
+            with explained(f"fleet {spec.name!r}", "made"):
+                for call in calls:
+                    answer = getattr(self._ec2, call.method)(**call.arguments)
+        except FleetError:
+            if len(calls) > 1:
+                self._remove_template(spec.name)
+            raise
+        refused = [error.get("ErrorMessage", "no reason given") for error in answer.get("Errors") or ()]
+        if refused and "FleetId" not in answer:
+            raise FleetError(
+                f"fleet {spec.name!r} can't be made ({'; '.join(refused)}); correct the spec, or ask elsewhere"
+            )
+        return str(answer.get("FleetId") or calls[0].arguments["FleetId"])
+
+    def status(self, name: str) -> FleetStatus:
+        """The fleet ``name`` and its machines. Raises FleetError when there is none."""
+        fleet = self._required(name)
+        with explained(f"fleet {name!r}", "listed"):
+            pages = self._ec2.get_paginator("describe_instances").paginate(
+                Filters=[{"Name": f"tag:{TAG}", "Values": [name]}]
+            )
+            found = [one for page in pages for group in page["Reservations"] for one in group["Instances"]]
+            prices = self._prices({one["InstanceType"] for one in found})
+        machines = tuple(sorted((self._machine(one, prices) for one in found), key=lambda one: one.instance))
+        wanted = int(fleet["TargetCapacitySpecification"]["TotalTargetCapacity"])
+        return FleetStatus(fleet["FleetId"], fleet["FleetState"], wanted, machines)
+
+    def resize(self, name: str, machines: int) -> None:
+        """Ask for ``machines`` in all. Raises FleetError, and ConfigError below 0."""
+        Ec2Fleet(self._required(name)["FleetId"], ec2=self._ec2).set_capacity(machines)
+
+    def down(self, name: str) -> str:
+        """End the fleet and its machines, and remove its launch template. Returns the fleet's id. Raises FleetError."""
+        fleet = self._required(name)["FleetId"]
+        with explained(f"fleet {name!r}", "ended"):
+            answer = self._ec2.delete_fleets(FleetIds=[fleet], TerminateInstances=True)
+        failed = [one["Error"]["Message"] for one in answer.get("UnsuccessfulFleetDeletions") or ()]
+        if failed:
+            raise FleetError(f"fleet {name!r} can't be ended ({'; '.join(failed)}); end {fleet} in the AWS console")
+        self._remove_template(name)
+        return str(fleet)
+
+    def _required(self, name: str) -> Any:
+        fleet = self._find(name)
+        if fleet is None:
+            raise FleetError(f"there is no fleet {name!r} in this region; check name and region")
+        return fleet
+
+    def _find(self, name: str) -> Any:
+        """The live fleet with the name's tag. AWS takes no tag as a filter here, so all are looked through."""
+        with explained("fleets", "listed"):
+            pages = self._ec2.get_paginator("describe_fleets").paginate()
+            for fleet in (one for page in pages for one in page["Fleets"]):
+                tags = {tag["Key"]: tag["Value"] for tag in fleet.get("Tags") or ()}
+                if tags.get(TAG) == name and fleet["FleetState"] in _LIVE:
+                    return fleet
+        return None
+
+    def _remove_template(self, name: str) -> None:
+        with explained(f"launch template {template_name(name)!r}", "removed"):
+            names = [{"Name": "launch-template-name", "Values": [template_name(name)]}]
+            if self._ec2.describe_launch_templates(Filters=names)["LaunchTemplates"]:
+                self._ec2.delete_launch_template(LaunchTemplateName=template_name(name))
+
+    def _prices(self, types: Iterable[str]) -> dict[tuple[str, str], float]:
+        """The newest price by type and zone."""
+        wanted = sorted(types)
+        if not wanted:
+            return {}
+        answer = self._ec2.describe_spot_price_history(InstanceTypes=wanted, StartTime=self._now())
+        newest = sorted(answer["SpotPriceHistory"], key=lambda one: one["Timestamp"])
+        return {(one["InstanceType"], one["AvailabilityZone"]): float(one["SpotPrice"]) for one in newest}
+
+    def _machine(self, found: Any, prices: dict[tuple[str, str], float]) -> FleetMachine:
+        zone, kind = found["Placement"]["AvailabilityZone"], found["InstanceType"]
+        return FleetMachine(
+            found["InstanceId"],
+            kind,
+            zone,
+            found["State"]["Name"],
+            max(0.0, (_ended(found, self._now()) - found["LaunchTime"]).total_seconds() / 3600.0),
+            prices.get((kind, zone)),
+        )
+
+
+def _ended(found: Any, now: datetime) -> datetime:
+    """When a machine ended, as EC2 says it in words; ``now`` while it runs or where the words are others."""
+    if found["State"]["Name"] not in ("terminated", "shutting-down", "stopped"):
+        return now
+    _, _, moment = found.get("StateTransitionReason", "").partition("(")
+    try:
+        return datetime.strptime(moment.rstrip(")"), "%Y-%m-%d %H:%M:%S %Z").replace(tzinfo=timezone.utc)
+    except ValueError:
+        return now

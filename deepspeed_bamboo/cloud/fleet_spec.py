@@ -1,0 +1,191 @@
+"""A fleet of spot machines on AWS as its owner describes it, and the calls that make it. Pure: asks nobody anything."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from deepspeed_bamboo.config.messages import describe
+from deepspeed_bamboo.errors import ConfigError
+
+# Every resource of a fleet carries this tag, with the fleet's name.
+TAG = "deepspeed_bamboo-fleet"
+_USER_DATA_BYTES = 16_384  # EC2's limit
+
+
+class FleetSpec(BaseModel):
+    """What ``ds_bamboo fleet up`` reads."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]{0,62}$")]
+    """Of the fleet: letters, digits and hyphens, at most 63."""
+
+    machines: Annotated[int, Field(ge=1, le=10_000)]
+    """How many the fleet keeps."""
+
+    instance_types: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Alike in GPU and memory; the more there are, the fewer interruptions."""
+
+    subnets: Annotated[tuple[str, ...], Field(min_length=1)]
+    """One for each zone that machines may be in."""
+
+    image_id: str
+    """AMI that has the driver, Python and this package."""
+
+    command: str
+    """The job's command; each machine runs it in ``directory``, again while it ends with exit code 75."""
+
+    directory: str = "/opt/train"
+    """Where the command runs, the same on all machines."""
+
+    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = {}
+    """Variables of the command. No secrets: whoever may describe the launch template reads them."""
+
+    max_dollars_per_hour: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """The most to pay for one machine; null: up to the on-demand price."""
+
+    security_groups: tuple[str, ...] = ()
+    """Ids. Workers of one job must reach each other on all ports."""
+
+    instance_profile: str | None = None
+    """Name of the IAM instance profile, with rights to the checkpoints' bucket."""
+
+    key_name: str | None = None
+    """SSH key pair, if any."""
+
+    disk_gigabytes: Annotated[int, Field(ge=8, le=16_384)] = 100
+    """Root disk of each machine."""
+
+    region: str | None = None
+    """AWS region; null: as boto3 finds it."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the EC2 API: a boto3 method and its arguments."""
+
+    method: str
+    arguments: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"ec2.{self.method} {json.dumps(self.arguments, indent=1)}"
+
+
+def read_fleet_spec(path: Path | str) -> FleetSpec:
+    """The spec in a JSON file. Raises ConfigError with every problem, or when the file can't be read."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"can't be read ({error}); give the path of a fleet's JSON file", where=str(path)) from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"line {error.lineno} is not JSON ({error.msg}); correct it", where=str(path)) from error
+    return parse_fleet_spec(data, where=str(path))
+
+
+def parse_fleet_spec(data: object, *, where: str) -> FleetSpec:
+    """The spec in plain data; ``where`` is what errors call it. Raises ConfigError with every problem."""
+    if not isinstance(data, dict):
+        raise ConfigError("a fleet is a JSON object; put it in braces", where=where)
+    try:
+        spec = FleetSpec.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(*describe(error, model=FleetSpec, section="fleet"), where=where) from error
+    if len(user_data(spec).encode()) > _USER_DATA_BYTES:
+        raise ConfigError(
+            f"fleet.command and fleet.environment make a start script of more than {_USER_DATA_BYTES} bytes, which EC2 "
+            "refuses; put the command into a script on the image",
+            where=where,
+        )
+    return spec
+
+
+def template_name(name: str) -> str:
+    """The launch template of the fleet ``name``."""
+    return f"{TAG}-{name}"
+
+
+def user_data(spec: FleetSpec) -> str:
+    """What each machine runs when it boots: the command, again while machines were wanting (exit code 75)."""
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            f"cd {shlex.quote(spec.directory)} || exit 1",
+            *exports,
+            "while true; do",
+            "  (",
+            spec.command,
+            "  )",
+            "  [ $? -eq 75 ] || break",
+            "  sleep 10",
+            "done",
+            "",
+        ]
+    )
+
+
+def creating_calls(spec: FleetSpec) -> tuple[Call, ...]:
+    """The calls that make the fleet, in order: its launch template, then the EC2 Fleet that keeps its size."""
+    return (_launch_template(spec), _fleet(spec))
+
+
+def _tags(kind: str, name: str) -> dict[str, Any]:
+    return {"ResourceType": kind, "Tags": [{"Key": TAG, "Value": name}, {"Key": "Name", "Value": name}]}
+
+
+def _launch_template(spec: FleetSpec) -> Call:
+    data: dict[str, Any] = {
+        "ImageId": spec.image_id,
+        "UserData": base64.b64encode(user_data(spec).encode()).decode(),
+        "BlockDeviceMappings": [
+            {"DeviceName": "/dev/sda1", "Ebs": {"VolumeSize": spec.disk_gigabytes, "VolumeType": "gp3"}}
+        ],
+        # Notices come from the metadata service; tokens keep other programs' requests out of it.
+        "MetadataOptions": {"HttpTokens": "required", "HttpPutResponseHopLimit": 2},
+        "TagSpecifications": [_tags("instance", spec.name), _tags("volume", spec.name)],
+    }
+    if spec.security_groups:
+        data["SecurityGroupIds"] = list(spec.security_groups)
+    if spec.instance_profile is not None:
+        data["IamInstanceProfile"] = {"Name": spec.instance_profile}
+    if spec.key_name is not None:
+        data["KeyName"] = spec.key_name
+    return Call(
+        "create_launch_template",
+        {
+            "LaunchTemplateName": template_name(spec.name),
+            "LaunchTemplateData": data,
+            "TagSpecifications": [_tags("launch-template", spec.name)],
+        },
+    )
+
+
+def _fleet(spec: FleetSpec) -> Call:
+    price = {} if spec.max_dollars_per_hour is None else {"MaxPrice": f"{spec.max_dollars_per_hour:g}"}
+    overrides = [
+        {"InstanceType": kind, "SubnetId": subnet, **price} for kind in spec.instance_types for subnet in spec.subnets
+    ]
+    template = {"LaunchTemplateName": template_name(spec.name), "Version": "$Latest"}
+    return Call(
+        "create_fleet",
+        {
+            "Type": "maintain",
+            "LaunchTemplateConfigs": [{"LaunchTemplateSpecification": template, "Overrides": overrides}],
+            "TargetCapacitySpecification": {
+                "TotalTargetCapacity": spec.machines,
+                "SpotTargetCapacity": spec.machines,
+                "OnDemandTargetCapacity": 0,
+                "DefaultTargetCapacityType": "spot",
+            },
+            "SpotOptions": {"AllocationStrategy": "capacity-optimized", "InstanceInterruptionBehavior": "terminate"},
+            "ReplaceUnhealthyInstances": True,
+            "TagSpecifications": [_tags("fleet", spec.name)],
+        },
+    )

@@ -1,0 +1,177 @@
+"""Fleets on AWS, against moto: made, resized, shown, ended; what a spec may say; what the command asks first."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from moto import mock_aws
+
+from deepspeed_bamboo.cli.main import main
+from deepspeed_bamboo.cloud.errors import FleetError
+from deepspeed_bamboo.cloud.fleet import open_fleet
+from deepspeed_bamboo.cloud.fleet_control import FleetControl
+from deepspeed_bamboo.cloud.fleet_spec import (
+    FleetSpec,
+    creating_calls,
+    parse_fleet_spec,
+    read_fleet_spec,
+    template_name,
+    user_data,
+)
+from deepspeed_bamboo.errors import ConfigError
+
+EXAMPLE = Path(__file__).parents[2] / "configs" / "fleet" / "aws.json"
+
+
+@pytest.fixture
+def ec2(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    for name, value in (("REGION", "us-east-1"), ("ACCESS_KEY_ID", "x"), ("SECRET_ACCESS_KEY", "x")):
+        monkeypatch.setenv(f"AWS_{name}" if name != "REGION" else "AWS_DEFAULT_REGION", value)
+    with mock_aws():
+        yield boto3.client("ec2")
+
+
+def spec_for(ec2: Any, **changes: Any) -> FleetSpec:
+    subnets = [one["SubnetId"] for one in ec2.describe_subnets()["Subnets"]][:2]
+    image = ec2.describe_images(Owners=["amazon"])["Images"][0]["ImageId"]
+    known = {"name": "gpt", "machines": 3, "instance_types": ["g5.xlarge", "g4dn.xlarge"], "command": "true"}
+    return parse_fleet_spec({**known, "subnets": subnets, "image_id": image, **changes}, where="here")
+
+
+class Proxy:
+    """moto's client, with what it lacks or is to refuse in its place."""
+
+    def __init__(self, client: Any, **methods: Any) -> None:
+        self._client = client
+        self._methods = methods
+
+    def __getattr__(self, name: str) -> Any:
+        return self._methods.get(name) or getattr(self._client, name)
+
+
+def test_a_fleet_comes_up_and_goes(ec2: Any) -> None:
+    control = FleetControl(ec2)
+    fleet = control.up(spec_for(ec2))
+    status = control.status("gpt")
+    assert (status.fleet, status.wanted, status.running) == (fleet, 3, 3)
+    assert {machine.state for machine in status.machines} == {"running"}
+    assert [machine.instance for machine in open_fleet(fleet).instances()] == [one.instance for one in status.machines]
+    assert control.down("gpt") == fleet
+    assert ec2.describe_launch_templates()["LaunchTemplates"] == []
+    with pytest.raises(FleetError, match="there is no fleet 'gpt'"):
+        control.status("gpt")
+
+
+def test_a_fleet_that_lives_is_resized_and_not_made_again(ec2: Any) -> None:
+    resized: list[dict[str, Any]] = []
+    # moto has no modify_fleet.
+    control = FleetControl(Proxy(ec2, modify_fleet=lambda **arguments: resized.append(arguments) or {"Return": True}))
+    fleet = control.up(spec_for(ec2))
+    assert control.up(spec_for(ec2, machines=5)) == fleet
+    control.resize("gpt", 2)
+    assert [one["FleetId"] for one in resized] == [fleet] * 2
+    assert [one["TargetCapacitySpecification"]["TotalTargetCapacity"] for one in resized] == [5, 2]
+    assert len(ec2.describe_fleets()["Fleets"]) == 1
+
+
+def test_fleets_of_other_names_are_left_alone(ec2: Any) -> None:
+    control = FleetControl(ec2)
+    control.up(spec_for(ec2))
+    control.up(spec_for(ec2, name="bert", machines=1))
+    control.down("gpt")
+    assert control.status("bert").running == 1
+    assert [one["LaunchTemplateName"] for one in ec2.describe_launch_templates()["LaunchTemplates"]] == [
+        template_name("bert")
+    ]
+
+
+def test_cost_so_far_is_hours_times_price(ec2: Any) -> None:
+    control = FleetControl(ec2, now=lambda: datetime.now(timezone.utc) + timedelta(hours=10))
+    control.up(spec_for(ec2))
+    status = control.status("gpt")
+    prices = [machine.dollars_per_hour for machine in status.machines]
+    assert all(prices)
+    assert status.dollars_per_hour == pytest.approx(sum(price or 0 for price in prices))
+    assert status.dollars_so_far == pytest.approx(10 * status.dollars_per_hour, rel=0.01)
+
+
+def test_a_refused_fleet_leaves_no_template_behind(ec2: Any) -> None:
+    def refuse(**_: object) -> Any:
+        return ec2.describe_subnets(SubnetIds=["subnet-0000000000000000f"])  # an error of AWS's
+
+    with pytest.raises(FleetError, match="fleet 'gpt' can't be made"):
+        FleetControl(Proxy(ec2, create_fleet=refuse)).up(spec_for(ec2))
+    assert ec2.describe_launch_templates()["LaunchTemplates"] == []
+
+
+def test_every_resource_is_tagged_and_spot_only(ec2: Any) -> None:
+    template, fleet = creating_calls(spec_for(ec2, max_dollars_per_hour=0.5))
+    for call in (template, fleet):
+        assert call.arguments["TagSpecifications"][0]["Tags"][0] == {"Key": "deepspeed_bamboo-fleet", "Value": "gpt"}
+    capacity = fleet.arguments["TargetCapacitySpecification"]
+    assert (capacity["SpotTargetCapacity"], capacity["OnDemandTargetCapacity"]) == (3, 0)
+    overrides = fleet.arguments["LaunchTemplateConfigs"][0]["Overrides"]
+    assert len(overrides) == 4 and {one["MaxPrice"] for one in overrides} == {"0.5"}
+    assert fleet.arguments["SpotOptions"]["AllocationStrategy"] == "capacity-optimized"
+
+
+def test_the_start_script_repeats_while_machines_are_wanting(ec2: Any, tmp_path: Path) -> None:
+    count = tmp_path / "count"
+    command = f'echo "$WORD" >>{count}; [ $(wc -l <{count}) -ge 3 ] && exit 0; exit 75'
+    script = user_data(spec_for(ec2, command=command, directory=str(tmp_path), environment={"WORD": "a b'c"}))
+    done = subprocess.run(["bash", "-c", f"sleep() {{ :; }}\n{script}"], timeout=20, check=True)
+    assert done.returncode == 0
+    assert count.read_text().splitlines() == ["a b'c"] * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"machines": 0}, "fleet.machines"),
+        ({"name": "a b"}, "fleet.name"),
+        ({"instance_types": []}, "fleet.instance_types"),
+        ({"max_dollars_per_hour": float("inf")}, "fleet.max_dollars_per_hour"),
+        ({"machine": 3}, "unknown key fleet.machine; did you mean 'machines'"),
+        ({"environment": {"a-b": "c"}}, "fleet.environment"),
+        ({"command": "x" * 20_000}, "more than 16384 bytes"),
+    ],
+)
+def test_what_is_wrong_with_a_spec_is_named(ec2: Any, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        spec_for(ec2, **change)
+    assert words.split(";")[0] in str(caught.value)
+
+
+def test_a_dry_run_prints_every_call_and_makes_none(ec2: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fleet", "up", str(EXAMPLE), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "ec2.create_launch_template" in shown and "ec2.create_fleet" in shown
+    assert read_fleet_spec(EXAMPLE).command in shown  # the start script as text
+    assert ec2.describe_fleets()["Fleets"] == []
+
+
+def test_the_command_asks_before_it_spends_or_ends(
+    ec2: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "fleet.json"
+    path.write_text(spec_for(ec2).model_dump_json())
+    assert main(["fleet", "up", str(path)]) == 1
+    assert "add --yes" in capsys.readouterr().err
+    assert ec2.describe_fleets()["Fleets"] == []
+    assert main(["fleet", "up", str(path), "--yes"]) == 0
+    capsys.readouterr()
+    assert main(["fleet", "status", "gpt", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["running"] == 3
+    assert main(["fleet", "status", "gpt"]) == 0
+    assert "3 of 3 machines" in capsys.readouterr().out
+    assert main(["fleet", "down", "gpt"]) == 1
+    assert FleetControl(ec2).status("gpt").running == 3
+    assert main(["fleet", "down", "gpt", "--yes"]) == 0
+    assert main(["fleet", "status", "gpt"]) == 1
