@@ -19,6 +19,7 @@ DEVELOPMENT = [
     "psutil>=5.9",
     "pytest>=8",
     "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
     "ruff>=0.6",
 ]
 
@@ -40,7 +41,7 @@ setup(
         "numpy>=1.26",
         "pydantic>=2",
         "rich>=13",
-        "torch>=2.11",
+        "torch>=2.11,<2.15",
         ETCD_SERVER,
     ],
     extras_require={

@@ -3,6 +3,7 @@
     BambooError
     ├── ConfigError         a setting, a fault script or an argument that can't be used (also a ValueError)
     ├── EventLogError       event files that contradict each other or can't be read
+    ├── UpgradeError        insides of DeepSpeed or torch that the plugin needs are not there
     ├── ModelError          a model whose stages can't be connected (a user's bug, never a lost node)
     ├── MemoryLimitError    redundancy needs more memory than the configuration allows
     ├── MessageError        bytes from a connection or from etcd that no worker of this job has made (also a ValueError)
@@ -37,6 +38,19 @@ class ConfigError(BambooError, ValueError):
 
 class EventLogError(BambooError):
     """Workers wrote different things about the same step, or a line in an event file is broken."""
+
+
+class UpgradeError(BambooError):
+    """This DeepSpeed or torch lacks what the plugin needs of its insides. Raised before anything is built."""
+
+    def __init__(self, *missing: str, installed: str, tried: str) -> None:
+        """``missing``: where each name should be, and why it is needed (at least one). The rest: versions."""
+        self.missing: tuple[str, ...] = missing
+        names = "".join(f"\n  - {name}" for name in missing)
+        super().__init__(
+            f"the plugin needs what {installed} does not have; it was tried with {tried}. Install one of those, or set "
+            f'"bamboo": {{"enabled": false}}. Missing:{names}'
+        )
 
 
 class ModelError(BambooError):

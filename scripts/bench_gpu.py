@@ -122,7 +122,7 @@ def worker(rank: int, workers: int, port: int, endpoint: str, arguments: argpars
     import deepspeed
     import torch
 
-    from deepspeed_bamboo.runtime.main import leave_out_shared_memory_op
+    from deepspeed_bamboo.runtime.stock.patches.shared_memory_op import leave_out_shared_memory_op
 
     leave_out_shared_memory_op()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers // 2))

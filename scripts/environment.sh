@@ -38,7 +38,7 @@ activate_environment() {
 # configured index has one (2.13.0+cpu sorts above 2.13.0).
 install_torch() {
   if [[ -e /dev/nvidiactl ]]; then
-    python -m pip install --quiet "torch>=2.11"
+    python -m pip install --quiet "torch>=2.11,<2.15"
   else
     python -m pip install --quiet "torch==$TORCH_VERSION"
   fi

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,45 @@ def offences(parts: set[str], forbidden: set[str], *, allowed: tuple[str, ...] =
                 found.append(f"{path.relative_to(REPOSITORY)}:{line} imports {module}")
     return found
 
+
+# The rooms of runtime/: a room may import those before it. Files beside the rooms may import all of them.
+ROOMS = ("comm", "job", "stock", "iteration", "recovery", "membership", "checkpoint")
+ENGINE = f"{NAME}.runtime.engine"
+# These name the whole engine, for its type alone: what ties them into one circle. To be emptied; add nothing.
+NAMES_THE_ENGINE = {
+    "runtime/checkpoint/automatic.py",
+    "runtime/checkpoint/checking_together.py",
+    "runtime/checkpoint/script_files.py",
+    "runtime/iteration/evaluation.py",
+    "runtime/iteration/iteration_end.py",
+    "runtime/iteration/monitoring.py",
+    "runtime/iteration/supply.py",
+    "runtime/job/other_engines.py",
+    "runtime/membership/balancing.py",
+    "runtime/membership/joining.py",
+    "runtime/membership/reconfiguration.py",
+    "runtime/membership/starting.py",
+    "runtime/recovery/script_server.py",
+    "runtime/recovery/shadow_rebuild.py",
+    "runtime/recovery/state_transfer.py",
+    "runtime/recovery/take_over.py",
+    "runtime/recovery/whole_state.py",
+    "runtime/stock/built_state.py",
+    "runtime/settling.py",
+    "runtime/stock/hosting.py",
+}
+# Longer than they should be. To be emptied: take out what is not any more, add nothing.
+LONG_FILES = {"coordination/job.py", "elastic/supervisor.py", "runtime/engine.py"}
+LONG_FUNCTIONS = {
+    "core/reconfiguring.py: next_target",
+    "elastic/agent.py: __init__",
+    "runtime/engine.py: __init__",
+    "runtime/main.py: supervised",
+    "runtime/stock/hosting.py: build",
+    "testing/harness.py: __init__",
+}
+MOST_LINES_OF_A_FILE = 450
+MOST_LINES_OF_A_FUNCTION = 50
 
 ALL_PARTS = {part_of(path) for path in PACKAGE.rglob("*.py")}
 OWN = {f"{NAME}.{part}" for part in ALL_PARTS}
@@ -99,6 +139,89 @@ def test_trust_stands_on_the_standard_library() -> None:
 
 def test_models_are_usable_without_the_rest() -> None:
     assert offences({"models"}, OWN - {f"{NAME}.models", f"{NAME}.errors", f"{NAME}.suggest"}) == []
+
+
+def runtime_imports() -> dict[str, set[str]]:
+    """By module of runtime/, the modules of runtime/ that it imports, for types too; without packages themselves."""
+    files = {module_of(path): path for path in (PACKAGE / "runtime").rglob("*.py") if path.name != "__init__.py"}
+    return {
+        module: {imported for imported, _ in imports(path) if imported in files and imported != module}
+        for module, path in files.items()
+    }
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+
+
+def file_of(module: str) -> str:
+    """As in the lists above."""
+    return "/".join(module.split(".")[1:]) + ".py"
+
+
+def level_of(module: str) -> int:
+    """The place of a module's room in their order."""
+    _, _, room, *rest = module.split(".")
+    return ROOMS.index(room) if rest else len(ROOMS)
+
+
+def test_every_folder_of_runtime_has_its_place_in_the_order() -> None:
+    folders = {path.parent.relative_to(PACKAGE / "runtime").parts[:1] for path in (PACKAGE / "runtime").rglob("*.py")}
+    assert folders == {(), *((room,) for room in ROOMS)}
+
+
+def test_rooms_import_only_the_rooms_before_them() -> None:
+    found = {
+        f"{file_of(module)} imports {imported}"
+        for module, others in runtime_imports().items()
+        for imported in others
+        if level_of(module) < level_of(imported) and not (imported == ENGINE and file_of(module) in NAMES_THE_ENGINE)
+    }
+    assert found == set()
+
+
+def test_those_that_name_the_engine_do_so_for_its_type_alone() -> None:
+    named = {
+        file_of(module)
+        for module, others in runtime_imports().items()
+        if ENGINE in others and level_of(module) < len(ROOMS)
+    }
+    assert named - NAMES_THE_ENGINE == set(), "say what it uses as arguments or in a protocol"
+    for name in named:
+        tree = ast.parse((PACKAGE / name).read_text(encoding="utf-8"))
+        at_run_time = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == ENGINE]
+        assert not at_run_time, f"{name} imports the engine when it runs"
+
+
+def test_no_import_circle_in_runtime_but_through_the_engines_type() -> None:
+    graph = runtime_imports()
+    for module, others in graph.items():
+        if file_of(module) in NAMES_THE_ENGINE:
+            others.discard(ENGINE)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
+
+
+def test_files_are_short() -> None:
+    long = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if len(path.read_text(encoding="utf-8").splitlines()) > MOST_LINES_OF_A_FILE
+    }
+    assert long - LONG_FILES == set(), "split what is too long"
+
+
+def test_functions_are_short() -> None:
+    long = {
+        f"{path.relative_to(PACKAGE)}: {node.name}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno + 1 > MOST_LINES_OF_A_FUNCTION
+    }
+    assert long - LONG_FUNCTIONS == set(), "split what is too long"
 
 
 def test_imports_are_found_in_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

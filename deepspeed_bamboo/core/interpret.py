@@ -10,27 +10,14 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from deepspeed_bamboo.core.debts import Debts
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.instructions import TAIL, Instruction, Op
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.core.progress import CoordinateProgress, shadow_progress
-from deepspeed_bamboo.core.render import text_grid
 from deepspeed_bamboo.core.schedule import Plan
+from deepspeed_bamboo.core.schedule_error import schedule_error
 from deepspeed_bamboo.core.timeline import Costs, Timed
-
-
-class ScheduleError(Exception):
-    """A plan breaks a rule. ``worker`` and ``instruction`` are the guilty ones, ``rule`` says what they break.
-
-    The message draws the grid up to there, with the guilty cell marked by ``!``.
-    """
-
-    def __init__(self, rule: str, *, worker: WorkerId, instruction: Instruction | None, picture: str) -> None:
-        where = "at the end of its program" if instruction is None else f"at {instruction}"
-        super().__init__(f"worker {worker} {where}: {rule}\n{picture}")
-        self.rule = rule
-        self.worker = worker
-        self.instruction = instruction
 
 
 @dataclass(frozen=True)
@@ -441,52 +428,3 @@ class _Machine:
         c, m = instruction.coordinate, instruction.micro_batch
         if c is None or m is None or c not in self.own or not 0 <= m < self.micro_batches:
             raise _BrokenError(f"it needs a coordinate of the plan and a micro-batch in 0..{self.micro_batches - 1}")
-
-
-class Debts:
-    """What each worker owes by a plan, against what is done so far (``own``, and ``red`` for shadows)."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        *,
-        own: Mapping[Coordinate, CoordinateProgress | _State],
-        red: Mapping[Coordinate, CoordinateProgress | _State],
-    ) -> None:
-        self._micro_batches = plan.micro_batches
-        self._owed: dict[WorkerId, list[tuple[Op, Coordinate, CoordinateProgress | _State]]] = {}
-        stages = plan.placement.grid.stages
-        normal = (Op.FNC, Op.BNC) if plan.mode.trains else (Op.FNC,)
-        optional = plan.mode.redundant_passes_are_optional
-        redundant = [() if optional else plan.mode.redundant_ops_of(stage, stages=stages) for stage in range(stages)]
-        kinds = ((plan.placement.owners, own, [normal] * stages), (plan.placement.shadows, red, redundant))
-        for holders, states, ops in kinds:
-            for c, worker in holders if any(ops) else ():
-                if c in states:
-                    self._owed.setdefault(worker, []).extend((op, c, states[c]) for op in ops[c.stage])
-
-    def of(self, worker: WorkerId) -> str | None:
-        """What ``worker`` has not done, in words; None when all is done."""
-        for op, c, state in self._owed.get(worker, ()):
-            done = state.forwards if op in (Op.FNC, Op.FRC) else state.backwards
-            if done < self._micro_batches:
-                return f"{op.value} {c} {done} is missing"
-        return None
-
-
-def schedule_error(
-    rule: str,
-    plan: Plan,
-    timeline: list[Timed] | tuple[Timed, ...],
-    *,
-    worker: WorkerId,
-    instruction: Instruction | None,
-) -> ScheduleError:
-    """Build the error, with the picture of the last slots of the pipelines that ``worker`` works for."""
-    now = max((t.end for t in timeline if t.worker == worker), default=0)
-    pipelines = {c.pipeline for c in (*plan.placement.hosted_by(worker), *plan.placement.shadowed_by(worker))}
-    guilty = None if instruction is None else Timed(worker, instruction, now, now + 1)
-    picture = text_grid(
-        timeline, placement=plan.placement, pipelines=pipelines, guilty=guilty, first_slot=max(0, now - 20)
-    )
-    return ScheduleError(rule, worker=worker, instruction=instruction, picture=picture)

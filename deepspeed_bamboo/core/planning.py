@@ -104,13 +104,8 @@ def _plan(
     check_progress(progress, grid=placement.grid, micro_batches=micro_batches)
     wanted = _with_shared_workers(placement, pipelines)
     coordinates = tuple(Coordinate(d, p) for d in wanted for p in range(placement.grid.stages))
-    start = CoordinateProgress()
-    complete = {c: progress.get(c, start) for c in coordinates}
-    last_stage = placement.grid.stages - 1
-    shadows = dict.fromkeys(coordinates, start)
-    for c, counts in redundant.items():
-        if c in shadows:
-            shadows[c] = shadow_progress(c, counts, last_stage=last_stage)
+    complete = {c: progress.get(c, CoordinateProgress()) for c in coordinates}
+    shadows = _of_shadows(redundant, coordinates, last_stage=placement.grid.stages - 1)
     check_progress(shadows, grid=placement.grid, micro_batches=micro_batches)
     order = dict(
         order_passes(
@@ -144,6 +139,15 @@ def _plan(
         mode=mode,
     )
     return Plan(placement, micro_batches, programs, mode, wanted), fits
+
+
+def _of_shadows(
+    redundant: Mapping[Coordinate, CoordinateProgress], coordinates: Iterable[Coordinate], *, last_stage: int
+) -> dict[Coordinate, CoordinateProgress]:
+    """What the shadow of each of ``coordinates`` has done."""
+    shadows = dict.fromkeys(coordinates, CoordinateProgress())
+    known = {c: shadow_progress(c, counts, last_stage=last_stage) for c, counts in redundant.items() if c in shadows}
+    return {**shadows, **known}
 
 
 def _holders(placement: Placement, coordinates: Iterable[Coordinate]) -> tuple[WorkerId, ...]:

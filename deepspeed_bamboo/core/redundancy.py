@@ -54,6 +54,11 @@ class _Placed(NamedTuple):
 _Gap = tuple[int, int]  # from, up to
 
 
+def _counts(placed: Sequence[_Placed]) -> tuple[int, int]:
+    """How many there are, and how many of them are in a bubble."""
+    return len(placed), sum(p.in_bubble for p in placed)
+
+
 def add_redundant_passes(
     order: Order,
     *,
@@ -99,15 +104,7 @@ def add_redundant_passes(
         ]
         # On equal starts the redundant pass comes first: it fills the wait before the other one.
         result[worker] = tuple(sorted(every, key=attrgetter("start")))
-        fits.append(
-            Fit(
-                worker,
-                len(forwards),
-                sum(p.in_bubble for p in forwards),
-                len(backwards),
-                sum(p.in_bubble for p in backwards),
-            )
-        )
+        fits.append(Fit(worker, *_counts(forwards), *_counts(backwards)))
     return result, tuple(fits)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from deepspeed_bamboo.core.debts import Debts
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.instructions import TAIL
-from deepspeed_bamboo.core.interpret import Debts, Execution, ScheduleError, interpret, schedule_error
+from deepspeed_bamboo.core.interpret import Execution, interpret
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.core.schedule import Plan
+from deepspeed_bamboo.core.schedule_error import ScheduleError, schedule_error
 from deepspeed_bamboo.core.timeline import Costs
 
 __all__ = ["ScheduleError", "verify"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -19,14 +19,16 @@ from deepspeed_bamboo.config.section import SECTION, BambooConfig, load_deepspee
 from deepspeed_bamboo.coordination import connect
 from deepspeed_bamboo.core.seating import Seat
 from deepspeed_bamboo.errors import ConfigError
-from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 from deepspeed_bamboo.runtime.job.session import WorkerIdentity, WorkerSession
 from deepspeed_bamboo.runtime.job.standalone import is_standalone, standalone_job
-from deepspeed_bamboo.runtime.late_engine import LateEngine
-from deepspeed_bamboo.runtime.restored_engine import RestoredEngine
+from deepspeed_bamboo.runtime.stock.patches.entry_points import engine_class
 from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
 from deepspeed_bamboo.runtime.stock.start_block import StartBlock, block_of
+from deepspeed_bamboo.runtime.stock.symbols import check_symbols
 from deepspeed_bamboo.runtime.stock.world import has_engine
+
+if TYPE_CHECKING:
+    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 
 Initialize = Callable[..., Any]
 
@@ -36,7 +38,8 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 
     Without a "bamboo" section, or with ``"enabled": false`` in it, this is ``deepspeed.initialize``. With it
     the engine is a :class:`BambooPipelineEngine`. Raises ConfigError for settings, models and optimizers that
-    cannot be recovered after a loss, before anything is built.
+    cannot be recovered after a loss, and UpgradeError for a DeepSpeed or torch that lacks what the plugin needs, both
+    before anything is built.
     """
     return initialize_with(deepspeed.initialize, ScriptGroups(), *args, **kwargs)
 
@@ -55,6 +58,7 @@ def initialize_with(stock: Initialize, groups: ScriptGroups, *args: Any, **kwarg
         if block is not None:
             raise _needs_the_plugin(block.seat)
         return stock(*args, **kwargs)
+    check_symbols()
     _validate(settings, call.arguments, config)
     if has_engine():
         raise ConfigError(
@@ -70,7 +74,7 @@ def initialize_with(stock: Initialize, groups: ScriptGroups, *args: Any, **kwarg
     session = WorkerSession(identity, coordinator=connect(environment), config=config, etcd=etcd, start=start)
     if block is not None:
         _take_apart(block, call.arguments)
-    with _engine_class(partial(_kind_of_engine(session), session=session, script_groups=groups)):
+    with engine_class(partial(_kind_of_engine(session), session=session, script_groups=groups)):
         return stock(*call.args, **call.kwargs)
 
 
@@ -103,9 +107,20 @@ def _restricted(parameters: Iterable[Any], own: Container[int]) -> list[Any]:
 
 
 def _kind_of_engine(session: WorkerSession) -> type[BambooPipelineEngine]:
+    # Not before the check: what these import of DeepSpeed may be missing.
+    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+    from deepspeed_bamboo.runtime.late_engine import LateEngine
+    from deepspeed_bamboo.runtime.restored_engine import RestoredEngine
+
     if session.identity.joining:
         return LateEngine
     return BambooPipelineEngine if session.config.checkpoint.dir is None else RestoredEngine
+
+
+def is_bamboo_engine(engine: Any) -> bool:
+    """Whether ``engine`` is one of the plugin's."""
+    module = sys.modules.get("deepspeed_bamboo.runtime.engine")
+    return module is not None and isinstance(engine, module.BambooPipelineEngine)
 
 
 def _settings(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -174,14 +189,3 @@ def _check_pipelines(model: Any, config: BambooConfig) -> None:
         "in the configuration that the launcher finds: name its file by --deepspeed_config, or by --bamboo_config "
         "before the script"
     )
-
-
-@contextmanager
-def _engine_class(engine_class: Callable[..., Any]) -> Iterator[None]:
-    """Inside the block ``deepspeed.initialize`` makes ``engine_class`` where it would make a PipelineEngine."""
-    stock = deepspeed.PipelineEngine
-    deepspeed.PipelineEngine = engine_class
-    try:
-        yield
-    finally:
-        deepspeed.PipelineEngine = stock

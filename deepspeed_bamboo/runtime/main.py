@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 
@@ -31,14 +31,18 @@ from deepspeed_bamboo.protocol import (
     OTHER_ENGINES,
     PIPELINES,
 )
-from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
-from deepspeed_bamboo.runtime.initialize import initialize_with
+from deepspeed_bamboo.runtime.initialize import initialize_with, is_bamboo_engine
 from deepspeed_bamboo.runtime.job import garbage
 from deepspeed_bamboo.runtime.job.meeting import guarded_meetings
 from deepspeed_bamboo.runtime.job.other_engines import watched
-from deepspeed_bamboo.runtime.membership.joining import alone_in_the_group
 from deepspeed_bamboo.runtime.stock.logical_world import LogicalWorld
+from deepspeed_bamboo.runtime.stock.patches.entry_points import initialize_function
+from deepspeed_bamboo.runtime.stock.patches.shared_memory_op import leave_out_shared_memory_op
 from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
+from deepspeed_bamboo.runtime.stock.symbols import check_symbols
+
+if TYPE_CHECKING:
+    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 
 _NOTHING_MADE = "the script has ended and made no engine of the plugin's, so nothing in it was protected from a loss"
 _NOT_FOR_SCRIPTS = (EXIT_JOB_FAILED, EXIT_EXPELLED, EXIT_DRAINED)  # they tell the agent something else
@@ -81,17 +85,22 @@ def supervised(function: Callable[[], Any]) -> int:
 
     def initialize(*args: Any, **kwargs: Any) -> Any:
         result = initialize_with(stock, groups, *args, **kwargs)
-        if isinstance(result[0], BambooPipelineEngine):
+        if is_bamboo_engine(result[0]):
             engines.append(result[0])
         return result
 
-    deepspeed.initialize = initialize
     deepspeed_bamboo.initialize = initialize
+    with initialize_function(initialize):
+        return _run(function, engines, groups)
+
+
+def _run(function: Callable[[], Any], engines: Sequence[BambooPipelineEngine], groups: ScriptGroups) -> int:
+    """Call ``function``, which adds to ``engines``, and let them leave the job. Returns the worker's exit code."""
     try:
         world = LogicalWorld(pipelines=_pipelines_told, groups=groups)
         with (
             guarded_meetings(os.environ),
-            watched(BambooPipelineEngine),
+            watched(is_bamboo_engine),
             groups.installed(),
             _joining_if_told(groups),
             world.watching(),
@@ -123,8 +132,6 @@ def supervised(function: Callable[[], Any]) -> int:
         for engine in engines:
             _report_failure(engine, text)
         return EXIT_USER_ERROR
-    finally:
-        deepspeed.initialize = stock
 
 
 @contextlib.contextmanager
@@ -133,6 +140,9 @@ def _joining_if_told(groups: ScriptGroups) -> Iterator[None]:
     if os.environ.get(JOINING) != "1":
         yield
         return
+    check_symbols()
+    from deepspeed_bamboo.runtime.membership.joining import alone_in_the_group
+
     coordinator = connect(os.environ)
     with contextlib.closing(coordinator), alone_in_the_group(os.environ, coordinator, groups=groups):
         yield
@@ -157,17 +167,6 @@ def _exit_code(function: Callable[[], Any]) -> tuple[int, str]:
         print(leaving.code, file=sys.stderr, flush=True)
         return EXIT_USER_ERROR, f"its script ended itself: {leaving.code}"
     return 0, ""
-
-
-def leave_out_shared_memory_op() -> None:
-    """Keep DeepSpeed on CPU from building and using its shared-memory collective.
-
-    Only inference uses it, it takes half a minute to compile, and a killed worker would leave its
-    segments behind and its peers spinning on them.
-    """
-    compatible = deepspeed.ops.__compatible_ops__
-    if "deepspeed_shm_comm" in compatible:
-        compatible["deepspeed_shm_comm"] = False
 
 
 def _report_failure(engine: BambooPipelineEngine, text: str) -> None:

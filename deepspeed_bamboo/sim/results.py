@@ -87,13 +87,7 @@ def summed_up(
         value: which of the two definitions is called value.
     """
     ledger, progress = policy.ledger, policy.progress
-    if window == "wall":
-        billed, trained = hours(ledger.now), hours(ledger.now)
-        dollars, machine_hours = ledger.dollars, hours(ledger.machine_milliseconds)
-    else:
-        billed = hours(progress.last_step_at)
-        trained = hours(progress.last_step_at - (progress.first_start or 0))
-        dollars, machine_hours = progress.last_step_dollars, hours(progress.last_step_machine_milliseconds)
+    billed, trained, dollars, machine_hours = _over_wall_clock(policy) if window == "wall" else _over_training(policy)
     throughput = progress.samples / (trained * 3600.0) if trained else 0.0
     cost = dollars / billed if billed else 0.0
     ratios = {
@@ -130,6 +124,20 @@ def summed_up(
         completed=float(progress.finished),
         dollars_per_million_samples=ledger.dollars / progress.samples * 1e6 if progress.samples else math.inf,
     )
+
+
+def _over_wall_clock(policy: Policy) -> tuple[float, float, float, float]:
+    """Hours that are paid for, hours of training, dollars and machine hours, over all of the run."""
+    ledger = policy.ledger
+    return hours(ledger.now), hours(ledger.now), ledger.dollars, hours(ledger.machine_milliseconds)
+
+
+def _over_training(policy: Policy) -> tuple[float, float, float, float]:
+    """The same, to the end of the last step; training from the start of the first."""
+    progress = policy.progress
+    trained = hours(progress.last_step_at - (progress.first_start or 0))
+    machine_hours = hours(progress.last_step_machine_milliseconds)
+    return hours(progress.last_step_at), trained, progress.last_step_dollars, machine_hours
 
 
 @dataclass(frozen=True)

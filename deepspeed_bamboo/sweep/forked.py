@@ -23,12 +23,9 @@ from deepspeed_bamboo.testing.fork_server import ForkServer
 from deepspeed_bamboo.testing.harness import PRELOAD as AGENTS_PRELOAD
 from deepspeed_bamboo.testing.harness import Machine, Outcome
 
-# What DeepSpeed imports only when an engine is made: three seconds of a core in each worker.
-IMPORTED_LATE = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
 PRELOAD = (
     *AGENTS_PRELOAD,
-    *IMPORTED_LATE,
-    "deepspeed_bamboo.runtime.main",
+    "deepspeed_bamboo.runtime.preloaded",
     "deepspeed_bamboo.models.catalog",
     "rich.progress",
 )

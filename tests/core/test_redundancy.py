@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.instructions import COMPUTE, TAIL, Instruction, Op
-from deepspeed_bamboo.core.interpret import ScheduleError, interpret
+from deepspeed_bamboo.core.interpret import interpret
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.planning import bubble_fit, plan_iteration
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.core.recovery import progress_after_loss, redundant_after_loss
 from deepspeed_bamboo.core.redundancy import Fit
 from deepspeed_bamboo.core.schedule import Mode, Plan
+from deepspeed_bamboo.core.schedule_error import ScheduleError
 from deepspeed_bamboo.core.timeline import Costs, Timed, length
 from deepspeed_bamboo.core.verify import verify
 from tests.core.interruptions import initial

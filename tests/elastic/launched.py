@@ -27,6 +27,10 @@ PRELUDE = """
 NO_RESTARTS = {"bamboo": {"topology": {"max_restarts": 0}}}
 
 
+# Of its own for each pytest worker: one launcher's first slot listens there.
+DEFAULT_PORT = 29511 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+
+
 class LaunchedJob:
     """``python -m deepspeed.launcher.launch ... --module tests.elastic.fast_launch train.py``, as the command runs it.
 
@@ -48,9 +52,10 @@ class LaunchedJob:
         run: tuple[str, ...] | None = None,
         nodes: int = 1,
         node_rank: int = 0,
-        master_port: int = 29511,
+        master_port: int | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        master_port = DEFAULT_PORT if master_port is None else master_port
         folder.mkdir(exist_ok=True)
         file = folder / "train.py"
         file.write_text(textwrap.dedent(PRELUDE) + textwrap.dedent(script), encoding="utf-8")

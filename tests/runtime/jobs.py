@@ -22,10 +22,9 @@ from deepspeed_bamboo.coordination import JobCoordinator, JobFailure
 from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.server import PrivateEtcd
 from deepspeed_bamboo.protocol import EXIT_DRAINED
-from deepspeed_bamboo.sweep.forked import IMPORTED_LATE
 
 Body = Callable[..., Any]
-_PRELOAD = [*IMPORTED_LATE, "deepspeed_bamboo.runtime.main", "tests.runtime.scenarios"]
+_PRELOAD = ["deepspeed_bamboo.runtime.preloaded", "tests.runtime.scenarios"]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from deepspeed.ops.adam import FusedAdam
 
-from deepspeed_bamboo.runtime.stock.compiled_adam import make_independent_of_history
+from deepspeed_bamboo.runtime.stock.patches.compiled_adam import make_independent_of_history
 
 BETAS = (0.9, 0.999)
 

@@ -11,7 +11,7 @@ from deepspeed.runtime.utils import clip_tensors_by_global_norm, get_global_norm
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.runtime.stock.logical import GroupKey, LogicalGroup
-from deepspeed_bamboo.runtime.stock.norm_on_host import _Norms, without_norm
+from deepspeed_bamboo.runtime.stock.patches.norm_on_host import _Norms, without_norm
 
 
 def optimizer(dtype: torch.dtype) -> Any:

@@ -11,7 +11,7 @@ import pickle
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
@@ -20,13 +20,16 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from deepspeed_bamboo.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from deepspeed_bamboo.runtime.checkpoint.stage_files import CheckpointedEngine
-
 Load = Callable[..., Any]
 
 # What DeepSpeed's own files hold beyond what torch allows anyway.
 _ALLOWED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, set]
+
+
+class ReadingEngine(Protocol):
+    """Whose files are read: an engine."""
+
+    checkpoint_engine: Any
 
 
 class ReadFiles:
@@ -51,7 +54,7 @@ class ReadFiles:
 
 
 @contextmanager
-def no_code_from_files(engine: CheckpointedEngine) -> Iterator[None]:
+def no_code_from_files(engine: ReadingEngine) -> Iterator[None]:
     """Inside, what ``engine`` loads is read with ``weights_only``. Raises CheckpointError for other objects."""
 
     def load(path: str, map_location: Any = None) -> Any:
@@ -70,7 +73,7 @@ def no_code_from_files(engine: CheckpointedEngine) -> Iterator[None]:
 
 
 @contextmanager
-def files_named_in_errors(engine: CheckpointedEngine) -> Iterator[None]:
+def files_named_in_errors(engine: ReadingEngine) -> Iterator[None]:
     """Inside, files are read as stock does it, and an error names the file."""
     stock: Load = engine.checkpoint_engine.load
 
@@ -85,7 +88,7 @@ def files_named_in_errors(engine: CheckpointedEngine) -> Iterator[None]:
 
 
 @contextmanager
-def _reading(engine: CheckpointedEngine, load: Load) -> Iterator[None]:
+def _reading(engine: ReadingEngine, load: Load) -> Iterator[None]:
     before = engine.checkpoint_engine
     if isinstance(before, ReadFiles):  # the outer block decides
         yield

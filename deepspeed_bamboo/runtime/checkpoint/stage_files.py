@@ -14,10 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 
 from deepspeed_bamboo.core.checkpointing import FileFact, facts_to_json
 from deepspeed_bamboo.core.grid import Coordinate
@@ -25,8 +23,10 @@ from deepspeed_bamboo.errors import CheckpointError
 from deepspeed_bamboo.runtime.checkpoint.safe_loading import files_named_in_errors
 from deepspeed_bamboo.runtime.checkpoint.script_files import SavedFiles, facts_of_parts, name_checkpoint, tag_to_load
 from deepspeed_bamboo.runtime.recovery.state_transfer import refresh_shadows
+from deepspeed_bamboo.runtime.stock.attributes import COUNTERS
 from deepspeed_bamboo.runtime.stock.captured import CapturedFiles
-from deepspeed_bamboo.runtime.stock.replica import COUNTERS, StageReplica
+from deepspeed_bamboo.runtime.stock.patches.tied_weights import tied_weights_from_files
+from deepspeed_bamboo.runtime.stock.replica import StageReplica
 from deepspeed_bamboo.storage.folders import Fill
 from deepspeed_bamboo.storage.manifest import Manifest
 
@@ -164,7 +164,7 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
             for replica in self.host.owners():
                 self.strike_if_scripted(replica.coordinate, "load", None)
                 replica.settle()
-                with self.host.hosting(replica), _tied_from_files(self, replica.module):
+                with self.host.hosting(replica), tied_weights_from_files(self, replica.module):
                     loaded.append(load(os.fspath(load_dir), *arguments, **options))
             self.host.save()
             refresh_shadows(self, label=f"{self.activity.index}/load")
@@ -284,46 +284,6 @@ def _check_there(folder: Path, tag: str) -> None:
         f"there is no checkpoint {tag!r} in {str(folder)!r}" if tag else f"the file latest in {str(folder)!r} is empty"
     )
     raise CheckpointError(f"{what}; pass the tag of one that there is: {', '.join(found) or 'none is'}")
-
-
-@contextmanager
-def _tied_from_files(engine: Any, module: PipelineModule) -> Iterator[None]:
-    """Inside, what stock does with tied weights when it has read its layers needs no other worker.
-
-    A tied layer with a function of its own for its forward (the head, mostly) is not saved: stock sends it the weights
-    of the first stage that has the layer. Here they are read from that layer's file.
-    """
-
-    def read() -> None:
-        for key, comm in module.tied_comms.items():
-            path = _file_of_tied(module, key, engine._curr_ckpt_path)
-            if path is None or not Path(path).is_file():
-                continue
-            state = engine.checkpoint_engine.load(path, map_location=torch.device("cpu"))
-            with torch.no_grad():
-                for name in comm["weight_attr"]:
-                    weight = module._recursive_getattr(comm["module"], name)
-                    weight.copy_(state[_saved_name(comm["module"], weight, name)])
-
-    module._synchronize_tied_weights = read
-    try:
-        yield
-    finally:
-        del module._synchronize_tied_weights
-
-
-def _saved_name(tied: torch.nn.Module, weight: torch.Tensor, name: str) -> str:
-    """Under which name ``weight`` is in a state dict: its own where ``name`` is a property that leads to it."""
-    return next((own for own, parameter in tied.named_parameters() if parameter is weight), name)
-
-
-def _file_of_tied(module: PipelineModule, key: str, folder: str) -> str | None:
-    """The file with the weights of tied layer ``key``: of the first place in the model that is saved."""
-    for index, spec in enumerate(module._layer_specs):
-        if isinstance(spec, TiedLayerSpec) and spec.key == key and spec.forward_fn is None:
-            path: str = module.ckpt_layer_path(folder, index - module._local_start)
-            return path
-    return None
 
 
 def _check_readings(readings: Any, folder: str | os.PathLike[str]) -> None:

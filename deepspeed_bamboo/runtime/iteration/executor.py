@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,15 +18,13 @@ from deepspeed_bamboo.errors import ModelError
 from deepspeed_bamboo.runtime.comm.all_gather import expected_of
 from deepspeed_bamboo.runtime.comm.channel import Message
 from deepspeed_bamboo.runtime.comm.peers import Links
+from deepspeed_bamboo.runtime.iteration.pass_engine import PassEngine
 from deepspeed_bamboo.runtime.iteration.recompute import recompute_if_dropped
 from deepspeed_bamboo.runtime.iteration.redundant_forwards import RedundantForwards
 from deepspeed_bamboo.runtime.iteration.speculative_launch import Deferral
 from deepspeed_bamboo.runtime.stock.hosting import StageHost
 from deepspeed_bamboo.runtime.stock.randomness import ModelGenerators, forward_seed
 from deepspeed_bamboo.runtime.stock.replica import StageReplica, Tensors
-
-if TYPE_CHECKING:
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 
 _PRODUCERS = frozenset({Op.FNC, Op.BNC})
 # Where a scripted fault strikes: the names of faults.py for the instructions of a micro-batch.
@@ -67,7 +65,7 @@ class Executor:
 
     def __init__(
         self,
-        engine: BambooPipelineEngine,
+        engine: PassEngine,
         *,
         host: StageHost,
         links: Links,

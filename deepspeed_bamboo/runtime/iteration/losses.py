@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.grid import Coordinate, Grid
+from deepspeed_bamboo.runtime.iteration.activity import ActivityState
+from deepspeed_bamboo.runtime.stock.hosting import StageHost
 
-if TYPE_CHECKING:
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+class LossEngine(Protocol):
+    """What losses are read from, and where stock expects the batch's."""
+
+    activity: ActivityState
+    device: torch.device
+    job_grid: Grid
+    num_stages: int
+    last_losses: list[Any]
+    mean_loss: float
+    # Stock's, of the active stage and of the batch.
+    total_loss: Any
+    total_additional_losses: Any
+    dp_group_loss: Any
+    agg_additional_losses: Any
+
+    @property
+    def host(self) -> StageHost:
+        """The stages that this worker holds."""
+
+    def is_last_stage(self) -> bool:
+        """Of the active stage."""
+
+    def _scale_loss_by_gas(self, loss: Any) -> Any: ...
 
 
-def stage_losses(engine: BambooPipelineEngine) -> dict[Coordinate, Any]:
+def stage_losses(engine: LossEngine) -> dict[Coordinate, Any]:
     """What this worker's last stages contribute to an iteration: mean loss and additional losses."""
     result: dict[Coordinate, Any] = {}
     host = engine.host
@@ -33,7 +57,7 @@ def stage_losses(engine: BambooPipelineEngine) -> dict[Coordinate, Any]:
     return result
 
 
-def agreed_losses(engine: BambooPipelineEngine) -> list[Any]:
+def agreed_losses(engine: LossEngine) -> list[Any]:
     """What the last stage of each pipeline contributed to the activity that just ended, in pipeline order."""
     merged: dict[Coordinate, Any] = {}
     for value in engine.activity.previous[0].values():
@@ -41,7 +65,7 @@ def agreed_losses(engine: BambooPipelineEngine) -> list[Any]:
     return [merged[Coordinate(pipeline, engine.num_stages - 1)] for pipeline in range(engine.job_grid.pipelines)]
 
 
-def aggregate_losses(engine: BambooPipelineEngine) -> torch.Tensor:
+def aggregate_losses(engine: LossEngine) -> torch.Tensor:
     """The batch's loss, the same on every worker: mean over pipelines, added in pipeline order.
 
     Also sets the engine's ``dp_group_loss`` and ``agg_additional_losses``, as stock's aggregation does, and

@@ -9,15 +9,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from deepspeed.utils import logger
 
 from deepspeed_bamboo.core.choosing import Choice, Figures, choose, loss_rate, middle, predict
+from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.schedule import Mode
-
-if TYPE_CHECKING:
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+from deepspeed_bamboo.runtime.job.session import WorkerSession
 
 AUTO = "auto"
 
@@ -31,10 +30,25 @@ _WINDOW_SECONDS = 3600.0
 _LEAST_SECONDS = 60.0
 
 
+class ChoosingEngine(Protocol):
+    """What the choice depends on."""
+
+    session: WorkerSession
+    placement: Placement
+    micro_batches: int
+
+    @property
+    def is_reporter(self) -> bool:
+        """True on the one worker that decides."""
+
+    def log_event(self, event: str, **fields: Any) -> None:
+        """Write to this worker's event log."""
+
+
 class ModeChoice:
     """One worker's view of it. ``mode`` is the same on all workers in any one iteration."""
 
-    def __init__(self, engine: BambooPipelineEngine) -> None:
+    def __init__(self, engine: ChoosingEngine) -> None:
         self._engine = engine
         redundancy = engine.session.config.redundancy
         self.automatic = redundancy.mode == AUTO

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
-if TYPE_CHECKING:
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+class RunningTotals(Protocol):
+    """What forwards of the active stage add to: an engine."""
+
+    total_loss: Any
+    total_additional_losses: Any
+    fwd_outputs: list[Any]
 
 
 # Kernels change some buffers without torch counting it: batch norm its statistics. Those are small.
@@ -52,7 +57,7 @@ def keep_only_input(replica: StageReplica, micro_batch: int, forward: Callable[[
 
 
 def recompute_if_dropped(
-    engine: BambooPipelineEngine, replica: StageReplica, micro_batch: int, forward: Callable[[], None]
+    engine: RunningTotals, replica: StageReplica, micro_batch: int, forward: Callable[[], None]
 ) -> None:
     """Run ``forward`` of ``micro_batch`` again, with a graph, if it had none; it leaves no other trace."""
     state = replica.without_graph.pop(micro_batch, None)

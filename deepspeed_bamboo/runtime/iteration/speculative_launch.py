@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,12 +25,10 @@ from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.errors import ExpelledError, JobFailedError
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, Interruption, PeerLostError
 from deepspeed_bamboo.runtime.comm.nccl import Arrival
-from deepspeed_bamboo.runtime.iteration.recompute import BufferState, buffer_state, restore_buffers
+from deepspeed_bamboo.runtime.iteration.pass_engine import PassEngine
+from deepspeed_bamboo.runtime.iteration.recompute import BufferState, RunningTotals, buffer_state, restore_buffers
 from deepspeed_bamboo.runtime.stock.hosting import StageHost
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
-
-if TYPE_CHECKING:
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 
 # A pass is launched in some ten milliseconds. One that takes this long after an interruption waits for the device,
 # because the model asks for a value, or the queue of launches is full.
@@ -59,7 +57,7 @@ class Deferral:
         interruption: ends waits.
     """
 
-    def __init__(self, engine: BambooPipelineEngine, *, host: StageHost, interruption: Interruption) -> None:
+    def __init__(self, engine: PassEngine, *, host: StageHost, interruption: Interruption) -> None:
         self._engine = engine
         self._host = host
         self._interruption = interruption
@@ -195,7 +193,7 @@ class Deferral:
 _INTERRUPTIONS = (EpochChangedError, PeerLostError, JobFailedError, ExpelledError)
 
 
-def _totals(engine: BambooPipelineEngine) -> tuple[Any, Any, list[Any]]:
+def _totals(engine: RunningTotals) -> tuple[Any, Any, list[Any]]:
     """Copies of what stock adds a micro-batch's loss to, in place."""
     return _copied(engine.total_loss), _copied(engine.total_additional_losses), list(engine.fwd_outputs)
 

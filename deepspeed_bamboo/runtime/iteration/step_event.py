@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
+from deepspeed_bamboo.runtime.job.session import WorkerSession
+from deepspeed_bamboo.runtime.stock.hosting import StageHost
 
 
-def log_step(engine: BambooPipelineEngine, *, seconds: float) -> None:
+class SteppedEngine(Protocol):
+    """What is read of an engine that has just taken a step."""
+
+    session: WorkerSession
+    data: PipelineData
+    mean_loss: float
+    micro_batches: int
+    global_steps: int
+
+    @property
+    def host(self) -> StageHost:
+        """The stages that this worker holds."""
+
+    def train_batch_size(self) -> int:
+        """Samples of an iteration, of all pipelines."""
+
+
+def log_step(engine: SteppedEngine, *, seconds: float) -> None:
     """Log the step just taken: its loss, and which part this worker had in it.
 
     ``hosted`` are the coordinates whose step it took; ``used``, by pipeline whose first stage is among them, the

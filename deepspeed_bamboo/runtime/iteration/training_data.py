@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from deepspeed.runtime.dataloader import RepeatingLoader
 
+from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.runtime.iteration.micro_batches import DataFactory
 
-if TYPE_CHECKING:
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+class LoadingEngine(Protocol):
+    """What is read of an engine to make loaders as it does."""
+
+    job_grid: Grid
+    micro_batches: int
+    micro_batch_size: int
+
+    def deepspeed_io(self, *args: Any, **kwargs: Any) -> Any:
+        """Stock's loader over a data set."""
 
 
 class PositionedSampler(torch.utils.data.Sampler[int]):
@@ -31,7 +40,7 @@ class PositionedSampler(torch.utils.data.Sampler[int]):
                 yield index
 
 
-def data_set_factory(engine: BambooPipelineEngine, dataset: Any) -> DataFactory:
+def data_set_factory(engine: LoadingEngine, dataset: Any) -> DataFactory:
     """Iterators over ``dataset``: the samples, in the order, that DeepSpeed's own engine gives each pipeline."""
 
     # As it is while the engine is built: scripts replace it around ``initialize`` to choose loader workers.

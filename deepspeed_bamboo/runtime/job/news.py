@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from deepspeed_bamboo import news
-
-if TYPE_CHECKING:
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+from deepspeed_bamboo.runtime.job.session import WorkerSession
 
 
-def tell(engine: BambooPipelineEngine, text: str) -> None:
+class Speaker(Protocol):
+    """Who has something to say: an speaker."""
+
+    session: WorkerSession
+
+    @property
+    def is_reporter(self) -> bool:
+        """True on the one worker that speaks for all."""
+
+
+def tell(speaker: Speaker, text: str) -> None:
     """Print ``text`` to stderr, under the name of this worker."""
-    news.tell(text, who=engine.session.worker)
+    news.tell(text, who=speaker.session.worker)
 
 
-def tell_once(engine: BambooPipelineEngine, text: str) -> None:
+def tell_once(speaker: Speaker, text: str) -> None:
     """As :func:`tell`, on the one worker that reports for all."""
-    if engine.is_reporter:
-        tell(engine, text)
+    if speaker.is_reporter:
+        tell(speaker, text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +16,8 @@ from deepspeed_bamboo.protocol import OTHER_ENGINES
 
 
 @contextmanager
-def watched(kind: type[Any]) -> Iterator[None]:
-    """Inside, an engine that is no ``kind`` is refused, or warned of, as the agent says; without an agent neither.
+def watched(is_known: Callable[[Any], bool]) -> Iterator[None]:
+    """Inside, an engine that is not ``is_known`` is refused, or warned of, as the agent says; without an agent neither.
 
     Refused with ConfigError, before stock builds anything.
     """
@@ -26,7 +26,7 @@ def watched(kind: type[Any]) -> Iterator[None]:
     @functools.wraps(stock)
     def construct(engine: Any, *args: Any, **kwargs: Any) -> None:
         wanted = os.environ.get(OTHER_ENGINES)
-        if wanted and not isinstance(engine, kind):
+        if wanted and not is_known(engine):
             text = _text(type(engine))
             if wanted != "warn":
                 raise ConfigError(text)

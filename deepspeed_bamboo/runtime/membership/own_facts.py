@@ -6,15 +6,27 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from deepspeed_bamboo.config.section import SECTION
 from deepspeed_bamboo.core.job_facts import JobFacts
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.errors import ConfigError
+from deepspeed_bamboo.runtime.job.session import WorkerSession
+from deepspeed_bamboo.runtime.stock.hosting import StageHost
 
-if TYPE_CHECKING:
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+class BuiltEngine(Protocol):
+    """What is read of an engine that stock has built."""
+
+    session: WorkerSession
+    module: Any
+    _config: Any
+
+    @property
+    def host(self) -> StageHost:
+        """The stages that this worker holds."""
+
 
 # What is printed and watched may differ from machine to machine.
 _NOT_COMPARED = frozenset(
@@ -34,7 +46,7 @@ _NOT_COMPARED = frozenset(
 _OWN_SETTINGS = {"redundancy", "seed", "gradient_norm"}
 
 
-def own_facts(engine: BambooPipelineEngine) -> JobFacts:
+def own_facts(engine: BuiltEngine) -> JobFacts:
     """Of the stages of this worker, as stock DeepSpeed has built them."""
     engine.host.save()
     settings = {name: value for name, value in engine._config._param_dict.items() if name not in _NOT_COMPARED}
@@ -59,7 +71,7 @@ def common_facts(facts: Mapping[WorkerId, JobFacts]) -> JobFacts:
     return replace(common, stages=stages)
 
 
-def check_same_job(engine: BambooPipelineEngine) -> None:
+def check_same_job(engine: BuiltEngine) -> None:
     """On a worker that joins: raise ConfigError when its script is not the job's, before the job hears of it."""
     known = engine.session.coordinator.facts()
     if known is None:

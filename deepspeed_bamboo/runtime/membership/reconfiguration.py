@@ -32,7 +32,7 @@ from deepspeed_bamboo.runtime.comm.all_gather import tree_neighbours
 from deepspeed_bamboo.runtime.job.news import tell, tell_once
 from deepspeed_bamboo.runtime.recovery.regroup import peers_of, tensor_peers
 from deepspeed_bamboo.runtime.recovery.state_transfer import receive_replica, send_replica
-from deepspeed_bamboo.runtime.stock.replica import COUNTERS
+from deepspeed_bamboo.runtime.stock.attributes import COUNTERS
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 
 from deepspeed_bamboo.errors import ShadowError
+from deepspeed_bamboo.runtime.iteration.activity import Round
 from deepspeed_bamboo.runtime.stock.gradients import master_weights, scale_state
+from deepspeed_bamboo.runtime.stock.hosting import StageHost
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
-
-if TYPE_CHECKING:
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 
 Hashes = dict[str, str]
 
 
-def check_shadows(engine: BambooPipelineEngine) -> None:
+class CheckedEngine(Protocol):
+    """What a check uses of an engine."""
+
+    global_steps: int
+
+    @property
+    def host(self) -> StageHost:
+        """The stages that this worker holds."""
+
+    def agree_on(self, kind: str, value: Callable[[], Any]) -> Round:
+        """Everybody's value, as an activity of its own."""
+
+
+def check_shadows(engine: CheckedEngine) -> None:
     """Compare every shadow with its owner; collective. Raises ShadowError, on every worker, for any difference."""
 
     def hashes_here() -> dict[str, dict[str, Hashes]]:

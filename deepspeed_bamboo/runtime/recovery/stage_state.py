@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from deepspeed_bamboo.runtime.comm.encoding import Slot
+from deepspeed_bamboo.runtime.stock.attributes import COUNTERS
 from deepspeed_bamboo.runtime.stock.gradients import accept_scale_state, master_weights, scale_state
-from deepspeed_bamboo.runtime.stock.replica import COUNTERS, StageReplica
+from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
 _COUNTERS = (*COUNTERS, "skipped_steps")
 

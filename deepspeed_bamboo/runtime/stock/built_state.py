@@ -8,6 +8,7 @@ from deepspeed import comm as deepspeed_comm
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.runtime.stock.hosting import stock_twins, use_logical_groups
+from deepspeed_bamboo.runtime.stock.patches.throughput_timer import let_the_device_run
 from deepspeed_bamboo.runtime.stock.replica import count_in_global_norm, tied_groups
 from deepspeed_bamboo.runtime.stock.start_block import BLOCK
 
@@ -33,9 +34,7 @@ def take_over_stock_state(engine: BambooPipelineEngine, grid: Grid) -> None:
         count_in_global_norm(engine.module)
     engine.grid = logical
     engine.mpu = logical
-    # Stock's timer waits for the device before every forward, also for what it receives; all that a pipeline's
-    # throughput is printed from is another timer.
-    engine.tput_timer.config = engine.tput_timer.config.model_copy(update={"synchronized": False})
+    let_the_device_run(engine)
     block = engine.module.__dict__.pop(BLOCK, None)
     replica = engine.host.adopt_primary(coordinate, logical)
     for group in replica.groups:

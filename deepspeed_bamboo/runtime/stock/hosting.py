@@ -14,22 +14,22 @@ from deepspeed.utils import groups as deepspeed_groups
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.runtime.stock import zero_one  # noqa: F401 (registers the optimizer)
+from deepspeed_bamboo.runtime.stock.attributes import COUNTERS, MADE_LATER, STAGE_ATTRIBUTES
 from deepspeed_bamboo.runtime.stock.blank import BlankParameters
-from deepspeed_bamboo.runtime.stock.compiled_adam import make_independent_of_history
 from deepspeed_bamboo.runtime.stock.gradients import clear_gradients, parameters, require_supported
-from deepspeed_bamboo.runtime.stock.grouped_updates import GradientUpdates
 from deepspeed_bamboo.runtime.stock.logical import Exchange, LogicalGrid, LogicalGroup
-from deepspeed_bamboo.runtime.stock.norm_on_host import judge_norm_on_host
+from deepspeed_bamboo.runtime.stock.patches.compiled_adam import make_independent_of_history
+from deepspeed_bamboo.runtime.stock.patches.grouped_updates import GradientUpdates
+from deepspeed_bamboo.runtime.stock.patches.norm_on_host import judge_norm_on_host
 from deepspeed_bamboo.runtime.stock.randomness import generators_untouched
 from deepspeed_bamboo.runtime.stock.replica import (
-    COUNTERS,
-    STAGE_ATTRIBUTES,
     StageReplica,
     count_in_global_norm,
     logical_groups,
     stage_module,
     tied_groups,
 )
+from deepspeed_bamboo.runtime.stock.symbols import require_stage_attributes
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
@@ -98,11 +98,14 @@ class StageHost:
         """Bring the active replica's ``attributes`` up to date."""
         if self._active is not None:
             state = self._engine.__dict__
-            self._active.attributes.update({name: state.get(name) for name in STAGE_ATTRIBUTES})
+            self._active.attributes.update({name: state[name] for name in STAGE_ATTRIBUTES})
 
     def adopt_primary(self, coordinate: Coordinate, logical: LogicalGrid) -> StageReplica:
         """Take over the stage that stock DeepSpeed has just built in the engine."""
         state = self._engine.__dict__
+        for name in MADE_LATER:
+            state.setdefault(name, None)
+        require_stage_attributes(state)
         replica = StageReplica(coordinate, {}, logical_groups(state["module"], logical))
         self._active = replica
         self.save()

@@ -21,47 +21,6 @@ from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.runtime.stock.logical import Exchange, GroupKey, LogicalGrid, LogicalGroup
 from deepspeed_bamboo.runtime.stock.rebinding import rebound
 
-# Every attribute of the stock engine that belongs to a stage rather than to the process.
-STAGE_ATTRIBUTES = (
-    "module",
-    "optimizer",
-    "basic_optimizer",
-    "lr_scheduler",
-    "mpu",
-    "grid",
-    "stage_id",
-    "prev_stage",
-    "next_stage",
-    "global_steps",
-    "global_samples",
-    "micro_steps",
-    "skipped_steps",
-    "losses",
-    "_step_applied",
-    "_global_grad_norm",
-    "pipe_buffers",
-    "num_pipe_buffers",
-    "loss",
-    "total_loss",
-    "total_additional_losses",
-    "fwd_outputs",
-    "outputs",
-    "grad_layer",
-    "param_names",
-    "data_parallel_group",
-    "seq_data_parallel_group",
-    "module_forward_pre_hook",
-    "module_forward_post_hook",
-    "using_bf16_optimizer",
-    "checkpoint_mp_rank",
-    "save_non_zero_checkpoint",
-    "save_zero_checkpoint",
-    "_support_torch_style_backward",
-)
-
-# What stock counts in its optimizer step.
-COUNTERS = ("global_steps", "global_samples", "micro_steps")
-
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 
 
@@ -69,7 +28,7 @@ Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 class StageReplica:
     """The state of one coordinate on this worker, as owner or as shadow.
 
-    ``attributes`` are the engine's, see STAGE_ATTRIBUTES; they are current only while the replica is not
+    ``attributes`` are the engine's, see :mod:`attributes`; they are current only while the replica is not
     active in the engine. ``retained_outputs`` and ``retained_gradients`` are the boundary tensors of the
     running iteration by micro-batch, kept to its end so that they can be sent again (architecture 5). ``without_graph``
     are the micro-batches whose forward has to be repeated before its backward, see ``runtime.recompute``.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-from deepspeed_bamboo.runtime.stock.norm_on_host import asks_for_the_norm, without_norm
+from deepspeed_bamboo.runtime.stock.patches.norm_on_host import asks_for_the_norm, without_norm
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
 

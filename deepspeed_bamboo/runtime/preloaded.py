@@ -1,0 +1,22 @@
+"""What a fork server imports so that the workers that it forks start at once; for tests and sweeps.
+
+DeepSpeed imports some of it only when an engine is made: three seconds of a core in each worker. This also asks
+DeepSpeed which of its ops this machine can build, for which DeepSpeed runs compilers: 0.2 seconds in each worker. Not
+beside a GPU, which a process must not have touched before it forks.
+"""
+
+from __future__ import annotations
+
+import os
+
+import deepspeed.runtime.zero.muon.muon_optimizer
+import torch._dynamo
+
+from deepspeed_bamboo.runtime import engine, late_engine, main, restored_engine
+from deepspeed_bamboo.runtime.membership import joining
+from deepspeed_bamboo.runtime.stock.patches.shared_memory_op import leave_out_shared_memory_op
+
+__all__ = ["deepspeed", "engine", "joining", "late_engine", "main", "restored_engine", "torch"]
+
+if os.environ.get("DS_ACCELERATOR") == "cpu":
+    leave_out_shared_memory_op()
