@@ -17,7 +17,6 @@ from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.planning import plan_inference
 from deepspeed_bamboo.core.schedule import Mode, Plan
-from deepspeed_bamboo.pulse import IN_SCRIPT
 from deepspeed_bamboo.runtime.checkpoint.automatic import automatic_checkpoints
 from deepspeed_bamboo.runtime.comm.all_gather import agree
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerLostError
@@ -112,6 +111,7 @@ class BambooPipelineEngine(ScriptEngine):
             before=self._before_instruction,
             after=self._after_instruction,
             redundant=redundant,
+            pulse=session.pulse,
         )
         self.rebuilding = Rebuilding(self)
         self.failover = Failover(self)
@@ -251,16 +251,13 @@ class BambooPipelineEngine(ScriptEngine):
         self.activity.kind = kind
         while True:
             try:
-                self.session.pulse.at(kind)
                 self.session.interruption.check()
-                self.executor.attempt(body)
+                self.executor.attempt(kind, body)
                 break
             except (EpochChangedError, PeerLostError) as cause:
-                self.session.pulse.at("recovery")
                 self.failover.run(cause)
         self.activity.finish()
         self.failover.script.tidy()
-        self.session.pulse.at(IN_SCRIPT)
 
     def agree_on(self, kind: str, value: Callable[[], Any]) -> Round:
         """As the next activity: hand in what ``value`` returns, and get everybody's.
@@ -308,7 +305,6 @@ class BambooPipelineEngine(ScriptEngine):
         self.failover.log_if_any()
         self.data.forget()
         self.activate_first()
-        self.session.pulse.stepped(self.global_steps)
         self.failover.protect_again()
         every = self.session.config.debug_check_shadows
         if every and self.global_steps % every == 0:

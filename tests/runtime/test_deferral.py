@@ -16,6 +16,7 @@ from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.errors import JobFailedError
+from deepspeed_bamboo.pulse import SIZE_BYTES, Pulse
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, Interruption
 from deepspeed_bamboo.runtime.iteration.bubbles import Bubbles
 from deepspeed_bamboo.runtime.iteration.executor import Executor
@@ -153,6 +154,7 @@ class _Worker:
             before=lambda *_: None,
             after=lambda *_: None,
             redundant=SimpleNamespace(bubbles=Bubbles(None)),  # type: ignore[arg-type]
+            pulse=Pulse(bytearray(SIZE_BYTES)),
         )
         self.engine = engine
         self.deferral = self.executor._deferral
@@ -179,7 +181,7 @@ class _Worker:
 
 def test_passes_are_launched_before_their_input_was_seen_and_nothing_leaves_the_worker_before_it_was() -> None:
     worker = _Worker()
-    worker.executor.attempt(lambda: worker.run(Op.RECV_ACTIVATION, Op.FNC, Op.BNC, Op.SEND_GRAD))
+    worker.executor.attempt("train", lambda: worker.run(Op.RECV_ACTIVATION, Op.FNC, Op.BNC, Op.SEND_GRAD))
     assert worker.log == ["receive", "FNC asked 0", "BNC asked 0", "free", "SEND_GRAD asked 1", "accumulate"]
 
 
@@ -196,7 +198,7 @@ def test_input_that_never_comes_leaves_the_worker_as_it_was_before_the_receive()
         worker.run(Op.SEND_ACTIVATION)
 
     with pytest.raises(EpochChangedError):
-        worker.executor.attempt(body)
+        worker.executor.attempt("train", body)
     assert "SEND_ACTIVATION" not in " ".join(worker.log)
     assert worker.replica.progress == before
     assert float(worker.engine.total_loss) == 1.0
@@ -215,7 +217,7 @@ def test_error_in_a_pass_is_the_models_only_if_it_had_data(came: bool) -> None:
 
     worker.executor._methods[Op.FNC] = fail
     with pytest.raises(ValueError if came else EpochChangedError):
-        worker.executor.attempt(lambda: worker.run(Op.RECV_ACTIVATION, Op.FNC))
+        worker.executor.attempt("train", lambda: worker.run(Op.RECV_ACTIVATION, Op.FNC))
 
 
 def test_pass_that_waits_for_the_device_is_freed_when_its_input_will_not_come() -> None:
@@ -228,4 +230,4 @@ def test_pass_that_waits_for_the_device_is_freed_when_its_input_will_not_come() 
     worker.executor._methods[Op.FNC] = wait_for_the_device
     worker.arrival.error = JobFailedError("", origin="w1")
     with pytest.raises(JobFailedError):
-        worker.executor.attempt(lambda: worker.run(Op.RECV_ACTIVATION, Op.FNC))
+        worker.executor.attempt("train", lambda: worker.run(Op.RECV_ACTIVATION, Op.FNC))

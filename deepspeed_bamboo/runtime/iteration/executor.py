@@ -15,6 +15,7 @@ from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.instructions import RECEIVES, SENDS, Instruction, Op
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.errors import ModelError
+from deepspeed_bamboo.pulse import IN_SCRIPT, Pulse
 from deepspeed_bamboo.runtime.comm.all_gather import expected_of
 from deepspeed_bamboo.runtime.comm.channel import Message
 from deepspeed_bamboo.runtime.comm.peers import Links
@@ -61,6 +62,7 @@ class Executor:
         before: called before every instruction with the instruction and the replica it concerns.
         after: called after it.
         redundant: which redundant forwards are done, and how.
+        pulse: where it is noted what the main thread does.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Executor:
         before: Callable[[Instruction, StageReplica], None],
         after: Callable[[Instruction, StageReplica], None],
         redundant: RedundantForwards,
+        pulse: Pulse,
     ) -> None:
         self._engine = engine
         self._host = host
@@ -82,7 +85,7 @@ class Executor:
         self._seed = seed
         self._before = before
         self._after = after
-        self._redundant = redundant
+        self._redundant, self._pulse = redundant, pulse
         self._deferral = Deferral(engine, host=host, interruption=engine.session.interruption)
         self._generators = ModelGenerators(engine.device)
         self._followed_by: dict[tuple[Op, Coordinate | None, int | None], list[Instruction]] = {}
@@ -102,7 +105,7 @@ class Executor:
         """Carry out one instruction of a coordinate. Raises what interrupts a wait, and user errors."""
         if instruction.micro_batch is None:
             raise ValueError(f"{instruction} is not an instruction of a coordinate")
-        self._engine.session.pulse.at(instruction)
+        self._pulse.at(instruction)
         replica = self._replica(instruction)
         deferred = self._deferral.covers(instruction, replica)
         if not deferred:
@@ -123,8 +126,9 @@ class Executor:
         if instruction.op is Op.SEND_ACTIVATION:
             self._engine.iteration_end.launch_late_steps()
 
-    def attempt(self, body: Callable[[], None]) -> None:
-        """Call ``body``, which executes instructions, and :meth:`leave_passes`, whatever it raised."""
+    def attempt(self, kind: str, body: Callable[[], None]) -> None:
+        """Call ``body``, an activity of that ``kind``, and :meth:`leave_passes`, whatever it raised."""
+        self._pulse.at(kind)
         try:
             body()
             self.leave_passes()
@@ -133,6 +137,7 @@ class Executor:
             raise
         finally:
             self.leave_passes()
+            self._pulse.at(IN_SCRIPT)
 
     def expect(self, program: Sequence[Instruction], context: IterationContext) -> None:
         """Say what ``program`` receives, so that it is received as soon as it is sent; look ahead to what it sends."""

@@ -206,6 +206,8 @@ class WorkerSession:
     def log(self, event: str, *, step: int, **fields: Any) -> None:
         """Write an event to this worker's event log; what onlookers want to know is told to them, too."""
         self.events.log(event, epoch=self.interruption.epoch, step=step, **fields)
+        if event == "step":
+            self.pulse.stepped(step + 1)
         record = self.interruption.active
         reports = record is not None and reporter(record.members) == self.worker
         self._status.note(event, step=step, reporter=reports, fields=fields)

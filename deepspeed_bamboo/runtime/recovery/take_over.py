@@ -90,6 +90,7 @@ class Failover:
     def run(self, cause: EpochChangedError | PeerLostError) -> None:
         """Bring this worker into the newest epoch and lay down what is left to do in the current activity."""
         engine = self._engine
+        engine.session.pulse.at("recovery from a loss")
         before, epoch = engine.placement, engine.epoch
         engine.rebuilding.end()
         record, settlement, clock = self._recovery.recover(cause, placement=before)
