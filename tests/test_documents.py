@@ -34,8 +34,8 @@ def blocks(document: Path, *languages: str) -> Iterator[str]:
 
 
 def commands(document: Path) -> list[str]:
-    """Every ``ds_bamboo`` command that stands alone on a line of a block."""
-    lines = [line for block in blocks(document, "", "sh") for line in block.splitlines()]
+    """Every ``ds_bamboo`` command that stands alone on a line of a block, or on several that go on."""
+    lines = [line for block in blocks(document, "", "sh") for line in block.replace("\\\n", " ").splitlines()]
     return [line for line in lines if line.startswith("ds_bamboo ")]
 
 
