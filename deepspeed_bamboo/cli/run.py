@@ -92,13 +92,21 @@ class _Heard:
     def hear(self, number: int, frame: object) -> None:
         self.number = self.number or number
         self._event.set()
-        if self.child is not None:
+        if self.child is not None and not (number == signal.SIGINT and _has_the_terminal()):
             with contextlib.suppress(ProcessLookupError):
                 self.child.send_signal(number)
 
     def wait(self, seconds: float) -> bool:
         """Whether one came in that time."""
         return self._event.wait(seconds)
+
+
+def _has_the_terminal() -> bool:
+    """Whether a Ctrl-C reaches the command by itself; told of it twice, DeepSpeed's would kill without a word."""
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager

@@ -87,6 +87,22 @@ def test_a_command_is_given_again_until_it_has_done_its_work(tmp_path: Path, cap
     assert main(["run", "--"]) == 1 and main(["run", "--", "no-such-command"]) == 1
 
 
+@pytest.mark.parametrize(
+    ("number", "terminal", "passed_on"), [("TERM", True, True), ("INT", False, True), ("INT", True, False)]
+)
+def test_a_signal_is_passed_on_unless_the_terminal_has_done_so(
+    number: str, terminal: bool, passed_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "tcgetpgrp", lambda descriptor: os.getpgrp() if terminal else -1)
+    wanted = getattr(signal, f"SIG{number}")
+    script = "import os, pathlib, signal, sys, time; number, heard = int(sys.argv[1]), pathlib.Path(sys.argv[2])\n"
+    script += "signal.signal(number, lambda *_: heard.write_text('heard'))\n"
+    script += "os.kill(os.getppid(), number)\nfor _ in range(50): heard.exists() or time.sleep(0.01)"
+    heard = tmp_path / "heard"
+    assert main(["run", "--", sys.executable, "-c", script, str(int(wanted)), str(heard)]) == 128 + wanted
+    assert heard.exists() is passed_on
+
+
 @pytest.mark.parametrize("victim", ["launcher", "agent"])
 def test_a_killed_launcher_or_agent_asks_for_another_run(tmp_path: Path, victim: str) -> None:
     """DeepSpeed's command ends with 0 and with 247 then."""
