@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from deepspeed_bamboo.models.batches import BatchShape, StepBatches
-from deepspeed_bamboo.models.catalog import model_named
+from deepspeed_bamboo.models.catalog import DataPaths, model_named
 from deepspeed_bamboo.models.costs import layer_costs
 from deepspeed_bamboo.models.partition import BalancedPipeline
 from tests.models.whole import little_data
@@ -29,8 +31,11 @@ def kill(step: int, stage: int, at: str, micro_batch: int | None = None) -> dict
 LOSSES = [kill(1, 1, "backward", 1), kill(2, 0, "forward", 2), kill(5, 2, "backward", 2)]
 
 
-def train_model(name: str, training: Training, waits: dict[str, int]) -> dict[str, Any]:
-    """Train the model called ``name``; losses, digest and hashes of all parameters and buffers that are hosted here."""
+def train_model(name: str, training: Training, waits: dict[str, int], folder: str | None) -> dict[str, Any]:
+    """Train the model called ``name``; losses, digest and hashes of all parameters and buffers that are hosted here.
+
+    ``folder``: with images to train on, cut anew in each epoch and read beforehand by a thread.
+    """
     model = model_named(name)
     layers = model.layers(seed=3)
     module_of = lambda: BalancedPipeline(  # noqa: E731 (the process group must be there before)
@@ -44,10 +49,11 @@ def train_model(name: str, training: Training, waits: dict[str, int]) -> dict[st
     )
     engine = build_module(training, module_of)
     shape = BatchShape(micro_batch_size=2, micro_batches=training.micro_batches)
-    data = model.open_data(little_data(name), 1)
+    data = model.open_data(little_data(name) if folder is None else DataPaths(Path(folder)), 1)
+    follows = {"shape": shape, "current_step": lambda: int(engine.global_steps), "threads": int(folder is not None)}
 
     def source(pipeline: int, step: int) -> StepBatches:
-        return StepBatches(data, shape=shape, current_step=lambda: int(engine.global_steps), pipeline=pipeline)
+        return StepBatches(data, pipeline=pipeline, **follows)
 
     engine.set_data_source(source)
     losses: dict[str, float] = {}
@@ -61,10 +67,12 @@ def train_model(name: str, training: Training, waits: dict[str, int]) -> dict[st
 
 
 def all_hashes(result: JobResult) -> dict[str, str]:
-    """Of all stages, from whoever hosts them at the end."""
+    """Of all layers, from whoever hosts them at the end; wherever one is to be seen, it is the same."""
     merged: dict[str, str] = {}
     for rank in result.survivors:
-        merged |= result.values[rank]["hashes"]
+        for key, found in result.values[rank]["hashes"].items():
+            pipeline, _, name = key.split("/", 2)  # without which layers the worker has besides
+            assert merged.setdefault(f"{pipeline}/{name}", found) == found, f"{key} on rank {rank}"
     return merged
 
 
@@ -84,10 +92,11 @@ def all_hashes(result: JobResult) -> dict[str, str]:
     ],
 )
 def test_every_stage_is_lost_and_workers_join(
-    jobs: Jobs, name: str, bamboo: dict[str, Any], module: dict[str, Any]
+    jobs: Jobs, name: str, bamboo: dict[str, Any], module: dict[str, Any], tmp_path: Path
 ) -> None:
-    plain = trained(jobs, name, bamboo, module, faults=[])
-    disturbed = trained(jobs, name, bamboo, module, faults=LOSSES, joining=2)
+    folder = images(tmp_path) if name == "resnet-tiny" else None
+    plain = trained(jobs, name, bamboo, module, faults=[], folder=folder)
+    disturbed = trained(jobs, name, bamboo, module, faults=LOSSES, joining=2, folder=folder)
     assert disturbed.codes.count(-9) == len(LOSSES), disturbed.transcript()
     expected = plain.common("losses")
     for rank in disturbed.survivors:
@@ -99,6 +108,20 @@ def test_every_stage_is_lost_and_workers_join(
         assert any("running_var" in key for key in all_hashes(plain))
 
 
+def images(folder: Path) -> str | None:
+    """Twelve images of two classes, fewer than are used; None where there is no Pillow to read them."""
+    try:
+        from PIL import Image
+    except ImportError:
+        return None
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 40, 50, 3), dtype=np.uint8)
+    for index, each in enumerate(pixels):
+        file = folder / f"class{index % 2}" / f"{index}.png"
+        file.parent.mkdir(exist_ok=True)
+        Image.fromarray(each).save(file)
+    return str(folder)
+
+
 def trained(
     jobs: Jobs,
     name: str,
@@ -107,6 +130,7 @@ def trained(
     *,
     faults: Sequence[dict[str, Any]],
     joining: int = 0,
+    folder: str | None = None,
 ) -> JobResult:
     mode = "-".join(["eager"] * bool(bamboo) + ["checkpoints"] * bool(module) + ["killed"] * bool(faults))
     training = Training(
@@ -127,4 +151,5 @@ def trained(
         name=name,
         training=training,
         waits=waits,
+        folder=folder,
     )
