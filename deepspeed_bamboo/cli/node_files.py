@@ -8,8 +8,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.placing.sites import WorkerSite
+from deepspeed_bamboo.core.timing import Profile
 from deepspeed_bamboo.errors import ConfigError
 
 COLUMNS = ("worker", "node", "zone")
@@ -42,6 +44,22 @@ def read_placement(path: Path) -> Placement:
         raise ConfigError(
             f"no placement: {error!r}; give a file written by ds_bamboo plan --write", where=str(path)
         ) from error
+
+
+def read_profile(path: Path, grid: Grid) -> Profile:
+    """The measured times in ``path``, as ``bamboo.profile`` has them written. Raises ConfigError."""
+    remedy = "give a file that a job wrote, as the setting bamboo.profile says"
+    text = _read(path, remedy=remedy)
+    try:
+        profile = Profile.from_json(json.loads(text))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"no profile: {error!r}; {remedy}", where=str(path)) from error
+    if len(profile.forward) != grid.stages:
+        raise ConfigError(
+            f"a profile of {len(profile.forward)} stages for a grid of {grid.stages}; give the job's own --stages",
+            where=str(path),
+        )
+    return profile
 
 
 def _read(path: Path, *, remedy: str) -> str:

@@ -9,12 +9,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from deepspeed_bamboo.cli.node_files import read_placement, read_sites
+from deepspeed_bamboo.cli.node_files import read_placement, read_profile, read_sites
+from deepspeed_bamboo.cli.plan_times import HEADING, legend, loss_times
 from deepspeed_bamboo.config.section import RedundancyConfig, RedundancyMode
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.loss_cost import LossCost, loss_cost
 from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.core.placing.balance import Balanced, balance
 from deepspeed_bamboo.core.placing.solver import Decision, decide
+from deepspeed_bamboo.core.timing import Profile
 
 if TYPE_CHECKING:
     _SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -55,6 +58,12 @@ def add_parser(subparsers: _SubParsers) -> None:
         default=1,
         help="0: every pipeline holds the state of all stages, as without ZeRO and bf16 (default: 1, it does not)",
     )
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE", help="measured times, as the setting bamboo.profile has them written"
+    )
+    parser.add_argument(
+        "--micro-batches", type=int, default=8, metavar="M", help="of an iteration, for its time (default: 8)"
+    )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the placement as JSON, for --current")
     parser.set_defaults(run=run)
 
@@ -70,7 +79,20 @@ def run(args: argparse.Namespace) -> int:
         grid = Grid(args.pipelines, args.stages)
         protected, alike = args.mode != "off", args.zero == 0
         sites = read_sites(args.nodes)
-        decision = decide(grid, sites, current=current, most=args.most, protected=protected, alike=alike)
+        profile = Profile.even(grid.stages) if args.profile is None else read_profile(args.profile, grid)
+        decision: Decision | Balanced = (
+            balance(
+                grid,
+                sites,
+                profile=profile,
+                micro_batches=args.micro_batches,
+                current=current,
+                protected=protected,
+                alike=alike,
+            )
+            if args.most is None and (len(sites) < len(grid) or profile.speeds)
+            else decide(grid, sites, current=current, most=args.most, protected=protected, alike=alike)
+        )
         if args.write is not None:
             args.write.write_text(json.dumps(decision.placement.to_json()) + "\n", encoding="utf-8")
     except OSError as error:
@@ -81,13 +103,17 @@ def run(args: argparse.Namespace) -> int:
         print(f"ds_bamboo plan: {error}", file=sys.stderr)
         return 2
     print("\n".join(plan_lines(decision, current=current)))
+    measured = args.profile is not None
+    times = loss_times(decision.placement, decision.sites, profile, micro_batches=args.micro_batches, measured=measured)
+    if rows := list(times):
+        print("\n".join(["", *_table(HEADING, rows), "", legend(measured=measured)]))
     fatal = _fatal(decision)
     if fatal:
         print(f"\nnot survived: the loss of {', or of '.join(fatal)} (exit code {_EXIT_FATAL})")
     return _EXIT_FATAL if fatal else 0
 
 
-def _fatal(decision: Decision) -> list[str]:
+def _fatal(decision: Decision | Balanced) -> list[str]:
     """The nodes and zones whose loss ends the job. A single zone is left out: nothing can be elsewhere then."""
     placement, sites = decision.placement, decision.sites
     nodes = [(f"node {name}", sites.of_node(number)) for number, name in enumerate(sites.nodes)]
@@ -95,7 +121,7 @@ def _fatal(decision: Decision) -> list[str]:
     return [name for name, lost in (*nodes, *(zones if len(zones) > 1 else [])) if loss_cost(placement, lost).fatal]
 
 
-def plan_lines(decision: Decision, *, current: Placement | None = None) -> list[str]:
+def plan_lines(decision: Decision | Balanced, *, current: Placement | None = None) -> list[str]:
     """The whole output: the table of coordinates, the standbys, the reasons, and the cost of losses."""
     placement, sites = decision.placement, decision.sites
     zones = ((name, sites.of_zone(number)) for number, name in enumerate(sites.zones))
@@ -127,7 +153,7 @@ _LEGEND = (
 )
 
 
-def _coordinate_rows(decision: Decision, current: Placement | None) -> Iterator[tuple[str, ...]]:
+def _coordinate_rows(decision: Decision | Balanced, current: Placement | None) -> Iterator[tuple[str, ...]]:
     sites = decision.sites
     where = {
         worker: (sites.nodes[node], sites.zones[zone])

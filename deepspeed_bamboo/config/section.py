@@ -172,6 +172,10 @@ class TopologyConfig(Section):
     """How many pipelines are trained, however many workers there are; null: as many as the first workers fill (workers
     divided by the module's stages, rounded down), and at least one."""
 
+    slow_workers: Literal["less", "drain"] = "less"
+    """What becomes of a worker that has become much slower than the others: it gets less to do, or its node is
+    drained."""
+
     zones: Annotated[str, Field(min_length=1)] = "auto"
     """auto: ask BAMBOO_ZONE, then the cloud's metadata service; anything else: this machine's zone."""
 
@@ -286,6 +290,10 @@ class BambooConfig(Section):
 
     event_log: Location | None = None
     """Directory that gets one JSON-lines file per worker; null: no event log."""
+
+    profile: Location | None = None
+    """JSON file that gets the measured seconds of each stage's passes and the speeds of slow workers, for
+    ``ds_bamboo plan --profile``; null: none is written."""
 
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     """Seed of the random numbers that forwards draw; null: the seed that torch had at initialize."""

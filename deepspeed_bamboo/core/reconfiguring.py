@@ -11,9 +11,16 @@ from typing import Any
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.core.placing.balance import balance
 from deepspeed_bamboo.core.placing.lower_bound import count_pairs
 from deepspeed_bamboo.core.placing.sites import Sites, WorkerSite
 from deepspeed_bamboo.core.placing.solver import decide
+from deepspeed_bamboo.core.timing import Profile, iteration_seconds
+
+# Stages move for the sake of balance alone if that saves so much of an iteration, and pays for the move in so many.
+_GAIN = 0.05
+_PAID_BACK_ITERATIONS = 100
+_MOVE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,9 @@ def next_target(
     draining: Collection[str] = (),
     protected: bool = True,
     rearrange: bool = False,
+    profile: Profile | None = None,
+    micro_batches: int = 1,
+    look: bool = False,
 ) -> Target | None:
     """What to change at the next iteration boundary, or None when everything is as it should be.
 
@@ -77,6 +87,10 @@ def next_target(
         protected: False for no shadows.
         rearrange: also change owners only to separate neighbours better. Otherwise owners change when workers
             come or leave, or stand by while others host more than their share.
+        profile: what is measured of stages and workers, if it is. Then, where some host several stages or are slow,
+            the time of an iteration of ``micro_batches`` decides (``placing/balance.py``).
+        look: whether the time decides now, though nobody comes or leaves: after a loss, or when another profile says
+            so. Owners change if that pays.
     """
     leaving = tuple(site.worker for site in members if site.node in draining)
     new = tuple(site for site in joining if site.node not in draining)
@@ -84,6 +98,12 @@ def next_target(
     if not staying and not new:
         leaving, staying = (), tuple(members)
     sites = (*staying, *new)
+    if profile is not None and (len(sites) < len(placement.grid) or profile.speeds):
+        if not (leaving or new or look):
+            return None
+        return _by_time(
+            placement, staying, new, leaving, profile=profile, micro_batches=micro_batches, protected=protected
+        )
     uneven = _most_hosted(placement) > -(-len(placement.grid) // len(sites))
     if not (leaving or new or uneven or rearrange):
         return None
@@ -102,6 +122,40 @@ def next_target(
         leaving=leaving,
         placement=decision.placement,
         reason=_reason(joining=names, leaving=leaving, uneven=uneven),
+    )
+
+
+def _by_time(
+    placement: Placement,
+    staying: Sequence[WorkerSite],
+    new: Sequence[WorkerSite],
+    leaving: tuple[WorkerId, ...],
+    *,
+    profile: Profile,
+    micro_batches: int,
+    protected: bool,
+) -> Target | None:
+    sites = (*staying, *new)
+    found = balance(
+        placement.grid,
+        sites,
+        profile=profile,
+        micro_batches=micro_batches,
+        current=placement,
+        protected=protected,
+    )
+    now = iteration_seconds(placement, profile, micro_batches=micro_batches)
+    gain = now - found.seconds
+    names = tuple(site.worker for site in new)
+    if not (leaving or new) and (gain < _GAIN * now or gain * _PAID_BACK_ITERATIONS < _MOVE_SECONDS):
+        return None
+    came = _reason(joining=names, leaving=leaving, uneven=False) if new or leaving else "balance"
+    return Target(
+        members=tuple(site.worker for site in sites),
+        joining=names,
+        leaving=leaving,
+        placement=found.placement,
+        reason=f"{came}; passes of an iteration take {found.seconds:.3g} s in place of {now:.3g} s",
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -17,6 +17,7 @@ from deepspeed_bamboo.core.timeline import Costs
 
 # Of a forward, where nothing is measured: a forward of a stage is worth at least so many times its messages.
 _HANDOVER = 0.1
+_HALVINGS = 8  # of the range in which a handover is looked for
 
 
 @dataclass(frozen=True)
@@ -125,3 +126,23 @@ def least_seconds(profile: Profile, *, pipelines: int, workers: Sequence[WorkerI
     speeds = [profile.speed(worker) for worker in workers]
     work = [profile.work(stage) for stage in range(len(profile.forward))]
     return micro_batches * max(pipelines * sum(work) / sum(speeds), max(work) / max(speeds))
+
+
+def with_handover(profile: Profile, placement: Placement, *, micro_batches: int, seconds: float) -> Profile:
+    """``profile`` with the handover that explains why an iteration of ``placement`` has taken ``seconds``.
+
+    It is at least the profile's own, and at most what a mean stage takes: what else an iteration does is in it too, so
+    scattering stages is not underestimated.
+    """
+    low = profile.handover
+    high = max(low, sum(map(profile.work, range(len(profile.forward)))) / len(profile.forward))
+
+    def taken(handover: float) -> float:
+        return iteration_seconds(placement, replace(profile, handover=handover), micro_batches=micro_batches)
+
+    if taken(low) >= seconds:
+        return profile
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2.0
+        low, high = (low, middle) if taken(middle) >= seconds else (middle, high)
+    return replace(profile, handover=high)

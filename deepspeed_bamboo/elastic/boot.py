@@ -19,6 +19,7 @@ class Boot:
     ``host_pid`` is the process on rank 0's machine that runs the job's own etcd; 0 for the user's etcd.
     ``ranks``: for a command that joins a running job, the rank in that job of each of its slots.
     ``secret`` is the job's; ``salt``, which is public, is what those who have the key make it of, on several machines.
+    ``pipelines``: how many pipelines a job that starts has, where that is known.
     """
 
     job: str
@@ -30,6 +31,7 @@ class Boot:
     ranks: tuple[int, ...] = ()
     salt: str = ""
     secret: str = field(default="", repr=False)
+    pipelines: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

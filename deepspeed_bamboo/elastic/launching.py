@@ -27,6 +27,7 @@ from deepspeed_bamboo.elastic.errors import ExchangeError, LaunchError, RefusedE
 from deepspeed_bamboo.elastic.exchange_file import FileExchange
 from deepspeed_bamboo.elastic.exchange_socket import SocketExchange
 from deepspeed_bamboo.elastic.greeting import greeting
+from deepspeed_bamboo.elastic.grid_told import grid_environment, told_pipelines
 from deepspeed_bamboo.elastic.hang_watch import HangRules
 from deepspeed_bamboo.elastic.job_secrets import secret_to_join, secret_to_start
 from deepspeed_bamboo.elastic.notices import NoticePlan, look_around, notice_plan
@@ -47,7 +48,7 @@ from deepspeed_bamboo.elastic.slot import Slot, key_part, slot_from_environment
 from deepspeed_bamboo.errors import BambooError
 from deepspeed_bamboo.eventlog.log import check_directory
 from deepspeed_bamboo.news import tell
-from deepspeed_bamboo.protocol import ENDPOINTS, OTHER_ENGINES, OUTCOME, PIPELINES, START_DIRECTORY
+from deepspeed_bamboo.protocol import ENDPOINTS, OTHER_ENGINES, OUTCOME, START_DIRECTORY
 from deepspeed_bamboo.trust.secret import proof_of
 
 WORKER_MODULE = "deepspeed_bamboo.runtime.main"
@@ -293,6 +294,7 @@ def _start(
         host_pid=os.getpid() if server else 0,
         salt=salt,
         secret=secret,
+        pipelines=told_pipelines(config),
     )
     store = until_the_end.enter_context(contextlib.closing(_open(reached_at, config)))
     coordinator = JobCoordinator(store, job=boot.job, prefix=boot.prefix)
@@ -349,18 +351,12 @@ def _settings(slot: Slot, boot: Boot, config: BambooConfig) -> AgentSettings:
         rules=rules,
         environment=(
             *EtcdGuard.of(config.coordinator).to_environment().items(),
-            *_logical_grid(config),
+            *grid_environment(boot.pipelines),
             (START_DIRECTORY, str(Path.cwd())),
             (OTHER_ENGINES, config.other_engines),
         ),
         compact_seconds=_COMPACT_SECONDS if config.coordinator.compact else None,
     )
-
-
-def _logical_grid(config: BambooConfig) -> tuple[tuple[str, str], ...]:
-    """What a worker has to know of the grid before its script makes a PipelineModule."""
-    pipelines = config.topology.pipelines
-    return () if pipelines is None else ((PIPELINES, str(pipelines)),)
 
 
 def _be_agent(

@@ -38,6 +38,7 @@ EVENTS = (
     "joined",
     "mode",
     "notice",
+    "slow_worker",
     "checkpoint",
     "fatal_restore",
     "fault",

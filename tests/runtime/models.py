@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -160,6 +161,60 @@ def token_error(outputs: Tensor, labels: Tensor) -> Tensor:
 def plain(count: int, *, dropout: float = 0.0) -> list[Any]:
     """``count`` layers, [B, W] -> [B, W]."""
     return [LayerSpec(Layer, str(index), dropout=dropout) for index in range(count)]
+
+
+def drawn(count: int) -> list[Any]:
+    """Layers whose first weights are drawn from torch's generator, where it is when they are built."""
+    return [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(count)]
+
+
+def tied_drawn(count: int) -> list[Any]:
+    """As :func:`tied`, with first weights as in :func:`drawn`."""
+    return [
+        TiedLayerSpec("table", nn.Embedding, VOCABULARY, WIDTH),
+        *drawn(count),
+        TiedLayerSpec("table", nn.Embedding, VOCABULARY, WIDTH, forward_fn=as_head),
+    ]
+
+
+class Sleep(torch.autograd.Function):
+    """The identity, which takes ``seconds`` forward and twice that backward."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, seconds: float) -> Tensor:
+        context.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2.0 * context.seconds)
+        return gradient, None
+
+
+class SleepingLayer(Layer):
+    """A layer of known duration, times SLOWNESS."""
+
+    def __init__(self, name: str, seconds: float) -> None:
+        super().__init__(name)
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Sleep.apply(super().forward(x), self.seconds * SLOWNESS[0])
+
+
+SLOWNESS = [1.0]
+"""By how much layers of this process sleep longer."""
+
+
+def sleeping(count: int) -> list[Any]:
+    """Layers of 10 ms each."""
+    return [LayerSpec(SleepingLayer, str(index), 0.01) for index in range(count)]
+
+
+def unevenly_sleeping(count: int) -> list[Any]:
+    """Layers of 5 to 20 ms."""
+    return [LayerSpec(SleepingLayer, str(index), 0.005 * (1 + index % 4)) for index in range(count)]
 
 
 def unbiased(count: int) -> list[Any]:

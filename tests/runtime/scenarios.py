@@ -307,6 +307,44 @@ def train_all(trainings: list[Training]) -> dict[str, Any]:
     return results
 
 
+def train_asleep(training: Training, slow_rank: int = -1, slow_from: int = 0, times: float = 1.0) -> dict[str, Any]:
+    """Run it; seconds of each step, and who hosts what at its end. ``slow_rank``'s layers take ``times`` as long."""
+    engine = build(training)
+    iterator = models.micro_batches(models.vectors, pipeline=0, first_step=0, count=training.micro_batches)
+    seconds: list[float] = []
+    while engine.global_steps < training.steps:
+        if int(os.environ["RANK"]) == slow_rank and engine.global_steps == slow_from:
+            models.SLOWNESS[0] = times
+        started = time.perf_counter()
+        engine.train_batch(iterator)
+        seconds.append(time.perf_counter() - started)
+    result = {"digest": engine.state_digest(), "placement": engine.placement.to_json(), "seconds": seconds}
+    events = engine.event_log.recent()[1]
+    result["slow"] = [[e["step"], e["worker"]] for e in events if e["event"] == "slow_worker"]
+    engine.close()
+    return result
+
+
+class Changed(PipelineModule):
+    """As in a script that sets first weights by name before ``initialize``."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                parameter.copy_(torch.rand(parameter.shape, generator=models.generator(name)) - 0.5)
+
+
+def train_changed(training: Training) -> dict[str, Any]:
+    """Run it with a model that the script has changed; losses and digest."""
+    engine = build(training, module_class=Changed)
+    iterator = models.micro_batches(models.vectors, pipeline=0, first_step=0, count=training.micro_batches)
+    losses = [float(engine.train_batch(iterator)) for _ in range(training.steps)]
+    result = {"losses": losses, "digest": engine.state_digest()}
+    engine.close()
+    return result
+
+
 def train_briefly(trainings: list[Training]) -> dict[str, Any]:
     """As :func:`train_all`, with what does not depend on who hosts what: losses, evaluations and digests."""
     results = train_all(trainings)

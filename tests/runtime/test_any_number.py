@@ -10,7 +10,7 @@ import pytest
 
 from deepspeed_bamboo.core.grid import Grid
 from tests.runtime.jobs import Jobs
-from tests.runtime.scenarios import Training, train_briefly, train_with_checkpoints
+from tests.runtime.scenarios import Training, train_briefly, train_changed, train_with_checkpoints, train_with_joiners
 
 KILL_MIDDLE = [{"step": 1, "pipeline": 0, "stage": 1, "at": "backward", "micro_batch": 1, "signal": "KILL"}]
 HALF = {"fp16": {"enabled": True, "initial_scale_power": 8}}
@@ -28,6 +28,8 @@ def trainings(grid: Grid) -> list[Training]:
         replace(plain, name="half", settings=HALF),
         replace(plain, name="brain", settings=BRAIN),
         replace(plain, name="tied", layers="tied", evaluate_before=()),
+        replace(plain, name="drawn", layers="drawn"),
+        replace(plain, name="tied_drawn", layers="tied_drawn", evaluate_before=()),
         replace(plain, name="dropout", dropout=0.2, module=CHECKPOINTING),
         replace(plain, name="seeded", dropout=0.2, module={"seed_layers": True}),
         plain,
@@ -65,6 +67,35 @@ def test_the_number_of_workers_does_not_show(
     grid = Grid(pipelines, stages)
     found = on(jobs, grid, world, faults=KILL_MIDDLE if world > 1 else [])
     assert found == undisturbed(jobs, expected, grid)
+
+
+def test_what_a_script_changes_before_initialize_reaches_every_stage(jobs: Jobs) -> None:
+    """First weights by name, on two workers as on four; with a loss."""
+    training = Training("changed", 4, count=4, faults=[])
+    lossy = replace(training, faults=[{"step": 1, "pipeline": 0, "stage": 2, "at": "forward", "signal": "KILL"}])
+    expected = jobs.run(train_changed, world=4, training=training)
+    found = jobs.run(train_changed, world=2, training=lossy)
+    assert len(found.survivors) == 1
+    assert found.common("losses") == expected.common("losses")
+    assert found.common("digest") == expected.common("digest")
+
+
+def test_workers_join_a_job_that_began_with_fewer(jobs: Jobs) -> None:
+    """Two of four begin, one is lost and two more come: the bits of four."""
+    training = Training("grows", 4, count=8, steps=6, settings=HALF, dropout=0.2, faults=[])
+    lossy = replace(training, faults=[{"step": 1, "pipeline": 0, "stage": 3, "at": "backward", "micro_batch": 1}])
+    whole = jobs.run(train_briefly, world=4, trainings=[training]).common("grows")
+    result = jobs.run(train_with_joiners, world=2, joining=2, joining_after_deaths=1, training=lossy, waits={"3": 2})
+    assert len(result.survivors) == 3, result.transcript()
+    assert result.common("digest") == whole["digest"]
+    assert all(result.values[rank]["hosted"] for rank in result.survivors)
+
+
+def test_one_worker_of_two_pipelines_says_what_data_it_needs(jobs: Jobs) -> None:
+    training = Training("unfed", 2, count=4, faults=[], bamboo={"topology": {"pipelines": 2}})
+    result = jobs.run(train_changed, world=1, environment={"BAMBOO_PIPELINES": "2"}, training=training)
+    assert not result.survivors
+    assert "set_data_source" in result.transcript()
 
 
 @pytest.mark.sweep

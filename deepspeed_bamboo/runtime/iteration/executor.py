@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from deepspeed_bamboo.runtime.comm.all_gather import expected_of
 from deepspeed_bamboo.runtime.comm.channel import Message
 from deepspeed_bamboo.runtime.comm.peers import Links
 from deepspeed_bamboo.runtime.iteration.pass_engine import PassEngine
+from deepspeed_bamboo.runtime.iteration.pass_times import PassTimes
 from deepspeed_bamboo.runtime.iteration.recompute import recompute_if_dropped
 from deepspeed_bamboo.runtime.iteration.redundant_forwards import RedundantForwards
 from deepspeed_bamboo.runtime.iteration.speculative_launch import Deferral
@@ -86,6 +87,7 @@ class Executor:
         self._before = before
         self._after = after
         self._redundant, self._pulse = redundant, pulse
+        self.times = PassTimes(engine.device)
         self._deferral = Deferral(engine, host=host, interruption=engine.session.interruption)
         self._generators = ModelGenerators(engine.device)
         self._followed_by: dict[tuple[Op, Coordinate | None, int | None], list[Instruction]] = {}
@@ -120,11 +122,17 @@ class Executor:
             self._redundant.bubbles.ends()
         if instruction.to_shadow:
             context = dataclasses.replace(context, for_shadow=True)
-        with self._deferral.launching(instruction) if deferred else nullcontext():
+        with self._deferral.launching(instruction) if deferred else nullcontext(), self._timed(instruction, context):
             self._methods[instruction.op](replica, instruction.micro_batch, context)
         self._after(instruction, replica)
         if instruction.op is Op.SEND_ACTIVATION:
             self._engine.iteration_end.launch_late_steps()
+
+    def _timed(self, instruction: Instruction, context: IterationContext) -> AbstractContextManager[None]:
+        """Measures the passes of stages that this worker owns."""
+        if instruction.coordinate is None or not context.training or instruction.op not in (Op.FNC, Op.BNC):
+            return nullcontext()
+        return self.times.measuring(instruction.coordinate, forward=instruction.op is Op.FNC)
 
     def attempt(self, kind: str, body: Callable[[], None]) -> None:
         """Call ``body``, an activity of that ``kind``, and :meth:`leave_passes`, whatever it raised."""

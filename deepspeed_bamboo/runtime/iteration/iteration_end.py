@@ -291,6 +291,7 @@ class IterationEnd:
         value: dict[str, Any] = {"contributions": self._contributions(calls), "losses": stage_losses(engine)}
         value.update(engine.failover.modes.contribution())
         value.update(engine.checkpoints.contribution() if engine.checkpoints is not None else {})
+        value.update(engine.reconfiguration.balancing.contribution())
         wish = engine.reconfiguration.wish()
         if wish is not None:
             value["wish"] = wish.to_plain()

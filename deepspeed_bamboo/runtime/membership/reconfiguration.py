@@ -30,6 +30,7 @@ from deepspeed_bamboo.core.roles import proposer
 from deepspeed_bamboo.errors import DrainedError, JobStoppedError
 from deepspeed_bamboo.runtime.comm.all_gather import tree_neighbours
 from deepspeed_bamboo.runtime.job.news import tell, tell_once
+from deepspeed_bamboo.runtime.membership.balancing import Balancing
 from deepspeed_bamboo.runtime.recovery.regroup import peers_of, tensor_peers
 from deepspeed_bamboo.runtime.recovery.state_transfer import receive_replica, send_replica
 from deepspeed_bamboo.runtime.stock.attributes import COUNTERS
@@ -66,6 +67,7 @@ class Reconfiguration:
         self._noticed_at: float | None = None
         self._said_why_not = False
         self.stop_agreed = False
+        self.balancing = Balancing(engine)
         self._moved_seconds = 0.0
 
     # -- wishes ------------------------------------------------------------------------------------
@@ -91,6 +93,7 @@ class Reconfiguration:
         movable = engine.protects
         # The launcher's ranks know nothing of zones; once, at the start of a job, that is put right.
         first, self._arranged = not self._arranged and record.number == 0, True
+        profile = self.balancing.profile
         target = next_target(
             engine.placement,
             members=members,
@@ -98,6 +101,9 @@ class Reconfiguration:
             draining=draining,
             protected=engine.protects,
             rearrange=first and movable,
+            profile=profile,
+            micro_batches=engine.micro_batches,
+            look=self.balancing.is_due(record) and movable,
         )
         return None if target is None else Wish(record.number, target=target)
 
@@ -130,6 +136,7 @@ class Reconfiguration:
     def note(self) -> None:
         """Remember what was wished in the iteration that just ended, the same on every worker."""
         self._engine.failover.modes.note(value for _, value in sorted(self._engine.activity.previous[0].items()))
+        self.balancing.note(self._engine.activity.previous[0])
         wishes = [value.get("wish") for _, value in sorted(self._engine.activity.previous[0].items())]
         self._wish = next((Wish(*wish) for wish in wishes if wish is not None), None)
         self.stop_agreed = self._wish is not None and self._wish.stop is not None

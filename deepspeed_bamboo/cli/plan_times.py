@@ -1,0 +1,47 @@
+"""What the loss of each worker costs in time, for ``ds_bamboo plan``: until its stages are shared anew, and then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.core.placing.balance import balance
+from deepspeed_bamboo.core.placing.sites import Sites, WorkerSite
+from deepspeed_bamboo.core.timing import Profile, iteration_seconds
+
+HEADING = ("loss of worker", "stages", "until the boundary", "after it")
+_MOST_LOSSES = 32
+
+
+def loss_times(
+    placement: Placement, sites: Sites, profile: Profile, *, micro_batches: int, measured: bool
+) -> Iterator[tuple[str, ...]]:
+    """A row of HEADING for every worker that hosts something: multiples of an undisturbed iteration, and seconds where
+    the profile is ``measured``. None for more than a few dozen workers, which would take long."""
+    busy = [worker for worker in sites.workers if placement.hosted_by(worker)]
+    now = iteration_seconds(placement, profile, micro_batches=micro_batches)
+
+    def shown(seconds: float) -> str:
+        return f"{seconds / now:.2f}" + (f" ({seconds:.3g} s)" if measured else "")
+
+    for lost in busy if len(busy) <= _MOST_LOSSES else ():
+        hosted = str(len(placement.hosted_by(lost)))
+        after, _ = placement.without([lost])
+        left = [
+            WorkerSite(worker, sites.nodes[node], sites.zones[zone])
+            for worker, node, zone in zip(sites.workers, sites.node, sites.zone, strict=True)
+            if worker != lost
+        ]
+        if after is None:
+            yield lost, hosted, "FATAL", "FATAL"
+            continue
+        until = iteration_seconds(after, profile, micro_batches=micro_batches)
+        later = balance(placement.grid, left, profile=profile, micro_batches=micro_batches, current=after)
+        yield lost, hosted, shown(until), shown(min(until, later.seconds))
+
+
+def legend(*, measured: bool) -> str:
+    """What the columns mean."""
+    return "times of an iteration after a loss, as multiples of an undisturbed one" + (
+        "" if measured else "; stages are taken to be alike, and backwards to take twice as long as forwards"
+    )

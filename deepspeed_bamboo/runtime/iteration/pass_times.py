@@ -1,0 +1,68 @@
+"""How long this worker's passes take, by stage: measured on the way, on a GPU by events that nobody waits for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from deepspeed_bamboo.core.grid import Coordinate
+
+_Event: Any = torch.cuda.Event  # without types
+_WARM_UP = 2  # iterations after a change in which passes take longer than later
+
+Sample = tuple[tuple[tuple[int, float, float], ...], float]
+"""By stage the mean seconds of a forward and of a backward, and those from the first pass to the end of the last."""
+
+
+class PassTimes:
+    """Of one worker. Forwards and backwards that belong to an undisturbed iteration count, others don't."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._begun: list[tuple[int, bool, Any, Any]] = []  # stage, whether it is a forward, from, to
+        self._older: list[tuple[int, bool, Any, Any]] = []  # of the iteration before
+        self._warm_up = _WARM_UP
+
+    def disturb(self) -> None:
+        """What this iteration and the next ones measure says nothing: somebody was lost, or stages moved."""
+        self._warm_up = _WARM_UP
+        self._begun, self._older = [], []
+
+    @contextmanager
+    def measuring(self, coordinate: Coordinate, *, forward: bool) -> Iterator[None]:
+        """A pass of a stage that this worker owns runs inside."""
+        start = self._mark()
+        yield
+        self._begun.append((coordinate.stage, forward, start, self._mark()))
+
+    def sample(self) -> Sample | None:
+        """Of the iteration that ends now; None after a change. On a GPU of the one before, as far as the device is."""
+        begun, self._begun, self._older = self._older if self._on_gpu else self._begun, [], self._begun
+        if self._warm_up:
+            self._warm_up -= 1
+            return None
+        if self._on_gpu:
+            begun = [one for one in begun if one[3].query()]
+        seconds: dict[int, tuple[list[float], list[float]]] = {}
+        for stage, forward, start, end in begun:
+            seconds.setdefault(stage, ([], []))[forward].append(self._between(start, end))
+        passes = tuple(
+            (stage, sum(ahead) / len(ahead), sum(back) / len(back))
+            for stage, (back, ahead) in sorted(seconds.items())
+            if back and ahead
+        )
+        return (passes, self._between(begun[0][2], begun[-1][3])) if passes else None
+
+    def _between(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end) / 1000.0 if self._on_gpu else end - start)
+
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event: Any = _Event(enable_timing=True)
+        event.record()
+        return event

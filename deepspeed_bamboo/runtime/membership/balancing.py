@@ -1,0 +1,134 @@
+"""What this job has measured of its stages and workers, and when that is a reason to share the work anew.
+
+Every worker hands in how long its passes took, with the agreement of an iteration. So all know the same, and whoever is
+the reporter decides.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.utils import logger
+
+from deepspeed_bamboo.coordination import EpochRecord
+from deepspeed_bamboo.core.measuring import Measured
+from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.core.timing import Profile, with_handover
+from deepspeed_bamboo.runtime.job.news import tell_once
+
+if TYPE_CHECKING:
+    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+_PASSES = "passes"
+_DRAIN_SECONDS = 60.0
+_SPANS = 3  # iterations of a placement that are timed as a whole
+_MOST_PASSES = 5_000  # in an iteration, for its time to be simulated on the way
+
+
+class Balancing:
+    """One worker's view of it."""
+
+    def __init__(self, engine: BambooPipelineEngine) -> None:
+        self._engine = engine
+        self._measured = Measured()
+        self._placement: Placement | None = None
+        self._timed: Placement | None = None  # the placement of which spans are
+        self._spans: list[float] = []
+        self._handover: float | None = None
+        self._looked_at: tuple[Any, ...] | None = None
+        self._written: Profile | None = None
+
+    @property
+    def profile(self) -> Profile | None:
+        """What is measured, once every stage is."""
+        profile = self._measured.profile(self._engine.job_grid.stages)
+        return profile if profile is None or self._handover is None else replace(profile, handover=self._handover)
+
+    @property
+    def _simulated(self) -> bool:
+        """Whether an iteration is small enough to be simulated now and then."""
+        return bool(2 * len(self._engine.job_grid) * self._engine.micro_batches <= _MOST_PASSES)
+
+    def is_due(self, record: EpochRecord) -> bool:
+        """Whether something has changed since the last call: who takes part, or what is known."""
+        known = self._handover is not None or (self.profile is not None and not self._simulated)
+        now = (record.number, known, tuple(sorted(self._measured.speeds)))
+        due, self._looked_at = now != self._looked_at, now
+        return due
+
+    def contribution(self) -> dict[str, Any]:
+        """What this worker hands in with the agreement of an iteration."""
+        engine = self._engine
+        if engine.placement is not self._placement:
+            self._placement = engine.placement
+            engine.executor.times.disturb()
+        sample = engine.executor.times.sample()
+        return {} if sample is None else {_PASSES: sample}
+
+    def note(self, agreed: Mapping[WorkerId, Mapping[str, Any]]) -> None:
+        """At the end of an iteration: take in what all have handed in, the same on every worker."""
+        samples = {
+            worker: {stage: (forward, backward) for stage, forward, backward in value[_PASSES][0]}
+            for worker, value in sorted(agreed.items())
+            if value.get(_PASSES)
+        }
+        if not samples:
+            return
+        self._note_span(max(value[_PASSES][1] for value in agreed.values() if value.get(_PASSES)))
+        before, self._measured = self._measured.speeds, self._measured.after(samples, members=agreed.keys())
+        self._tell_changes(before, self._measured.speeds)
+        self._write()
+
+    def _note_span(self, seconds: float) -> None:
+        """What all passes of an iteration have taken: once it is known of a placement, it shows what messages cost."""
+        engine = self._engine
+        if engine.placement is not self._timed:
+            self._timed, self._spans = engine.placement, []
+        self._spans.append(seconds)
+        profile = self._measured.profile(engine.job_grid.stages)
+        if len(self._spans) == _SPANS and profile is not None and self._simulated and not profile.speeds:
+            self._handover = with_handover(
+                profile, engine.placement, micro_batches=engine.micro_batches, seconds=median(self._spans)
+            ).handover
+
+    def _tell_changes(self, before: Mapping[WorkerId, float], now: Mapping[WorkerId, float]) -> None:
+        engine = self._engine
+        for worker in sorted(now.keys() - before.keys()):
+            tell_once(
+                engine, f"worker {worker} is slow: its passes take {1.0 / now[worker]:.1f} times as long as before"
+            )
+            if engine.is_reporter:
+                engine.log_event("slow_worker", worker=worker, speed=now[worker])
+                self._drain(worker)
+        for worker in sorted(before.keys() - now.keys()):
+            tell_once(engine, f"worker {worker} is as fast as before")
+
+    def _drain(self, worker: WorkerId) -> None:
+        session = self._engine.session
+        member = session.present.get(worker)
+        if session.config.topology.slow_workers == "drain" and member is not None:
+            reason = f"worker {worker} is slow"
+            session.insist(
+                lambda: session.coordinator.request_drain(member.node, deadline_seconds=_DRAIN_SECONDS, reason=reason)
+            )
+
+    def _write(self) -> None:
+        """As the reporter: keep the profile where ``bamboo.profile`` says. What can't be written ends nothing."""
+        path, profile = self._engine.session.config.profile, self.profile
+        if path is None or profile is None or not self._engine.is_reporter:
+            return
+        if self._written is not None and self._written.speeds == profile.speeds:
+            return
+        self._written = profile
+        partial = Path(f"{path}.{os.getpid()}")
+        try:
+            partial.write_text(json.dumps(profile.to_json()) + "\n", encoding="utf-8")
+            partial.replace(path)
+        except OSError as error:
+            logger.warning(f"bamboo.profile {path!r} can't be written: {error.strerror}")

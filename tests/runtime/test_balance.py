@@ -1,0 +1,50 @@
+"""Stages move by measured times: after a loss, and away from a worker that has become slow."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import pytest
+
+from deepspeed_bamboo.core.grid import Grid
+from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.core.placing.balance import balance
+from deepspeed_bamboo.core.placing.sites import WorkerSite
+from deepspeed_bamboo.core.timing import Profile, iteration_seconds
+from tests.runtime.jobs import Jobs
+from tests.runtime.scenarios import Training, train_asleep
+
+
+def test_after_a_loss_the_stages_are_shared_anew(jobs: Jobs) -> None:
+    """8 stages of known duration on 4 workers, of which one is lost: no other gets more than 3, the bits are the same.
+
+    How far the rest is from the best depends on what messages seem to cost here, and so on the load of this machine.
+    """
+    fault = {"step": 6, "pipeline": 0, "stage": 3, "at": "backward", "micro_batch": 1, "signal": "KILL"}
+    training = Training("asleep", 8, layers="sleeping", count=8, steps=12, faults=[fault])
+    result = jobs.run(train_asleep, world=4, training=training)
+    assert len(result.survivors) == 3
+    profile = Profile((0.01,) * 8, (0.02,) * 8)
+    best = balance(Grid(1, 8), [WorkerSite(f"w{i}", "n") for i in range(3)], profile=profile, micro_batches=4).seconds
+    placement = Placement.from_json(result.common("placement"))
+    assert sorted(len(placement.hosted_by(worker)) for worker in placement.workers) == [2, 3, 3]
+    assert iteration_seconds(placement, profile, micro_batches=4) <= 1.2 * best
+    whole = jobs.run(train_asleep, world=4, training=Training("whole", 8, layers="plain", count=8, steps=12, faults=[]))
+    assert result.common("digest") == whole.common("digest")
+
+
+@pytest.mark.parametrize("times", [3.0, pytest.param(2.0, marks=pytest.mark.sweep)])
+def test_a_worker_that_becomes_slow_is_found_and_gets_less(jobs: Jobs, times: float) -> None:
+    """Found within 5 iterations, by name, and much of what it costs is won back; the bits are the same."""
+    training = Training("slowed", 8, layers="sleeping", count=8, steps=22, faults=[])
+    result = jobs.run(train_asleep, world=4, training=training, slow_rank=2, slow_from=10, times=times)
+    found = [slow for value in result.values.values() for slow in value["slow"]]
+    assert [worker for _, worker in found] == ["w2"], result.transcript()
+    assert 10 <= found[0][0] <= 15
+    placement = Placement.from_json(result.common("placement"))
+    assert len(placement.hosted_by("w2")) < 2, result.transcript()
+    seconds = [min(value["seconds"][step] for value in result.values.values()) for step in range(22)]
+    before, slowed, after = median(seconds[5:10]), median(seconds[11:14]), median(seconds[18:])
+    assert slowed - after >= 0.5 * (slowed - before), seconds
+    whole = jobs.run(train_asleep, world=4, training=Training("whole", 8, layers="plain", count=8, steps=22, faults=[]))
+    assert result.common("digest") == whole.common("digest")
