@@ -27,14 +27,14 @@ OWNER = """
     import sys, time
     from deepspeed_bamboo.coordination.server import PrivateEtcd
     server = PrivateEtcd()
-    print(server.pid, server.endpoint.port, server.directory, flush=True)
+    print(server.pid, server.endpoint.host, server.directory, flush=True)
     time.sleep(60)
 """
 
 
-def listening(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+def listening(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == 0
 
 
 def test_it_is_private_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,11 +45,11 @@ def test_it_is_private_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         etcd = psutil.Process(server.pid)
         keeper = etcd.parent()
         assert keeper is not None and keeper.ppid() != os.getpid(), "outside of this process's tree"
-        addresses = {c.laddr.ip for c in etcd.net_connections() if c.status == psutil.CONN_LISTEN}
-        assert addresses == {"127.0.0.1"}
+        assert not [c for c in etcd.net_connections() if c.status == psutil.CONN_LISTEN], "it listens for nobody else"
         pids = {etcd.pid, keeper.pid}
-        port = server.endpoint.port
-    assert not listening(port)
+        path = server.endpoint.host
+        assert listening(path)
+    assert not listening(path)
     assert list(tmp_path.iterdir()) == []
     wait_until(lambda: not any(map(alive, pids)), what="etcd and its keeper to be gone")
     server.stop()
@@ -59,15 +59,15 @@ def test_it_is_private_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 def test_it_ends_when_its_owner_is_killed(number: int) -> None:
     owner = subprocess.Popen([sys.executable, "-c", textwrap.dedent(OWNER)], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
-    pid, port, directory = owner.stdout.readline().split()
+    pid, path, directory = owner.stdout.readline().split()
     keeper = psutil.Process(int(pid)).ppid()
-    assert listening(int(port))
+    assert listening(path)
     owner.send_signal(number)
     owner.wait()
     seconds = wait_until(lambda: not Path(directory).exists(), what="the directory to be gone")
     assert seconds < stretched(1)
     wait_until(lambda: not alive(int(pid)) and not alive(keeper), what="the processes' end")
-    assert not listening(int(port))
+    assert not listening(path)
     owner.stdout.close()
 
 
@@ -122,9 +122,20 @@ def test_a_port_taken_at_the_last_moment_is_replaced(monkeypatch: pytest.MonkeyP
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ports = iter([taken.getsockname()[1], server_module.free_port("127.0.0.1")])
         monkeypatch.setattr(server_module, "free_port", lambda host: next(ports))
-        with PrivateEtcd() as server:
-            assert listening(server.endpoint.port)
+        with PrivateEtcd(listen_host="127.0.0.1") as server, socket.socket() as probe:
             assert server.endpoint.port != taken.getsockname()[1]
+            probe.connect(("127.0.0.1", server.endpoint.port))
+
+
+def test_a_folder_whose_name_is_too_long_for_a_socket_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    with pytest.raises(ServerStartError, match="too long for the name of a Unix socket.*TMPDIR"):
+        PrivateEtcd()
+    assert list(folder.iterdir()) == []
 
 
 def test_a_server_that_does_not_start_is_shown_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
