@@ -51,7 +51,11 @@ def key_file(environment: Mapping[str, str]) -> Path:
     named = environment.get(SECRET_FILE)
     if named:
         return Path(named)
-    return Path(environment.get("HOME") or "~").expanduser() / ".deepspeed_bamboo" / "secret"
+    try:
+        home = Path(environment.get("HOME") or "~").expanduser()
+    except RuntimeError:  # a container whose user nobody knows
+        home = Path("/")
+    return home / ".deepspeed_bamboo" / "secret"
 
 
 def read_key(environment: Mapping[str, str]) -> str | None:

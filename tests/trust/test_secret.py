@@ -63,6 +63,14 @@ def test_without_a_place_for_one_the_remedy_is_named(tmp_path: Path) -> None:
         make_key({"HOME": str(tmp_path / "file")})
 
 
+def test_a_user_without_a_home_is_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", unknown)
+    assert key_file({}) == Path("/.deepspeed_bamboo/secret")
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
 def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
     named = write(tmp_path / "key")
