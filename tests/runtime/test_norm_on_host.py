@@ -38,6 +38,12 @@ def test_norm_and_clipping_are_stocks(dtype: torch.dtype) -> None:
     assert get_global_norm_of_tensors(hooked.views).item() == pytest.approx(0.5, rel=0.01)
 
 
+def test_a_stage_of_nothing_but_tied_copies_adds_nothing_to_the_norm() -> None:
+    stage = optimizer(torch.float32)
+    stage.get_grads_for_norm = _Norms(stage, lambda: ([], {}))
+    assert get_global_norm_of_tensors(stage.get_grads_for_norm()[0]).item() == 0.0
+
+
 def test_a_shadow_hands_in_one_number_and_clips_all() -> None:
     shadow = optimizer(torch.float32)
     hook = shadow.get_grads_for_norm = _Norms(shadow, shadow.get_grads_for_norm)

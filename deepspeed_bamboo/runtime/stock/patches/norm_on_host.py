@@ -61,7 +61,8 @@ class _Norms:
             # Of what has no gradient the sum is zero, and stays so.
             return [_Clipped(flat) for flat in self._optimizer.fp32_groups_gradients_flat]
         gradients, of_experts = self._stock()
-        return _Gradients(gradients), of_experts
+        # A stage whose parameters are all tied to an earlier stage's has none to count: stock fails there.
+        return _Gradients(gradients or [torch.zeros(1)]), of_experts
 
 
 class _Gradients(list[torch.Tensor]):
