@@ -175,9 +175,9 @@ def missing_data(*, worker: str, pipeline: int, home: int, why: str) -> ConfigEr
     """The error for a worker that ``why`` (hosts or shadows an end of ``pipeline``) and has no data for it."""
     if pipeline == home:
         return ConfigError(
-            f"worker {worker} got no data iterator, but it {why}; with bamboo.redundancy on, every worker must "
-            "be able to take over the first and the last stage. Pass the same iterator to train_batch() on "
-            'every rank (or training_data to initialize), or set bamboo.redundancy.mode to "off".'
+            f"worker {worker} has no data iterator, but it {why}, and then nobody else has the data of pipeline "
+            f"{pipeline}. Pass the same iterator to train_batch() on the first and the last stage, better on every "
+            "rank, or training_data to initialize"
         )
     return ConfigError(
         f"worker {worker} {why}, but its data iterator is that of pipeline {home}. Tell the engine where the data "
@@ -191,7 +191,6 @@ def check_complete(batch: Any, *, worker: str) -> None:
     if batch is None or len(batch) < 2 or batch[0] is None or batch[1] is None:
         missing = "inputs" if batch is None or not len(batch) or batch[0] is None else "labels"
         raise ConfigError(
-            f"worker {worker}: the data iterator yields no {missing}, but this worker must be able to take over "
-            "the first and the last stage. Yield (inputs, labels) on every rank, or set "
-            'bamboo.redundancy.mode to "off".'
+            f"worker {worker}: the data iterator yields no {missing}, but whoever takes the first or the last stage "
+            "over needs both. Yield (inputs, labels) on every rank that has an iterator"
         )

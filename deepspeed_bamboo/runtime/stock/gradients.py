@@ -160,6 +160,6 @@ def require_supported(optimizer: Any) -> None:
     if not is_supported(optimizer):
         raise ConfigError(
             f"optimizer {type(optimizer).__name__} is not supported with redundancy; supported are plain torch "
-            "optimizers and DeepSpeed's BF16, FP16 and ZeRO stage 1 optimizers without offload. Set "
-            'bamboo.redundancy.mode to "off", or choose one of those.'
+            "optimizers and DeepSpeed's BF16, FP16 and ZeRO stage 1 optimizers without offload. Choose "
+            'one of those, or set "bamboo": {"enabled": false}.'
         )
