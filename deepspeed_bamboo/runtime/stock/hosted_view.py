@@ -20,18 +20,24 @@ Hosted = Callable[[], Sequence[PipelineModule] | None]
 
 def show_all_hosted(module: PipelineModule, hosted: Hosted) -> None:
     """From now on ``module``, and every module made like it, shows the layers of all that is ``hosted``."""
-    original = type(module)
+    original, scripts_own = type(module), module
+
+    def shown_for(asked: PipelineModule) -> Sequence[PipelineModule]:
+        """All that is hosted, for the script's module and those hosted; a shadow shows itself."""
+        found = hosted()
+        stands_for_all = found is not None and (asked is scripts_own or any(asked is one for one in found))
+        return found if found is not None and stands_for_all else [asked]
 
     def named_modules(
         self: PipelineModule, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         seen: set[nn.Module] = set() if memo is None else memo
-        for shown in _shown(self, hosted):
+        for shown in shown_for(self):
             yield from original.named_modules(shown, seen, prefix, remove_duplicate)
 
     def state_dict(self: PipelineModule, *args: Any, **kwargs: Any) -> Any:
         result: OrderedDict[str, Any] | None = None
-        for shown in _shown(self, hosted):
+        for shown in shown_for(self):
             part = original.state_dict(shown, *args, **kwargs)
             if result is None:
                 result = part
@@ -44,8 +50,3 @@ def show_all_hosted(module: PipelineModule, hosted: Hosted) -> None:
     view.__qualname__ = original.__qualname__
     view.__doc__ = original.__doc__
     module.__class__ = view
-
-
-def _shown(module: PipelineModule, hosted: Hosted) -> Sequence[PipelineModule]:
-    found = hosted()
-    return [module] if found is None else found
