@@ -37,8 +37,8 @@ def train_through_outages(training: Training, etcd_pid: int) -> Any:
             os.kill(etcd_pid, signal.SIGSTOP)
             subprocess.Popen([sys.executable, "-S", "-c", _THAW, str(_OUTAGE_SECONDS), str(etcd_pid)])
 
-    def register(session: WorkerSession, *, rank: int) -> None:
-        stock_register(session, rank=rank)
+    def register(session: WorkerSession, *, rank: int, home: int) -> None:
+        stock_register(session, rank=rank, home=home)
         session.coordinator._store._connection._call_timeout_seconds = _BUDGET_SECONDS
 
     def recovery(self: Recovery, *args: Any, point: Callable[[str], None], **kwargs: Any) -> None:
