@@ -112,10 +112,7 @@ def train_again(trainings: dict[str, Training], folder: str, steps: int) -> dict
 @pytest.mark.parametrize(("world", "stages"), [(2, 2), (4, 2)])
 def test_no_code_is_needed_to_read_any_precision(jobs: Jobs, tmp_path: Path, world: int, stages: int) -> None:
     """What is read has the digest that was saved, and goes on as if it had not been saved."""
-    trainings = {
-        name: Training(name, stages, settings=settings, training_data=world > stages, faults=[])
-        for name, settings in PRECISIONS.items()
-    }
+    trainings = {name: Training(name, stages, settings=settings, faults=[]) for name, settings in PRECISIONS.items()}
     whole = jobs.run(train_again, world=world, trainings=trainings, folder=str(tmp_path / "whole"), steps=6)
     jobs.run(train_again, world=world, trainings=trainings, folder=str(tmp_path / "kept"), steps=4)
     again = jobs.run(train_again, world=world, trainings=trainings, folder=str(tmp_path / "kept"), steps=6)
