@@ -16,7 +16,7 @@ from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.script_ranks import reporter
 from deepspeed_bamboo.eventlog.log import EventLog
 from deepspeed_bamboo.runtime.feeding import FedEngine
-from deepspeed_bamboo.runtime.recovery.stage_state import combined_digest, stage_digest
+from deepspeed_bamboo.runtime.recovery.agreed_digest import agreed_digest
 from deepspeed_bamboo.runtime.recovery.whole_state import collect_whole_state
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -124,11 +124,4 @@ class ScriptEngine(FedEngine):
 
         Collective: every worker calls it, between iterations; all get the same value.
         """
-
-        def digests() -> dict[str, str]:
-            self.host.save()
-            return {str(replica.coordinate): stage_digest(replica) for replica in self.host.owners()}
-
-        agreed = self.agree_on("digest", digests)
-        parts = {c: digest for value in agreed.values() for c, digest in value.items()}
-        return combined_digest([parts[str(coordinate)] for coordinate in self.job_grid])
+        return agreed_digest(self)

@@ -66,6 +66,9 @@ class FakeWorker:
         if self.is_reporter:
             self.told.append(text)
 
+    def warn(self, text: str) -> None:
+        self.told.append(text)
+
     def log(self, action: str, **fields: Any) -> None:
         self.events.append((action, fields))
 
@@ -200,6 +203,20 @@ def test_a_writer_that_hangs_is_given_up_named_and_held_against_nobody() -> None
     step = job.rounds["w0"].progress.kept[-1]
     assert job.latest == f"bamboo_step{step}" and step > 9
     job.check_whole()
+
+
+def test_it_is_said_why_older_ones_stay() -> None:
+    job = Job({"w0": (FIRST,), "w1": (SECOND,)})
+    for _ in range(6):
+        job.iterate(minutes=10)
+    assert job.latest == "bamboo_step4"
+    job.folder.remove_file("bamboo_step4/layer_01-model_states.pt")
+    for _ in range(4):
+        job.iterate(minutes=10)
+    assert job.latest == "bamboo_step7" and "bamboo_step1" in job.folder.folders()
+    assert "older checkpoints are not removed: bamboo_step4 in place is not whole any more, so bamboo_step1 stays" in (
+        job.workers["w0"].told
+    )
 
 
 def test_a_full_disk_is_told_and_tried_again_an_interval_later() -> None:

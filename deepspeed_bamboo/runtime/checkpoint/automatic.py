@@ -17,7 +17,8 @@ from deepspeed_bamboo.errors import CheckpointError
 from deepspeed_bamboo.runtime.checkpoint.checking_together import choose_together
 from deepspeed_bamboo.runtime.checkpoint.rounds import CheckpointRounds
 from deepspeed_bamboo.runtime.checkpoint.safe_loading import no_code_from_files
-from deepspeed_bamboo.runtime.job.news import tell_once
+from deepspeed_bamboo.runtime.job.news import tell, tell_once
+from deepspeed_bamboo.runtime.recovery.agreed_digest import agreed_digest
 from deepspeed_bamboo.storage.checking import Choice, Survey
 from deepspeed_bamboo.storage.folders import Fill, open_folder
 from deepspeed_bamboo.storage.place import CheckpointPlace, step_of, tag_of
@@ -120,7 +121,7 @@ class AutomaticCheckpoints:
                 f"checkpoint {tag!r} in bamboo.checkpoint.dir {self._place.name!r} can't be restored ({error}). If it "
                 "is of another training, or of another model, name another directory"
             ) from error
-        found = None if self._digest is None else self._engine.state_digest()
+        found = None if self._digest is None else agreed_digest(self._engine)
         if found != self._digest:
             raise CheckpointError(
                 f"what was read from checkpoint {tag!r} in {self._place.name!r} is not the state that was saved: its "
@@ -179,7 +180,7 @@ class AutomaticCheckpoints:
         failure = _first({worker: problem for worker, (problem, _) in parts.items()})
         if not failure:
             files = {name: FileFact(*fact) for _, facts in parts.values() for name, fact in facts.items()}
-            manifest = rounds.manifest(step, files, digest=engine.state_digest())
+            manifest = rounds.manifest(step, files, digest=agreed_digest(engine))
 
             def name() -> str:
                 if not engine.leads:
@@ -216,6 +217,9 @@ class _OfEngine:
 
     def tell(self, text: str) -> None:
         tell_once(self._engine, text)
+
+    def warn(self, text: str) -> None:
+        tell(self._engine, text)
 
     def log(self, action: str, **fields: Any) -> None:
         self._engine.log_event("checkpoint", action=action, **fields)

@@ -55,6 +55,9 @@ class Copier(Protocol):
     def tell(self, text: str) -> None:
         """Tell the person who watches; each worker calls it, one of them prints."""
 
+    def warn(self, text: str) -> None:
+        """Tell it from this worker, whoever prints for all."""
+
     def log(self, action: str, **fields: Any) -> None:
         """Write the event ``checkpoint`` to the event log."""
 
@@ -247,7 +250,7 @@ class CheckpointRounds:
         seconds, self._good_at, self._warned_at = now - self._taken_at, now, None
         self._copier.tell(f"checkpoint of step {step} is in {self._place.name} (written in {seconds:.1f} s)")
         if self._not_removed:
-            self._copier.tell(f"older checkpoints are not removed: {self._not_removed}")
+            self._copier.warn(f"older checkpoints are not removed: {self._not_removed}")
             self._not_removed = ""
         path = f"{self._place.name}/{tag_of(step)}"
         known = {"last_step": step, "interval_seconds": self.interval_seconds}

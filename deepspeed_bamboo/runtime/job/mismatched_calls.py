@@ -24,6 +24,8 @@ _CALLS = {
     "evaluate": "eval_batch",
     "save": "save_checkpoint",
     "latest": "save_checkpoint",
+    "checkpoints there": "load_checkpoint",
+    "checkpoint checked": "load_checkpoint",
     "load": "load_checkpoint",
     "refresh": "refresh_shadows",
     "digest": "state_digest",
