@@ -124,4 +124,4 @@ class ScriptEngine(FedEngine):
 
         Collective: every worker calls it, between iterations; all get the same value.
         """
-        return agreed_digest(self)
+        return agreed_digest(host=self.host, grid=self.job_grid, agree_on=self.agree_on)

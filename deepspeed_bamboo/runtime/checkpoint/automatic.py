@@ -121,7 +121,7 @@ class AutomaticCheckpoints:
                 f"checkpoint {tag!r} in bamboo.checkpoint.dir {self._place.name!r} can't be restored ({error}). If it "
                 "is of another training, or of another model, name another directory"
             ) from error
-        found = None if self._digest is None else agreed_digest(self._engine)
+        found = None if self._digest is None else self._agreed_digest()
         if found != self._digest:
             raise CheckpointError(
                 f"what was read from checkpoint {tag!r} in {self._place.name!r} is not the state that was saved: its "
@@ -129,6 +129,10 @@ class AutomaticCheckpoints:
                 "the file latest name an earlier one"
             )
         return dict((client_state or {}).get(_STATE, {}))
+
+    def _agreed_digest(self) -> str:
+        engine = self._engine
+        return agreed_digest(host=engine.host, grid=engine.job_grid, agree_on=engine.agree_on)
 
     # -- with each iteration -----------------------------------------------------------------------
 
@@ -180,7 +184,7 @@ class AutomaticCheckpoints:
         failure = _first({worker: problem for worker, (problem, _) in parts.items()})
         if not failure:
             files = {name: FileFact(*fact) for _, facts in parts.values() for name, fact in facts.items()}
-            manifest = rounds.manifest(step, files, digest=agreed_digest(engine))
+            manifest = rounds.manifest(step, files, digest=self._agreed_digest())
 
             def name() -> str:
                 if not engine.leads:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
+from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.runtime.recovery.stage_state import combined_digest, stage_digest
-
-if TYPE_CHECKING:
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+from deepspeed_bamboo.runtime.stock.hosting import StageHost
 
 
-def agreed_digest(engine: BambooPipelineEngine) -> str:
+def agreed_digest(*, host: StageHost, grid: Grid, agree_on: Callable[[str, Callable[[], Any]], Any]) -> str:
     """One sha256 over all parameters and optimizer state in layer order, whatever the placement; collective.
 
-    Wherever the script of a worker is: ``engine.state_digest()`` is empty on one that has yet to catch up.
+    ``agree_on`` is the engine's. Unlike ``engine.state_digest()`` it is the same on a worker whose script has yet to
+    catch up with the job.
     """
 
     def digests() -> dict[str, str]:
-        engine.host.save()
-        return {str(replica.coordinate): stage_digest(replica) for replica in engine.host.owners()}
+        host.save()
+        return {str(replica.coordinate): stage_digest(replica) for replica in host.owners()}
 
-    agreed = engine.agree_on("digest", digests)
+    agreed = agree_on("digest", digests)
     parts = {c: digest for value in agreed.values() for c, digest in value.items()}
-    return combined_digest([parts[str(coordinate)] for coordinate in engine.job_grid])
+    return combined_digest([parts[str(coordinate)] for coordinate in grid])
