@@ -19,14 +19,6 @@ class ModelKind(Enum):
     OTHER = "other"
 
 
-class OptimizerSource(Enum):
-    """Where the optimizer comes from."""
-
-    JSON = "json"  # the "optimizer" entry of the configuration
-    CALLABLE = "callable"  # a function from parameters to an optimizer
-    OBJECT = "object"  # an optimizer, or parameter groups, made by the user for one stage's parameters
-
-
 @dataclass(frozen=True)
 class ModelShape:
     """How a pipeline model is laid out and cut.
@@ -74,18 +66,13 @@ def validate_deepspeed_settings(
     model_name: str,
     stages: int | None,
     world_size: int,
-    optimizer: OptimizerSource,
-    parameter_groups_given: bool = False,
-    redundant: bool = True,
     shape: ModelShape | None = None,
 ) -> None:
     """Raise one ConfigError that lists whatever stands in the way of recovering lost stages.
 
     ``settings``: the DeepSpeed configuration. ``model_name``: the class of the model, for messages.
     ``stages``: None for a model without stages. ``world_size``: workers at the start.
-    ``parameter_groups_given``: ``model_parameters`` was given as groups (dicts) and not plain parameters.
-    ``redundant``: False in mode "off", where no worker ever builds another stage's optimizer. ``shape``: how the model
-    is cut, if it is a pipeline.
+    ``shape``: how the model is cut, if it is a pipeline.
     """
     problems = [
         *_model_problems(model, model_name=model_name),
@@ -93,8 +80,6 @@ def validate_deepspeed_settings(
         *_size_problems(stages, world_size=world_size),
         *(() if shape is None else shape_problems(shape)),
     ]
-    if redundant:
-        problems += _optimizer_problems(optimizer, parameter_groups_given=parameter_groups_given)
     if problems:
         raise ConfigError(*problems, where="deepspeed_bamboo can't run this job")
 
@@ -127,17 +112,4 @@ def _size_problems(stages: int | None, *, world_size: int) -> Iterator[str]:
         yield (
             f"{world_size} workers can't be divided into pipelines of {stages} stages; "
             f"start {counts} workers or change the number of stages"
-        )
-
-
-def _optimizer_problems(optimizer: OptimizerSource, *, parameter_groups_given: bool) -> Iterator[str]:
-    if optimizer is OptimizerSource.OBJECT:
-        yield (
-            "optimizer is an object made for one stage's parameters, and a worker that takes a stage over must make "
-            "one for that stage's; pass a function (parameters -> optimizer) or use the JSON's \"optimizer\" entry"
-        )
-    if parameter_groups_given:
-        yield (
-            "model_parameters holds parameter groups of one stage, and a worker that takes a stage over must make "
-            "that stage's; build the groups in a function passed as optimizer (parameters -> optimizer)"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from deepspeed_bamboo.config.requirements import ModelKind, OptimizerSource, validate_deepspeed_settings
+from deepspeed_bamboo.config.requirements import ModelKind, validate_deepspeed_settings
 from deepspeed_bamboo.doctor.finding import Finding, warning
 from deepspeed_bamboo.doctor.subject import Subject
 from deepspeed_bamboo.errors import ConfigError
@@ -22,7 +22,6 @@ def check_settings(subject: Subject) -> Iterator[Finding]:
             model_name="PipelineModule",
             stages=subject.stages,
             world_size=subject.stages or 1,  # any number of workers will do
-            optimizer=OptimizerSource.JSON,
         )
     except ConfigError as error:
         for problem in error.problems:

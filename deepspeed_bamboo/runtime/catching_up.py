@@ -37,9 +37,13 @@ class CatchingUpEngine(BambooPipelineEngine):
     def _enter(self, *, counts_by_itself: bool) -> None:
         """The script has shown how it counts."""
         self._phase = Phase.INSIDE
+        written = self.script_writes.written()
         self._take_part()
         if counts_by_itself and self._calls < self._reached:
             self._phase = Phase.CATCHING_UP
+            self.script_writes.go_back(written)
+        else:
+            self.script_writes.come_back()
 
     def _take_part(self) -> None:
         """On entering: become one of the job's workers, if that is still to be done."""
@@ -84,6 +88,7 @@ class CatchingUpEngine(BambooPipelineEngine):
             self._enter(counts_by_itself=True)
         if self._phase is Phase.CATCHING_UP and self._calls >= self._reached:
             self._phase = Phase.INSIDE
+            self.script_writes.come_back()
         return self._phase is not Phase.INSIDE
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Any:

@@ -21,7 +21,7 @@ from deepspeed_bamboo.runtime.checkpoint.automatic import automatic_checkpoints
 from deepspeed_bamboo.runtime.comm.all_gather import agree
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.comm.peers import Links
-from deepspeed_bamboo.runtime.for_scripts import ScriptEngine, at_work
+from deepspeed_bamboo.runtime.for_scripts import at_work
 from deepspeed_bamboo.runtime.iteration.activity import ActivityState, Round
 from deepspeed_bamboo.runtime.iteration.evaluation import EvaluationRequest, evaluate, go_on_as_others
 from deepspeed_bamboo.runtime.iteration.evaluation_position import EvaluationPositions
@@ -35,25 +35,27 @@ from deepspeed_bamboo.runtime.iteration.step_event import log_step
 from deepspeed_bamboo.runtime.iteration.supply import DataSupply
 from deepspeed_bamboo.runtime.job import garbage
 from deepspeed_bamboo.runtime.job.mismatched_calls import Where, Whereabouts
-from deepspeed_bamboo.runtime.job.news import tell_once
+from deepspeed_bamboo.runtime.job.news import tell, tell_once
 from deepspeed_bamboo.runtime.job.session import WorkerSession
 from deepspeed_bamboo.runtime.membership.reconfiguration import Reconfiguration
 from deepspeed_bamboo.runtime.membership.starting import agreed_seed, enter_first_epoch
 from deepspeed_bamboo.runtime.recovery.shadow_check import check_shadows
 from deepspeed_bamboo.runtime.recovery.shadow_rebuild import Rebuilding
 from deepspeed_bamboo.runtime.recovery.take_over import Failover
+from deepspeed_bamboo.runtime.settling import Settling, SettlingEngine
 from deepspeed_bamboo.runtime.stock.built_state import take_over_stock_state
 from deepspeed_bamboo.runtime.stock.hosted_view import show_all_hosted
 from deepspeed_bamboo.runtime.stock.hosting import StageHost
 from deepspeed_bamboo.runtime.stock.logical import Exchange
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
+from deepspeed_bamboo.runtime.stock.script_writes import ScriptWrites
 
 _OPERATION_TIMEOUT_SECONDS = 1800.0  # one transfer may wait for a peer that computes
 _LAST_MESSAGES_SECONDS = 5.0
 
 
-class BambooPipelineEngine(ScriptEngine):
+class BambooPipelineEngine(SettlingEngine):
     """Hosts one or more stages and shadows; see the module.
 
     Made by :func:`deepspeed_bamboo.initialize`, which passes ``session`` and the groups that the script made; all other
@@ -98,6 +100,8 @@ class BambooPipelineEngine(ScriptEngine):
         self.mean_loss = 0.0
         take_over_stock_state(self, grid)
         show_all_hosted(self.module, self._shown_to_script)
+        self.script_writes = ScriptWrites(self.host, self.optimizer, tell=lambda text: tell(self, text))
+        self.settling = Settling(self)
         self.forward_seed = agreed_seed(session.config.seed, device=self.device)
         self.iteration_end = IterationEnd(self)
         redundant = RedundantForwards(session.config.redundancy, device=self.device)
@@ -130,6 +134,8 @@ class BambooPipelineEngine(ScriptEngine):
 
     def _begin(self, grid: Grid) -> None:
         self.placement = enter_first_epoch(self, grid)
+        with self.working():
+            self.settling.note()
         garbage.set_aside_what_exists(self.device)
 
     @property
@@ -202,6 +208,7 @@ class BambooPipelineEngine(ScriptEngine):
         self._warn_if_confined()
         self.reconfiguration.run_if_wished()
         self.supply.agree()
+        self.settling.settle()
         for replica in self.host.replicas():
             with self.host.hosting(replica):
                 if not self.module.training:  # stock visits every layer, but only the first replica's
@@ -249,6 +256,7 @@ class BambooPipelineEngine(ScriptEngine):
     def perform(self, kind: str, body: Callable[[], None]) -> None:
         """Run ``body`` as the next activity, again after every recovery, until it gets through."""
         self.activity.kind = kind
+        self.script_writes.follow()
         while True:
             try:
                 self.session.interruption.check()
@@ -299,6 +307,7 @@ class BambooPipelineEngine(ScriptEngine):
             self._count_iteration()
         self.last_losses = agreed_losses(self)
         self.reconfiguration.note()
+        self.settling.learn(self.activity.previous[0])
         if self.checkpoints is not None:
             self.checkpoints.note()
         self.iteration_end.forget()
@@ -306,6 +315,7 @@ class BambooPipelineEngine(ScriptEngine):
         self.data.forget()
         self.activate_first()
         self.failover.protect_again()
+        self.settling.note()
         every = self.session.config.debug_check_shadows
         if every and self.global_steps % every == 0:
             check_shadows(self)
@@ -374,10 +384,8 @@ class BambooPipelineEngine(ScriptEngine):
         self._said_confined = True
 
     def activate_first(self) -> None:
-        """Between iterations the engine shows the first stage that this worker hosts, or else shadows."""
-        held = self.host.replicas()
-        if held:
-            self.host.activate(held[0])
+        """Between iterations the engine shows one stage, see ``StageHost.shown``."""
+        self.host.activate_shown()
 
     def _count_iteration(self) -> None:
         """On a worker that stands by, what stock counts in its optimizer step."""

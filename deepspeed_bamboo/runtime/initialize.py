@@ -14,7 +14,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
-from deepspeed_bamboo.config.requirements import ModelKind, ModelShape, OptimizerSource, validate_deepspeed_settings
+from deepspeed_bamboo.config.requirements import ModelKind, ModelShape, validate_deepspeed_settings
 from deepspeed_bamboo.config.section import SECTION, BambooConfig, load_deepspeed_settings, parse_bamboo_section
 from deepspeed_bamboo.coordination import connect
 from deepspeed_bamboo.core.seating import Seat
@@ -88,6 +88,11 @@ def _needs_the_plugin(seat: Seat) -> ConfigError:
 
 def _take_apart(block: StartBlock, arguments: dict[str, Any]) -> None:
     """Leave one stage of the block in the model, and its parameters in what is to be trained; collective."""
+    if isinstance(arguments.get("optimizer"), torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer is an object with the parameters of all stages of a worker, where {block.seat.workers} workers "
+            f"host {len(block.seat.grid)} stages; pass a function (parameters -> optimizer), which makes one for each"
+        )
     block.take_apart(arguments["model"])
     given = arguments.get("model_parameters")
     if given is not None:
@@ -140,15 +145,6 @@ def _validate(settings: Mapping[str, Any], arguments: Mapping[str, Any], config:
         kind = ModelKind.DUALPIPEV
     elif isinstance(model, PipelineModule):
         kind = ModelKind.PIPELINE
-    optimizer = arguments.get("optimizer")
-    source = OptimizerSource.JSON
-    if isinstance(optimizer, torch.optim.Optimizer):
-        source = OptimizerSource.OBJECT
-    elif optimizer is not None:
-        source = OptimizerSource.CALLABLE
-    parameters = arguments.get("model_parameters")
-    grouped = isinstance(parameters, (list, tuple)) and any(isinstance(item, dict) for item in parameters)
-    redundant = config.redundancy.mode != "off"
     _check_pipelines(model, config)
     validate_deepspeed_settings(
         settings,
@@ -156,18 +152,8 @@ def _validate(settings: Mapping[str, Any], arguments: Mapping[str, Any], config:
         model_name=type(model).__name__,
         stages=model.num_pipeline_stages() if isinstance(model, PipelineModule) else None,
         world_size=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
-        optimizer=source,
-        parameter_groups_given=grouped,
-        redundant=redundant,
         shape=_shape(model) if isinstance(model, PipelineModule) else None,
     )
-    scheduler = arguments.get("lr_scheduler")
-    if redundant and scheduler is not None and not callable(scheduler):
-        raise ConfigError(
-            f"lr_scheduler is a {type(scheduler).__name__} object made for one stage's optimizer, but a worker that "
-            "takes over another stage must make one for it; pass a function from optimizer to scheduler, or use "
-            'the "scheduler" entry of the DeepSpeed configuration'
-        )
 
 
 def _shape(model: PipelineModule) -> ModelShape:

@@ -27,7 +27,7 @@ class RestoredEngine(CatchingUpEngine):
         tag = self.checkpoints.find()
         if tag is None:
             return
-        started = time.perf_counter()
+        started, written = time.perf_counter(), self.script_writes.written()
         state = self.checkpoints.restore(tag, self.load_whole)
         self.forward_seed = state.get("seed", self.forward_seed)
         self._loss = float(state.get("loss", math.nan))
@@ -38,6 +38,7 @@ class RestoredEngine(CatchingUpEngine):
         seconds = time.perf_counter() - started
         tell_once(self, f"this job goes on from step {self._reached}, from {self._restored} ({seconds:.1f} s)")
         self.session.log("fatal_restore", step=self._reached, path=self._restored, seconds=seconds)
+        self.script_writes.go_back(written)
         self._phase = Phase.OUTSIDE
 
     @property

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from deepspeed_bamboo.config.requirements import ModelKind, OptimizerSource, validate_deepspeed_settings
+from deepspeed_bamboo.config.requirements import ModelKind, validate_deepspeed_settings
 from deepspeed_bamboo.config.section import load_bamboo_section, load_deepspeed_settings
 
 PRESETS = sorted((Path(__file__).parent.parent.parent / "configs").glob("*.json"))
@@ -35,7 +35,6 @@ class TestPreset:
             model_name="PipelineModule",
             stages=4,
             world_size=4,
-            optimizer=OptimizerSource.JSON,
         )
 
     def test_it_says_how_it_clips(self, preset: Path) -> None:

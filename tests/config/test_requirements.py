@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_bamboo.config.requirements import ModelKind, ModelShape, OptimizerSource, validate_deepspeed_settings
+from deepspeed_bamboo.config.requirements import ModelKind, ModelShape, validate_deepspeed_settings
 from deepspeed_bamboo.errors import ConfigError
 
 GOOD: dict[str, Any] = {
@@ -16,7 +16,6 @@ GOOD: dict[str, Any] = {
     "model_name": "PipelineModule",
     "stages": 2,
     "world_size": 4,
-    "optimizer": OptimizerSource.JSON,
 }
 
 
@@ -35,8 +34,6 @@ def validate(**changes: Any) -> None:
         {"settings": {}},
         {"settings": {"zero_optimization": True}},
         {"settings": {"zero_optimization": {"stage": 0}}},
-        {"optimizer": OptimizerSource.CALLABLE},
-        {"optimizer": OptimizerSource.OBJECT, "parameter_groups_given": True, "redundant": False},
         {"stages": 4},
         {"stages": 1, "world_size": 3},
         {"shape": PIPE_DATA},
@@ -56,8 +53,6 @@ def test_supported(changes: dict[str, Any]) -> None:
         ({"model": ModelKind.DUALPIPEV, "model_name": "DualPipeVModule"}, ["DualPipeV is not supported"]),
         ({"stages": 3}, ["4 workers", "3 stages", "3 or 6"]),
         ({"stages": 8}, ["4 workers", "8 stages", "start 8 workers"]),
-        ({"optimizer": OptimizerSource.OBJECT}, ["function", "JSON"]),
-        ({"parameter_groups_given": True}, ["parameter groups", "function"]),
         ({"shape": replace(PIPE_DATA, axes={"pipe": 2, "data": 1, "model": 2})}, ["model 2", "tensor parallelism"]),
         (
             {"shape": ModelShape({"data": 2, "pipe": 2}, ((0, 0), (0, 1), (1, 0), (1, 1)), (0, 3, 6))},
@@ -77,5 +72,5 @@ def test_refused_with_value_rule_and_remedy(changes: dict[str, Any], expected: l
 
 def test_all_problems_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        validate(settings={"zero_optimization": {"stage": 3}}, stages=3, optimizer=OptimizerSource.OBJECT)
+        validate(settings={"zero_optimization": {"stage": 3}}, stages=3, model=ModelKind.DUALPIPEV)
     assert len(caught.value.problems) == 3

@@ -19,7 +19,11 @@ SCRIPT = Path(__file__).parents[3] / "shared" / "cases" / "patterns.py"
 pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason="needs the shared cases beside the repository")
 
 QUICK = [("ownsave", 0), ("groups-before", 2), ("objects", 3), ("data-at-the-ends", 3)]
-PATTERNS = ("ownsave", "groups-before", "objects", "data-at-the-ends")
+PATTERNS = (
+    "ownsave", "groups-before", "objects", "data-at-the-ends", "rate-by-hand", "own-scheduler", "late-scheduler",
+    "late-optimizer", "optimizer-object", "hooks", "cast", "freeze", "adapters", "attributes", "weights-by-hand",
+    "one-model", "modules", "shared-submodule", "shared-submodule unclipped",
+)  # fmt: skip
 
 
 def run_pattern(pattern: str, faults: list[dict[str, Any]] | None, folder: str, waits: bool = False) -> None:
@@ -29,6 +33,8 @@ def run_pattern(pattern: str, faults: list[dict[str, Any]] | None, folder: str, 
     partial.write_text(os.environ["BAMBOO_JOB"], encoding="utf-8")
     partial.rename(directory / "job")
     os.environ["OWN"] = folder
+    pattern, _, unclipped = pattern.partition(" ")
+    os.environ["CLIP"] = "0.0" if unclipped else "1.0"
     section = {"coordinator": {"suspicion_seconds": 1.0}, "faults": faults or []}
     os.environ["SECTION"] = json.dumps(section)
     if waits:
@@ -39,13 +45,13 @@ def run_pattern(pattern: str, faults: list[dict[str, Any]] | None, folder: str, 
 
 def _wait_before_step(step: int) -> None:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
-    from tests.runtime.scenarios import _wait_for_joiners
+    from tests.runtime.scenarios import wait_for_joiners
 
     stock = BambooPipelineEngine.train_batch
 
     def train_batch(engine: Any, *args: Any, **kwargs: Any) -> Any:
         if engine.__dict__["global_steps"] == step and engine.is_reporter:
-            _wait_for_joiners(engine, 1)
+            wait_for_joiners(engine, 1)
         return stock(engine, *args, **kwargs)
 
     BambooPipelineEngine.train_batch = train_batch  # type: ignore[method-assign]

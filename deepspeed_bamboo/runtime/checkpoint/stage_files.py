@@ -183,6 +183,7 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
             self.data.resume_at(self.global_steps)
             self._tell("loaded", path, started)
         self.failover.protect_again()
+        self.settling.note()
         return path, client_state
 
     def refresh_shadows(self) -> None:
@@ -192,6 +193,7 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
         ``load_checkpoint`` keep shadows up to date.
         """
         self.agree_on("refresh", lambda: refresh_shadows(self, label=f"{self.activity.index}/refresh"))
+        self.settling.note()
 
     def _tell(self, action: str, path: str | os.PathLike[str], started: float) -> None:
         seconds = time.perf_counter() - started

@@ -26,6 +26,7 @@ from deepspeed_bamboo.runtime.stock.gradients import (
     gradient_tensors,
     remember_gradients,
 )
+from deepspeed_bamboo.runtime.stock.hyperparameters import accept_values, values_of
 from deepspeed_bamboo.runtime.stock.partition_gather import gather
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 from deepspeed_bamboo.runtime.stock.shadow_steps import LateStep, ShadowSteps
@@ -122,6 +123,7 @@ class IterationEnd:
                 self._shadow_steps.finish(replica)
             _apply_buffers(replica)
             replica.micro_offset += context.micro_batches
+        engine.script_writes.stepped()
         self._step_calls = None
 
     def _forget_steps_of_others(self, calls: CallSet) -> None:
@@ -229,6 +231,7 @@ class IterationEnd:
 
     def _mirror(self, context: IterationContext) -> None:
         engine, host = self._engine, self._engine.host
+        engine.script_writes.follow()
         placement = engine.rebuilding.mirrored(context.placement)
         engine.rebuilding.finish()
         # Their part of the gradients' norm comes before others' gradients have arrived.
@@ -247,7 +250,7 @@ class IterationEnd:
             gradients = gradient_tensors(engine.optimizer, engine.module)
             buffers = list(engine.module.buffers())
             tensors = [tensor.detach() for tensor in (*gradients, *buffers)]
-            data = (len(gradients), gradient_flags(engine.optimizer))
+            data = (len(gradients), gradient_flags(engine.optimizer), values_of(engine.basic_optimizer))
             engine.links.send(holder, Message(f"{context.activity}/mirror/{replica.coordinate}", data, tensors))
         if sends_first:
             self._start_steps(host.owned)
@@ -275,9 +278,10 @@ class IterationEnd:
         for replica, message in self._arrived:
             replica.settle()
             host.activate(replica)
-            count, flags = message.data
+            count, flags, values_now = message.data
             values = [tensor.to(engine.device) for tensor in message.tensors]
             accept_gradients(engine.optimizer, engine.module, values[:count], flags)
+            accept_values(engine.basic_optimizer, values_now)
             replica.pending_buffers = values[count:]
             replica.mirrored = True
         self._arrived.clear()
@@ -290,6 +294,7 @@ class IterationEnd:
         calls = self._start_steps(engine.host.owned)
         value: dict[str, Any] = {"contributions": self._contributions(calls), "losses": stage_losses(engine)}
         value.update(engine.failover.modes.contribution())
+        value.update(engine.settling.contribution())
         value.update(engine.checkpoints.contribution() if engine.checkpoints is not None else {})
         value.update(engine.reconfiguration.balancing.contribution())
         wish = engine.reconfiguration.wish()

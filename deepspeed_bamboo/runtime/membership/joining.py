@@ -105,5 +105,6 @@ def _take_over_facts(engine: BambooPipelineEngine, *, record: EpochRecord, welco
     engine.failover.modes.take(welcome["modes"])
     if engine.checkpoints is not None and welcome["checkpoints"] is not None:
         engine.checkpoints.rounds.take(welcome["checkpoints"])
+    engine.settling.take(welcome["settling"])
     engine.host.save()
     engine.data.start_at(engine.global_steps, micro_batches=engine.micro_batches)

@@ -32,7 +32,12 @@ from deepspeed_bamboo.runtime.comm.all_gather import tree_neighbours
 from deepspeed_bamboo.runtime.job.news import tell, tell_once
 from deepspeed_bamboo.runtime.membership.balancing import Balancing
 from deepspeed_bamboo.runtime.recovery.regroup import peers_of, tensor_peers
-from deepspeed_bamboo.runtime.recovery.state_transfer import receive_replica, send_replica
+from deepspeed_bamboo.runtime.recovery.state_transfer import (
+    receive_replica,
+    send_description,
+    send_replica,
+    take_described,
+)
 from deepspeed_bamboo.runtime.stock.attributes import COUNTERS
 
 if TYPE_CHECKING:
@@ -214,6 +219,7 @@ class Reconfiguration:
                 "activity": engine.activity.index,
                 "seed": engine.forward_seed,
                 "modes": engine.failover.modes.to_json(),
+                "settling": engine.settling.to_json(),
                 "placement": engine.placement.to_json(),
                 "counters": {name: engine.__dict__[name] for name in COUNTERS},
                 "checkpoints": None if engine.checkpoints is None else engine.checkpoints.rounds.to_json(),
@@ -274,12 +280,14 @@ class Reconfiguration:
         partners = {m.source for m in moves if m.destination == me} | {m.destination for m in moves if m.source == me}
         engine.links.connect(self._peers(record, target, partners), with_lanes=partners)
         engine.host.save()
+        label = f"{engine.activity.index}/reconfigure"
+        for move in moves:
+            if move.source == me:
+                send_description(engine, move.coordinate, to=move.destination, label=label)
         for move in moves:
             if move.destination == me:
-                engine.host.shadows[move.coordinate] = engine.host.build(
-                    move.coordinate, process_rank=int(engine.global_rank)
-                )
-        label = f"{engine.activity.index}/reconfigure"
+                replica = take_described(engine, move.coordinate, source=move.source, label=label)
+                engine.host.shadows[move.coordinate] = replica
         for move in moves:
             if move.source == me:
                 send_replica(engine, move.coordinate, to=move.destination, label=label)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from deepspeed_bamboo.config.section import BambooConfig
 from deepspeed_bamboo.coordination import EpochRecord, Member
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.placement import Placement, WorkerId
-from deepspeed_bamboo.errors import BambooError
+from deepspeed_bamboo.errors import BambooError, ConfigError
 from deepspeed_bamboo.runtime.comm.all_gather import agree
 from deepspeed_bamboo.runtime.comm.epoch_monitor import PeerLostError
 from deepspeed_bamboo.runtime.job.news import tell, tell_once
@@ -22,9 +22,13 @@ from deepspeed_bamboo.runtime.job.standalone import is_standalone
 from deepspeed_bamboo.runtime.membership.own_facts import common_facts, own_facts
 from deepspeed_bamboo.runtime.recovery.regroup import peers_of, tensor_peers
 from deepspeed_bamboo.runtime.recovery.state_transfer import copy_shadows
+from deepspeed_bamboo.runtime.stock.optimizers import problem_with
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+
+_LAST_MESSAGES_SECONDS = 5.0
 
 
 def agreed_seed(configured: int | None, *, device: torch.device) -> int:
@@ -78,6 +82,18 @@ def _say_where_paths_differ(engine: BambooPipelineEngine, told: Mapping[WorkerId
             )
 
 
+def refuse_unlike(engine: BambooPipelineEngine, problems: Sequence[str]) -> None:
+    """Raise ConfigError, the same on all workers, where a replica can't be made what its owner is."""
+    if problems:
+        engine.links.flush(within_seconds=_LAST_MESSAGES_SECONDS)  # the others are to hear of it, not of a lost worker
+        raise ConfigError(
+            *problems,
+            "do what makes the difference in the layer's own constructor (its LayerSpec), or in a function given as "
+            'optimizer, which every worker can call for any stage; or set bamboo.redundancy.mode to "off"',
+            where="another worker could not stand in for these stages: a replica of them would differ",
+        )
+
+
 def _build_initial_shadows(
     engine: BambooPipelineEngine, *, members: Mapping[WorkerId, Member], order: tuple[WorkerId, ...], grid: Grid
 ) -> EpochRecord:
@@ -104,8 +120,12 @@ def _build_initial_shadows(
         engine.links.connect(
             peers_of(placement, session.worker, members=order), with_lanes=tensor_peers(placement, session.worker)
         )
-        copy_shadows(engine, placement, shadows=dict(placement.shadows), label="start")
+        unlike = copy_shadows(engine, placement, shadows=dict(placement.shadows), label="start")
         everybody: dict[str, Any] = {"me": session.worker, "workers": order}
+        problem = problem_with(engine.optimizer_source) if engine.protects else None
+        unlike = unlike if problem is None else (*unlike, f"the optimizer of worker {session.worker}: {problem}")
+        found = agree(unlike, links=engine.links, **everybody, label="start/alike")
+        refuse_unlike(engine, [text for worker in order for text in found[worker]])
         facts = agree(own_facts(engine), links=engine.links, **everybody, label="start/copied")
         common = common_facts(facts)
         _say_where_paths_differ(

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption, PeerLostEr
 from deepspeed_bamboo.runtime.comm.peers import Links
 from deepspeed_bamboo.runtime.iteration.activity import Round
 from deepspeed_bamboo.runtime.recovery.stage_state import PackedState, checksum, pack_state
-from deepspeed_bamboo.runtime.recovery.state_transfer import complete_replica
+from deepspeed_bamboo.runtime.recovery.state_transfer import build_alike, checked_alike, complete_replica
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class _Arriving:
 
     source: WorkerId
     structure: Any = None
+    description: Any = None
     total_bytes: int = 0
     arrived_bytes: int = 0
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -68,6 +70,7 @@ class _Work:
     interruption: Interruption
     ready: Any  # the CUDA event after which what is sent may be read
     sending: list[tuple[Coordinate, WorkerId, PackedState]]
+    descriptions: dict[Coordinate, Any]
     arriving: dict[Coordinate, _Arriving]
     built: dict[Coordinate, StageReplica] = field(default_factory=dict)
     rebuilt: list[Coordinate] = field(default_factory=list)
@@ -125,6 +128,11 @@ class Rebuilding:
                 for coordinate, holder in missing.items()
                 if target.owner(coordinate) == me
             ],
+            descriptions={
+                coordinate: engine.host.description(engine.host.owned[coordinate])
+                for coordinate in missing
+                if target.owner(coordinate) == me
+            },
             arriving={c: _Arriving(target.owner(c)) for c, holder in missing.items() if holder == me},
         )
 
@@ -140,8 +148,11 @@ class Rebuilding:
             return
         if work.partners:
             engine.links.connect(sorted(work.partners), with_lanes=work.partners)
-        for coordinate in work.arriving:
-            replica = engine.host.build(coordinate, process_rank=int(engine.global_rank))
+        for coordinate, state in work.arriving.items():
+            engine.session.interruption.wait_until(partial(_is_described, state, work))
+            if state.description is None:
+                continue
+            replica = checked_alike(coordinate, *build_alike(engine, coordinate, state.description))
             engine.host.restart(replica, micro_batches=engine.micro_batches)
             work.built[coordinate] = replica
         engine.activate_first()
@@ -158,7 +169,7 @@ class Rebuilding:
             return
         started = time.perf_counter()
         for coordinate, state in work.arriving.items():
-            if not self._await(work, state):
+            if coordinate not in work.built or not self._await(work, state):
                 logger.warning(
                     f"{engine.session.worker}: {state.share:.0%} of the new shadow of {coordinate} was there when the "
                     "iteration ended; it is copied before the next one"
@@ -215,6 +226,10 @@ class Rebuilding:
             session.interruption.notify()
 
 
+def _is_described(state: _Arriving, work: _Work) -> bool:
+    return state.description is not None or work.stopped
+
+
 def with_rebuilt(placement: Placement, agreed: Round, *, epoch: int) -> Placement:
     """``placement`` with the shadows that ``agreed`` says were rebuilt in ``epoch``."""
     shadows = {
@@ -248,7 +263,8 @@ def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def _send(work: _Work, coordinate: Coordinate, holder: WorkerId, packed: PackedState, *, device: torch.device) -> None:
     pieces = list(_pieces(packed.tensors))
     total_bytes = sum(tensor.nbytes for tensor in packed.tensors)
-    work.links.send(holder, Message(f"state/{coordinate}", (packed.structure, total_bytes, len(pieces))))
+    header = (packed.structure, total_bytes, len(pieces), work.descriptions[coordinate])
+    work.links.send(holder, Message(f"state/{coordinate}", header))
     for index, piece in enumerate(pieces):
         work.interruption.check()
         copies = _on_host(piece, device=device, ready=work.ready)
@@ -268,7 +284,8 @@ def _on_host(tensors: Sequence[torch.Tensor], *, device: torch.device, ready: An
 
 def _receive(work: _Work, coordinate: Coordinate, state: _Arriving) -> None:
     header = work.links.receive(state.source, f"state/{coordinate}").data
-    state.structure, state.total_bytes, pieces = header
+    state.structure, state.total_bytes, pieces, state.description = header
+    work.interruption.notify()
     for index in range(pieces):
         message = work.links.receive(state.source, f"state/{coordinate}/{index}")
         arrived = checksum(message.tensors)

@@ -35,12 +35,12 @@ def pack_state(replica: StageReplica) -> PackedState:
     replica.settle()
     attributes = replica.attributes
     module, optimizer = attributes["module"], attributes["optimizer"]
-    scheduler = attributes["lr_scheduler"]
+    scheduler = attributes["lr_scheduler"] or replica.script_scheduler
     state = {
         "parameters": [parameter.detach() for parameter in module.parameters()],
         "buffers": [buffer.detach().clone() for buffer in module.buffers()],
         "masters": [master.detach() for master in master_weights(optimizer)],
-        "optimizer": attributes["basic_optimizer"].state_dict(),
+        "optimizer": None if optimizer is None else attributes["basic_optimizer"].state_dict(),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "counters": {name: attributes[name] for name in _COUNTERS},
         "scale": scale_state(optimizer),
@@ -92,14 +92,17 @@ def unpack_state(replica: StageReplica, packed: PackedState) -> None:
             target.copy_(value)
         for target, value in zip(master_weights(optimizer), state["masters"], strict=True):
             target.copy_(value)
-    attributes["basic_optimizer"].load_state_dict(state["optimizer"])
+    if optimizer is not None:
+        attributes["basic_optimizer"].load_state_dict(state["optimizer"])
     if hasattr(optimizer, "_hp_optimizer_states_linked"):
         # Stock's links from parameters to optimizer state point to what was there before; it makes them anew.
         optimizer._hp_optimizer_states_linked = False
     accept_scale_state(optimizer, state["scale"])
     attributes["_global_grad_norm"] = state["norm"]
-    if state["scheduler"] is not None:
+    if state["scheduler"] is not None and attributes["lr_scheduler"] is not None:
         attributes["lr_scheduler"].load_state_dict(state["scheduler"])
+    else:
+        replica.scheduler_state = state["scheduler"]
     attributes.update(state["counters"])
     replica.micro_offset = state["micro_offset"]
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.core.replica_differences import differences
 from deepspeed_bamboo.errors import ShadowError
 from deepspeed_bamboo.runtime.comm.channel import Message
 from deepspeed_bamboo.runtime.recovery.stage_state import PackedState, checksum, pack_state, unpack_state
+from deepspeed_bamboo.runtime.stock.description import Description
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
 if TYPE_CHECKING:
@@ -18,27 +20,87 @@ if TYPE_CHECKING:
 
 def copy_shadows(
     engine: BambooPipelineEngine, placement: Placement, *, shadows: Mapping[Coordinate, WorkerId], label: str
-) -> None:
-    """Build the replicas in ``shadows`` that are for this worker, and move state from owners to holders."""
+) -> tuple[str, ...]:
+    """Build the replicas in ``shadows`` that are for this worker, and move state from owners to holders.
+
+    Returns in what the replicas made here are not what their owners are; their state is not taken then.
+    """
     host, me = engine.host, engine.session.worker
     host.save()
     for coordinate, holder in shadows.items():
+        if placement.owner(coordinate) == me:
+            send_description(engine, coordinate, to=holder, label=label)
+    problems: list[str] = []
+    unlike: set[Coordinate] = set()
+    for coordinate, holder in shadows.items():
         if holder == me:
-            host.shadows[coordinate] = host.build(coordinate, process_rank=int(engine.global_rank))
-    _hand_over(engine, placement, shadows=shadows, label=label)
+            source = placement.owner(coordinate)
+            replica, found = build_described(engine, coordinate, source=source, label=label)
+            if replica is not None:
+                host.shadows[coordinate] = replica
+            unlike.update([coordinate] if found else ())
+            problems += [f"{coordinate} (of {source}, its shadow on {me}): {text}" for text in found]
+    _hand_over(engine, placement, shadows=shadows, label=label, unlike=unlike)
+    return tuple(problems)
+
+
+def send_description(engine: BambooPipelineEngine, coordinate: Coordinate, *, to: WorkerId, label: str) -> None:
+    """Say what ``coordinate``, which this worker owns, is, to a worker that will hold a replica of it."""
+    described = engine.host.description(engine.host.owned[coordinate])
+    engine.links.send(to, Message(f"{label}/description/{coordinate}", described))
+
+
+def build_described(
+    engine: BambooPipelineEngine, coordinate: Coordinate, *, source: WorkerId, label: str
+) -> tuple[StageReplica | None, tuple[str, ...]]:
+    """Build a replica of ``coordinate`` as its owner describes it; and in what it differs. Raises what interrupts the
+    wait."""
+    described = engine.links.receive(source, f"{label}/description/{coordinate}").data
+    return build_alike(engine, coordinate, described)
+
+
+def take_described(
+    engine: BambooPipelineEngine, coordinate: Coordinate, *, source: WorkerId, label: str
+) -> StageReplica:
+    """As :func:`build_described`. Raises ShadowError where it is not alike, which the start of the job has excluded."""
+    replica, found = build_described(engine, coordinate, source=source, label=label)
+    return checked_alike(coordinate, replica, found)
+
+
+def checked_alike(coordinate: Coordinate, replica: StageReplica | None, found: tuple[str, ...]) -> StageReplica:
+    """``replica``. Raises ShadowError where it is not what its owner is."""
+    if replica is None or found:
+        raise ShadowError(f"a replica of {coordinate} can't be made here as its owner is: {'; '.join(found)}")
+    return replica
+
+
+def build_alike(
+    engine: BambooPipelineEngine, coordinate: Coordinate, described: Description
+) -> tuple[StageReplica | None, tuple[str, ...]]:
+    """Build a replica of ``coordinate`` that is as ``described``; and in what it differs; None if there is none."""
+    try:
+        replica = engine.host.build(coordinate, process_rank=int(engine.global_rank), description=described)
+    except LookupError as error:
+        return None, (str(error),)
+    return replica, differences(described, engine.host.description(replica))
 
 
 def _hand_over(
-    engine: BambooPipelineEngine, placement: Placement, *, shadows: Mapping[Coordinate, WorkerId], label: str
+    engine: BambooPipelineEngine,
+    placement: Placement,
+    *,
+    shadows: Mapping[Coordinate, WorkerId],
+    label: str,
+    unlike: Container[Coordinate] = (),
 ) -> None:
-    """Move state from owners to the replicas in ``shadows``, which their holders have."""
+    """Move state from owners to the replicas in ``shadows``, which their holders have, but for those in ``unlike``."""
     me = engine.session.worker
     engine.host.save()
     for coordinate, holder in shadows.items():
         if placement.owner(coordinate) == me:
             send_replica(engine, coordinate, to=holder, label=label)
     for coordinate, holder in shadows.items():
-        if holder == me:
+        if holder == me and coordinate not in unlike:
             receive_replica(engine, coordinate, source=placement.owner(coordinate), label=label)
 
 
@@ -85,7 +147,8 @@ def copy_from_other_pipeline(engine: BambooPipelineEngine, coordinate: Coordinat
     source = engine.placement.copied_from(coordinate, held=host.owned)
     if source is None:
         raise RuntimeError(f"nothing here to copy {coordinate} from: the placement is wrong")
-    replica = host.build(coordinate, process_rank=int(engine.global_rank))
+    described = host.description(host.owned[source])
+    replica = host.build(coordinate, process_rank=int(engine.global_rank), description=described)
     host.save()
     complete_replica(engine, replica, pack_state(host.owned[source]))
     host.owned[coordinate] = replica
@@ -95,6 +158,7 @@ def complete_replica(engine: BambooPipelineEngine, replica: StageReplica, packed
     """Bring ``replica`` to the state ``packed``. From then on it may stand for its stage."""
     unpack_state(replica, packed)
     replica.complete = True
+    engine.script_writes.note(replica)
     # The engine shows a replica's attributes while it is active; make it read what was just written.
     if engine.host.active is replica:
         engine.__dict__.update(replica.attributes)

@@ -13,11 +13,16 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.utils import groups as deepspeed_groups
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
+from deepspeed_bamboo.core.replica_differences import differences
 from deepspeed_bamboo.runtime.stock import zero_one  # noqa: F401 (registers the optimizer)
 from deepspeed_bamboo.runtime.stock.attributes import COUNTERS, MADE_LATER, STAGE_ATTRIBUTES
 from deepspeed_bamboo.runtime.stock.blank import BlankParameters
+from deepspeed_bamboo.runtime.stock.description import Description, describe
 from deepspeed_bamboo.runtime.stock.gradients import clear_gradients, parameters, require_supported
+from deepspeed_bamboo.runtime.stock.hyperparameters import values_of
+from deepspeed_bamboo.runtime.stock.likeness import liken
 from deepspeed_bamboo.runtime.stock.logical import Exchange, LogicalGrid, LogicalGroup
+from deepspeed_bamboo.runtime.stock.optimizers import maker_for
 from deepspeed_bamboo.runtime.stock.patches.compiled_adam import make_independent_of_history
 from deepspeed_bamboo.runtime.stock.patches.grouped_updates import GradientUpdates
 from deepspeed_bamboo.runtime.stock.patches.norm_on_host import judge_norm_on_host
@@ -29,10 +34,14 @@ from deepspeed_bamboo.runtime.stock.replica import (
     stage_module,
     tied_groups,
 )
+from deepspeed_bamboo.runtime.stock.separate import ids_of
 from deepspeed_bamboo.runtime.stock.symbols import require_stage_attributes
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+# Of the engine, by stage: what depends on when the script made its optimizer.
+_FLAGS = ("using_bf16_optimizer", "_support_torch_style_backward")
 
 
 class StageHost:
@@ -58,6 +67,7 @@ class StageHost:
         self._exchange = exchange
         self._gate = gate
         self._active: StageReplica | None = None
+        self._primary: StageReplica | None = None
         self.building = False
         self.gradient_updates = GradientUpdates()
         self.owned: dict[Coordinate, StageReplica] = {}
@@ -73,6 +83,29 @@ class StageHost:
     def replicas(self) -> list[StageReplica]:
         """All replicas, owned ones first, each kind in grid order."""
         return [kind[c] for kind in (self.owned, self.shadows) for c in self._grid if c in kind]
+
+    def built(self) -> list[StageReplica]:
+        """All replicas there are, those of no use yet included."""
+        return [*self.owned.values(), *self.shadows.values(), *self._spare.values()]
+
+    def set_scheduler(self, replica: StageReplica, scheduler: Any) -> None:
+        """``scheduler`` is stepped with ``replica`` from now on."""
+        replica.attributes["lr_scheduler"] = scheduler
+        if replica is self._active:
+            self._engine.lr_scheduler = scheduler
+
+    def shown(self) -> StageReplica | None:
+        """What the engine shows between iterations: this worker's first stage while it owns that, since a script holds
+        its optimizer; else the first one that it owns, or else shadows."""
+        if self._primary is not None and self.owned.get(self._primary.coordinate) is self._primary:
+            return self._primary
+        return next(iter(self.replicas()), None)
+
+    def activate_shown(self) -> None:
+        """See :meth:`shown`; nothing on a worker that stands by."""
+        shown = self.shown()
+        if shown is not None:
+            self.activate(shown)
 
     def owners(self) -> list[StageReplica]:
         """Replicas of the coordinates that this worker hosts, in grid order."""
@@ -111,9 +144,18 @@ class StageHost:
         self.save()
         # A worker that never builds another replica never switches, which would do this.
         deepspeed_groups.mpu = logical
-        self.owned[coordinate] = replica
+        self.owned[coordinate] = self._primary = replica
+        given = self._engine.client_lr_scheduler
+        if given is None or callable(given):
+            replica.built_scheduler = replica.attributes["lr_scheduler"]
         self._prepare(replica)
         return replica
+
+    def adopt_optimizer(self) -> None:
+        """The script has made the optimizer of the active stage after ``initialize``."""
+        self.save()
+        if self._active is not None:
+            self._prepare(self._active)
 
     def logical_grid(self, coordinate: Coordinate, *, topology: Any, process_rank: int) -> LogicalGrid:
         """The grid object through which stock code sees ``coordinate``."""
@@ -131,15 +173,28 @@ class StageHost:
         replica.complete = True
         self.owned[coordinate] = replica
 
+    def description(self, replica: StageReplica) -> Description:
+        """What ``replica`` is, see ``description.py``."""
+        self.save()
+        state = replica.attributes
+        flags = {name: state[name] for name in _FLAGS}
+        return describe(state["module"], state["optimizer"], made=replica.made, flags=flags)
+
     def build(
-        self, coordinate: Coordinate, *, process_rank: int, fill: Callable[[Any], None] | None = None
+        self,
+        coordinate: Coordinate,
+        *,
+        process_rank: int,
+        description: Description | None = None,
+        fill: Callable[[Any], None] | None = None,
     ) -> StageReplica:
         """Make a replica of ``coordinate`` with stock DeepSpeed's own means; its weights are not yet the owner's.
 
-        The random number generators are where they were, and no other worker takes part. ``fill``: see :meth:`own`.
+        The random number generators are where they were, and no other worker takes part. ``description``: what its
+        owner is; what can't be made alike shows when the result is described. ``fill``: see :meth:`own`.
         """
         engine = self._engine
-        if coordinate in self._spare:
+        if coordinate in self._spare and self._is_alike(self._spare[coordinate], description):
             spare = self._spare.pop(coordinate)
             spare.complete = False
             spare.name_ranks(process_rank)  # the default group may be another one since it was set aside
@@ -160,7 +215,11 @@ class StageHost:
                     logical_grid=logical,
                     device=engine.device,
                     fill=fill,
+                    taken=ids_of(replica.module for replica in self.built()),
                 )
+                if description is not None:
+                    examples = [replica.module for replica in self.built()]
+                    liken(new_module, description, examples=examples, device=engine.device)
             new_module.tied_comms = tied_groups(
                 new_module, coordinate=coordinate, grid=self._grid, exchange=self._exchange
             )
@@ -175,15 +234,19 @@ class StageHost:
             engine.__dict__.update(replica.attributes)
             self.building = True
             try:
-                self._configure(new_module, logical)
+                self._configure(new_module, logical, description)
             finally:
                 self.building = False
             self.save()
+            replica.built_scheduler = replica.attributes["lr_scheduler"]
         if previous is not None:
             self.activate(previous)
         self._prepare(replica)
         replica.complete = False
         return replica
+
+    def _is_alike(self, replica: StageReplica, description: Description | None) -> bool:
+        return description is None or not differences(description, self.description(replica))
 
     def drop_incomplete(self) -> None:
         """Forget shadows whose state was still to come: nobody may take them for a stage."""
@@ -242,17 +305,28 @@ class StageHost:
         for replica in self.replicas():
             replica.name_ranks(process_rank)
 
-    def _configure(self, module: Any, logical: LogicalGrid) -> None:
+    def _configure(self, module: Any, logical: LogicalGrid, description: Description | None) -> None:
         engine = self._engine
         engine.mpu = logical
         engine._configure_distributed_model(module)
         engine.module_forward_pre_hook = engine._create_module_forward_pre_hook()
         engine.module_forward_post_hook = engine._create_module_forward_post_hook()
         engine.param_names = {parameter: name for name, parameter in module.named_parameters()}
+        engine.__dict__.update({} if description is None else description["flags"])
+        if description is not None and description["optimizer"] is None:
+            return  # the script makes one later
+        maker = maker_for(
+            engine.optimizer_source,
+            configured=engine._configure_basic_optimizer,
+            described=None if description is None else description["optimizer"],
+            module=module,
+        )
         trainable = parameters(module) if engine.trains_only_trainable else list(module.parameters())
-        engine._configure_optimizer(engine.client_optimizer, trainable)
-        engine._configure_lr_scheduler()
-        engine.using_bf16_optimizer = isinstance(engine.optimizer, BF16_Optimizer)
+        engine._configure_optimizer(maker, trainable)
+        if engine.client_lr_scheduler is None or callable(engine.client_lr_scheduler):
+            engine._configure_lr_scheduler()
+        if description is None:
+            engine.using_bf16_optimizer = isinstance(engine.optimizer, BF16_Optimizer)
         if engine._support_torch_style_backward:
             engine.optimizer.register_grad_acc_post_hook(engine._backward_post_hook)
         if module.activation_checkpoint_interval > 0:
@@ -284,7 +358,10 @@ class StageHost:
         return blank
 
     def _prepare(self, replica: StageReplica) -> None:
+        if replica.attributes["optimizer"] is None:
+            return  # a script that makes one later
         require_supported(replica.attributes["optimizer"])
+        replica.made = values_of(replica.attributes["basic_optimizer"])
         self.gradient_updates.group(replica.attributes["optimizer"])
         judge_norm_on_host(replica)
         basic = replica.attributes["basic_optimizer"]

@@ -9,7 +9,7 @@ two phases.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,10 @@ from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.progress import CoordinateProgress
+from deepspeed_bamboo.runtime.stock.hyperparameters import Values
 from deepspeed_bamboo.runtime.stock.logical import Exchange, GroupKey, LogicalGrid, LogicalGroup
 from deepspeed_bamboo.runtime.stock.rebinding import rebound
+from deepspeed_bamboo.runtime.stock.separate import ids_of, separate
 
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -50,6 +52,10 @@ class StageReplica:
     mirrored: bool = False
     pending_buffers: list[torch.Tensor] | None = None
     before_reduction: Callable[[], None] | None = None
+    made: Values = ()  # what the optimizer's groups held when it was made
+    built_scheduler: Any = None  # made for this stage; another one in ``attributes`` is the script's object
+    script_scheduler: Any = None  # stands for a scheduler where this stage has none of its own
+    scheduler_state: Any = None  # the owner's, where this stage has no scheduler to load it into
     stepping: Any = None  # the CUDA event at the end of a step on another stream, or a LateStep
 
     @property
@@ -87,13 +93,14 @@ def stage_module(
     logical_grid: LogicalGrid,
     device: torch.device,
     fill: Callable[[PipelineModule], None] | None = None,
+    taken: Iterable[int] = (),
 ) -> PipelineModule:
     """A PipelineModule like ``template`` that holds the layers of another stage.
 
-    The layers are built anew from their specs (ready-made modules are copied); callers load weights into
-    them and keep the random number generators out of it. What the template keeps of itself, such as bound methods,
-    becomes the module's. No process group is created. ``fill`` puts layers into the
-    module that are there already.
+    The layers are built anew from their specs; callers load weights into them and keep the random number generators
+    out of it. What is in ``taken`` (ids of modules and tensors that other stages use), and ready-made modules, are
+    copied without values. What the template keeps of itself, such as bound methods, becomes the module's. No process
+    group is created. ``fill`` puts layers into the module that are there already.
     """
     module = template.__class__.__new__(template.__class__)
     torch.nn.Module.__init__(module)
@@ -102,10 +109,7 @@ def stage_module(
     module.__dict__.update({name: rebound(value, old=template, new=module) for name, value in kept.items()})
     module.training = template.training
     start, stop = template.parts[coordinate.stage], template.parts[coordinate.stage + 1]
-    module._layer_specs = [
-        copy.deepcopy(spec) if start <= index < stop and isinstance(spec, torch.nn.Module) else spec
-        for index, spec in enumerate(module._layer_specs)
-    ]
+    module._layer_specs = list(module._layer_specs)
     module._grid = logical_grid
     module.global_rank = grid.rank(coordinate)
     module.stage_id = coordinate.stage
@@ -123,6 +127,8 @@ def stage_module(
     module._set_bounds(start, stop)
     if fill is None:
         module._build()
+        ready = ids_of(spec for spec in module._layer_specs[start:stop] if isinstance(spec, torch.nn.Module))
+        separate(module, taken=ready.union(taken))
     else:
         fill(module)
     module.to(device)

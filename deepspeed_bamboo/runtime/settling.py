@@ -1,0 +1,172 @@
+"""What a script does to its engine between ``initialize`` and its first steps reaches the shadows, too.
+
+Shadows are made in ``initialize``. Some scripts go on from there: they make their optimizer, put a scheduler on the
+engine, register hooks, load weights. So before the first steps all workers look whether what they own is still what
+their shadows were made from, and make those anew that have changed.
+
+A script that changes weights itself after each step shows before its second one. From then on shadows get the changed
+weights before each step, and so they do where it is found later: a worker that finds weights changed since the last
+step hands that in with the agreement of the iteration. Finding that costs no message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.runtime.for_scripts import ScriptEngine
+from deepspeed_bamboo.runtime.job.news import tell_once
+from deepspeed_bamboo.runtime.membership.starting import refuse_unlike
+from deepspeed_bamboo.runtime.recovery.stage_state import checksum
+from deepspeed_bamboo.runtime.recovery.state_transfer import copy_shadows, refresh_shadows
+from deepspeed_bamboo.runtime.stock.gradients import master_weights
+from deepspeed_bamboo.runtime.stock.hosting import StageHost
+from deepspeed_bamboo.runtime.stock.replica import StageReplica
+
+if TYPE_CHECKING:
+    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+CHANGED = "changed by hand"
+"""Under which name a worker hands in that its script has changed weights between two steps."""
+_BY_HAND = "the script changes weights itself between two steps"
+_LOOKS = 3  # before the first steps; a script that changes weights after each step does so after the first one
+
+
+class Settling:
+    """One worker's part of it; see the module.
+
+    Args:
+        engine: whose shadows follow.
+    """
+
+    def __init__(self, engine: BambooPipelineEngine) -> None:
+        self._engine = engine
+        self._looks = 0
+        self._by_hand = False
+        self._known: dict[Coordinate, tuple[str, int, int]] = {}
+        self._versions: dict[Coordinate, int] = {}
+
+    def note(self) -> None:
+        """Owners and shadows are alike now."""
+        engine = self._engine
+        if self._looks < _LOOKS or self._by_hand:
+            self._known = {c: self._now(r) for c, r in engine.host.owned.items()}
+        self._versions = {c: _version(r) for c, r in engine.host.owned.items()}
+
+    def settle(self) -> None:
+        """Before a step, on every worker: bring shadows to what their owners have become; collective at first."""
+        engine = self._engine
+        if not engine.protects or (self._looks >= _LOOKS and not self._by_hand):
+            return
+        first = self._looks == 0
+        self._looks += 1
+        weights: set[Coordinate] = set()
+        structure: set[Coordinate] = set()
+        for value in engine.agree_on("settle", self._changes).values():
+            weights.update(value["weights"])
+            structure.update(value["structure"])
+        if weights and not first and not self._by_hand:
+            self._by_hand = True
+            tell_once(engine, f"{_BY_HAND}: before each step shadows get what has changed")
+        if weights or structure:
+            self._bring(structure)
+        self.note()
+
+    def contribution(self) -> dict[str, Any]:
+        """What this worker hands in with the agreement of an iteration."""
+        # As it was at the start of the iteration: nothing changes weights before the step.
+        return {CHANGED: True} if self._looks >= _LOOKS and not self._by_hand and self._changed_since() else {}
+
+    def learn(self, agreed: Mapping[str, Mapping[str, Any]]) -> None:
+        """What others have handed in with the agreement of an iteration: from then on all copy weights."""
+        if not self._by_hand and any(value.get(CHANGED) for value in agreed.values()):
+            self._by_hand = True
+            tell_once(
+                self._engine,
+                f"{_BY_HAND}: from now on shadows get what has changed before each step (they had not yet before the "
+                "last one)",
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """What a worker that joins has to know."""
+        return {"looks": self._looks, "by_hand": self._by_hand}
+
+    def take(self, value: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`to_json`."""
+        self._looks, self._by_hand = int(value["looks"]), bool(value["by_hand"])
+
+    def _changes(self) -> dict[str, list[Coordinate]]:
+        owned = self._engine.host.owned
+        if self._looks > _LOOKS:
+            return {"structure": [], "weights": self._changed_since()}
+        now = {c: self._now(replica) for c, replica in owned.items()}
+        known = {c: self._known.get(c, now[c]) for c in now}
+        compared = slice(1, 3) if self._looks == 1 else slice(1, 2)  # an evaluation may change buffers
+        return {
+            "structure": [c for c in now if now[c][0] != known[c][0]],
+            "weights": [c for c in now if now[c][compared] != known[c][compared]],
+        }
+
+    def _now(self, replica: StageReplica) -> tuple[str, int, int]:
+        replica.settle()
+        masters = master_weights(replica.attributes["optimizer"])
+        weights = checksum([*replica.module.parameters(), *masters])
+        return self._described(replica), weights, checksum(list(replica.module.buffers()))
+
+    def _changed_since(self) -> list[Coordinate]:
+        owned = self._engine.host.owned
+        return [c for c, version in self._versions.items() if c in owned and _version(owned[c]) != version]
+
+    def _bring(self, rebuilt: set[Coordinate]) -> None:
+        engine = self._engine
+        problems: list[str] = []
+
+        def copy() -> tuple[str, ...]:
+            label = f"{engine.activity.index}/settle"
+            shadows = {c: holder for c, holder in dict(engine.placement.shadows).items() if c in rebuilt}
+            for coordinate in shadows.keys() & engine.host.shadows.keys():
+                engine.host.shadows[coordinate].settle()
+            unlike = copy_shadows(engine, engine.placement, shadows=shadows, label=label)
+            if not unlike and len(shadows) < len(engine.placement.shadows):
+                refresh_shadows(engine, label=f"{label}/all")
+            return unlike
+
+        for value in engine.agree_on("refresh", copy).values():
+            problems += value
+        refuse_unlike(engine, problems)
+
+    def _described(self, replica: StageReplica) -> str:
+        described = self._engine.host.description(replica)
+        for module in described["modules"].values():
+            # A forward may change them (a counter, a cache); hooks and structure it does not.
+            module.pop("attributes")
+        return repr(described)
+
+
+class SettlingEngine(ScriptEngine):
+    """The part of the engine that a script may still configure after ``initialize``."""
+
+    _stage_host: StageHost | None = None
+    optimizer_source: Any = None
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        """As stock's, also after ``initialize``; the shadows follow before the next step."""
+        host = self._stage_host
+        if host is None or not host.building:
+            self.optimizer_source = client_optimizer
+        if host is None or host.building:
+            super()._configure_optimizer(client_optimizer, model_parameters)
+            return
+        with self.working():
+            host.building = True  # nobody else takes part
+            try:
+                super()._configure_optimizer(client_optimizer, model_parameters)
+            finally:
+                host.building = False
+            host.adopt_optimizer()
+        self.script_writes.hold(self.optimizer)
+
+
+def _version(replica: StageReplica) -> int:
+    return sum(parameter._version for parameter in replica.module.parameters())

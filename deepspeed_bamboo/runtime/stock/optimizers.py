@@ -1,0 +1,88 @@
+"""The optimizer of another stage, made as the script makes that of its own, with the groups that its owner has.
+
+A script gives DeepSpeed an entry of the configuration, a function from parameters to an optimizer, or an optimizer. The
+first two make one for any stage. An optimizer object is made anew: its class is called with the owner's groups and
+with what the object says it was called with, and whether that gives the same is tried at the start with the stage
+that this worker has.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed_bamboo.runtime.stock.plain_forms import Parts, form_of, is_known
+
+Maker = Callable[[Any], Any]
+Group = dict[str, Any]
+_NOT_COMPARED = frozenset({"state", "param_groups", "defaults"})
+
+
+def maker_for(source: Any, *, configured: Maker, described: Mapping[str, Any] | None, module: torch.nn.Module) -> Any:
+    """What ``DeepSpeedEngine._configure_optimizer`` is to be given for a replica in ``module``.
+
+    ``source`` is what the script gave, None for the configuration's entry, from which ``configured`` makes one;
+    ``described`` is the owner's optimizer (``description.py``), None where the groups are those that ``source`` makes.
+    Raises LookupError, from the maker, where an object can't be made again.
+    """
+    if described is None:
+        return source
+    parts = Parts.of(module)
+
+    def make(parameters: Any) -> Any:
+        groups = [
+            {"params": [parts.tensors[name] for name in names], **{key: form[1] for key, form in values.items()}}
+            for names, values in zip(described["groups"], described["made"], strict=True)
+        ]
+        if isinstance(source, torch.optim.Optimizer):
+            return made_again(source, groups)
+        made = (configured if source is None else source)(list(parameters))
+        if _grouped(made.param_groups) == _grouped(groups):
+            return made
+        if source is None:
+            return configured(groups)
+        made.param_groups.clear()
+        for group in groups:
+            made.add_param_group(group)
+        return made
+
+    return make
+
+
+def made_again(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> torch.optim.Optimizer:
+    """Another optimizer of the same class, for ``groups``. Raises LookupError where its class can't be called so."""
+    kind: Any = type(optimizer)
+    accepted = inspect.signature(kind.__init__).parameters
+    arguments = {
+        name: optimizer.defaults.get(name, vars(optimizer).get(name))
+        for name in list(accepted)[2:]
+        if name in optimizer.defaults or name in vars(optimizer)
+    }
+    try:
+        return kind([dict(group) for group in groups], **arguments)  # type: ignore[no-any-return]
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise LookupError(f"{kind.__name__} can't be made again: {error}") from error
+
+
+def problem_with(optimizer: Any) -> str | None:
+    """Why an optimizer object can't be made again for another stage: what its own groups would give instead."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return None
+    try:
+        again = made_again(optimizer, optimizer.param_groups)
+    except LookupError as error:
+        return str(error)
+    nothing = Parts({}, {})
+    for name, value in vars(optimizer).items():
+        form = form_of(value, nothing)
+        plain = name not in _NOT_COMPARED and is_known(form) and form[0] == "plain"
+        if plain and repr(form_of(vars(again).get(name), nothing)) != repr(form):
+            return f"its {name} is {value!r:.60}, and would be {vars(again).get(name)!r:.60}"
+    return None
+
+
+def _grouped(groups: Sequence[Group]) -> list[list[int]]:
+    return [[id(parameter) for parameter in group["params"]] for group in groups if group["params"]]

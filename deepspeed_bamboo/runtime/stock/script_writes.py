@@ -1,0 +1,205 @@
+"""What a script writes into the optimizer and scheduler that it holds reaches every stage that its worker owns.
+
+A script has one optimizer object, the one that ``initialize`` returned (or that it made later), which belongs to the
+stage that its worker began with. It may also write through ``engine.optimizer``, which is that of the stage that
+the engine shows. The rule:
+
+- what the script changes in a parameter group of either is changed in the corresponding group of every stage that the
+  worker owns, before the next step. Corresponding is the group of the same name, else the one that was made with the
+  same values, else the one at the same position (``hyperparameters.corresponding``);
+- what a stage's own scheduler changes (one from the configuration, or a function given to ``initialize``) is no change
+  by the script: every stage has such a scheduler;
+- a scheduler object of the script, given to ``initialize`` or set on the engine later, is stepped once an iteration,
+  with the stage that its optimizer belongs to, and what it writes counts as written by the script;
+- where the worker doesn't own its first stage any more, the script's optimizer shows the values of the first stage
+  that it owns now.
+
+A shadow gets its owner's values with the mirrored gradients of each step. Taken over, it goes on with those, and with
+what the script of its new worker has written since that step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed_bamboo.runtime.stock.description import basic_optimizer
+from deepspeed_bamboo.runtime.stock.hosting import StageHost
+from deepspeed_bamboo.runtime.stock.hyperparameters import (
+    Values,
+    accept_values,
+    carry,
+    corresponding,
+    same_values,
+    values_of,
+)
+from deepspeed_bamboo.runtime.stock.replica import StageReplica
+
+
+class ScriptWrites:
+    """Carries what the script writes to all stages of one worker.
+
+    Args:
+        host: the worker's stages.
+        optimizer: what the script is given, DeepSpeed's wrapper or a plain one; see :meth:`hold`.
+        tell: called with a sentence for the user where a stage's value can't just be the script's; says each once.
+    """
+
+    def __init__(self, host: StageHost, optimizer: Any, *, tell: Callable[[str], None]) -> None:
+        self._host = host
+        self._tell = tell
+        self._said: set[str] = set()
+        self._optimizer: Any = None  # the script's
+        self._scheduler: Any = None  # an object of the script's
+        # By source and target, both by id: the source's values that the target has followed.
+        self._followed: dict[tuple[int, int], Values] = {}
+        self._used: dict[int, Values] = {}
+        self._made: weakref.WeakKeyDictionary[Any, Values] = weakref.WeakKeyDictionary()
+        self._of_the_job: list[tuple[StageReplica, Values]] = []
+        self._shows: int | None = None  # the optimizer, by id, whose values the script's shows
+        self.hold(optimizer)
+        for replica in host.owners():
+            self.note(replica)
+
+    def hold(self, optimizer: Any) -> None:
+        """``optimizer``, DeepSpeed's wrapper or a plain one, is what the script has in its hands from now on."""
+        self._optimizer = basic_optimizer(optimizer)
+        self._note_made(self._optimizer)
+
+    def note(self, replica: StageReplica) -> None:
+        """``replica`` has got its owner's values just now."""
+        target = replica.attributes["basic_optimizer"]
+        if target is None:
+            return
+        self._made[target] = replica.made
+        for source in self._sources():
+            self._followed[id(source), id(target)] = values_of(source)
+        state, replica.scheduler_state = replica.scheduler_state, None
+        self._find_scheduler()
+        if state is not None and self._scheduler is not None:
+            self._scheduler.load_state_dict(state)
+
+    def written(self) -> Values:
+        """What the script's optimizer holds."""
+        return () if self._optimizer is None else values_of(self._optimizer)
+
+    def go_back(self, values: Values) -> None:
+        """The script comes from where its optimizer had ``values``, and the job's state is here already."""
+        if self._optimizer is not None and values and not self._of_the_job:
+            replicas = [replica for replica in self._host.built() if replica.attributes["basic_optimizer"] is not None]
+            self._of_the_job = [(replica, values_of(replica.attributes["basic_optimizer"])) for replica in replicas]
+            accept_values(self._optimizer, values)
+
+    def come_back(self) -> None:
+        """The script has come to the job's step: what it wrote on its way there is in the job's state."""
+        waiting, self._of_the_job = self._of_the_job, []
+        for replica, values in waiting:
+            accept_values(replica.attributes["basic_optimizer"], values)
+            self.note(replica)
+
+    def follow(self) -> None:
+        """Carry what the script has written since the last call to every stage that this worker owns."""
+        self._find_scheduler()
+        self._place_scheduler()
+        if self._detached() and self._shows != id(self._sources()[-1]):
+            self._show()
+        for source in self._sources():
+            self._used[id(source)] = self._carry_from(source)
+
+    def stepped(self) -> None:
+        """After a step: what schedulers of the stages have changed is not the script's doing."""
+        followed: dict[tuple[int, int], Values] = {}
+        for source in self._sources():
+            now = values_of(source)
+            for replica in self._host.replicas():
+                target = replica.attributes["basic_optimizer"]
+                if target is None:
+                    continue
+                key = (id(source), id(target))
+                if self._has_own_scheduler(replica):
+                    followed[key] = now
+                elif replica.coordinate in self._host.shadows:
+                    followed[key] = self._used.get(id(source), now)
+                else:
+                    followed[key] = self._followed.get(key, now)
+        self._followed = followed
+        if self._scheduler is not None and not self._host.owned:
+            self._scheduler.step()  # nobody else does, on a worker that stands by
+        if self._detached():
+            self._show()
+
+    # ---- who is who -----------------------------------------------------------------------------------
+
+    def _sources(self) -> list[Any]:
+        """The optimizers that the script may write to, its own one first."""
+        first = self._host.shown() if self._host.owned else None
+        shown = None if first is None else first.attributes["basic_optimizer"]
+        return [optimizer for optimizer in dict.fromkeys((self._optimizer, shown)) if optimizer is not None]
+
+    def _detached(self) -> bool:
+        """True where the script's optimizer is none of the stages that this worker owns."""
+        owned = [replica.attributes["basic_optimizer"] for replica in self._host.owners()]
+        return self._optimizer is not None and bool(owned) and all(self._optimizer is not own for own in owned)
+
+    def _has_own_scheduler(self, replica: StageReplica) -> bool:
+        scheduler = replica.attributes["lr_scheduler"]
+        return scheduler is not None and scheduler is not self._scheduler
+
+    def _note_made(self, optimizer: Any) -> None:
+        if optimizer is not None and optimizer not in self._made:
+            self._made[optimizer] = values_of(optimizer)
+
+    # ---- carrying -------------------------------------------------------------------------------------
+
+    def _carry_from(self, source: Any) -> Values:
+        now = values_of(source)
+        self._note_made(source)
+        for replica in self._host.owners():
+            target = replica.attributes["basic_optimizer"]
+            if target is None or target is source:
+                continue
+            self._made[target] = replica.made
+            before = self._followed.get((id(source), id(target)), now)
+            if not same_values(before, now):
+                pairs = corresponding(self._made[target], self._made[source])
+                if len(pairs) == len(target.param_groups):
+                    carry(before, now, target, pairs, self._say)
+            self._followed[id(source), id(target)] = now
+        return now
+
+    def _show(self) -> None:
+        """The script's optimizer, of a stage that is elsewhere now, gets the values of the first stage here."""
+        shown = self._sources()[-1]
+        self._shows = id(shown)
+        if len(shown.param_groups) != len(self._optimizer.param_groups):
+            return
+        accept_values(self._optimizer, values_of(shown))
+        for replica in self._host.owners():
+            self._followed[id(self._optimizer), id(replica.attributes["basic_optimizer"])] = values_of(self._optimizer)
+
+    def _find_scheduler(self) -> None:
+        self._host.save()
+        for replica in self._host.built():
+            scheduler = replica.attributes["lr_scheduler"]
+            if scheduler is not None and scheduler is not replica.built_scheduler:
+                self._scheduler = scheduler
+
+    def _place_scheduler(self) -> None:
+        """The script's scheduler is stepped with the stage whose values it changes; not before that one's optimizer."""
+        owners = self._host.owners()
+        if self._scheduler is None or not owners:
+            return
+        optimizer = basic_optimizer(getattr(self._scheduler, "optimizer", None))
+        its = next((own for own in owners if own.attributes["basic_optimizer"] is optimizer), owners[0])
+        for replica in self._host.replicas():
+            replica.script_scheduler = self._scheduler
+            placed = replica.attributes["lr_scheduler"] is self._scheduler
+            if placed != (replica is its):
+                self._host.set_scheduler(replica, replica.built_scheduler if placed else self._scheduler)
+
+    def _say(self, sentence: str) -> None:
+        key = sentence.split(" from ")[0]
+        if key not in self._said:
+            self._said.add(key)
+            self._tell(sentence)

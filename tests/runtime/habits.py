@@ -1,0 +1,309 @@
+"""Scripts that change model, optimizer and scheduler by themselves, as public ones do; with stock's engine and ours.
+
+A habit is a class with what it does at each point of a script. Nothing in one knows the plugin.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch import Tensor, nn
+
+from tests.runtime.scenarios import fresh_process_group, wait_for_joiners
+
+WIDTH = 8
+OUTPUTS = 4
+
+
+class Block(nn.Module):
+    """x + tanh(Linear) + Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.outer = nn.Linear(WIDTH, WIDTH)
+        self.scale = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x)) + self.scale * self.outer(x)
+
+
+class Last(nn.Module):
+    """A layer of which each model has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_outputs = nn.Linear(WIDTH, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.to_outputs(x)
+
+
+class Habit:
+    """A script that does nothing by itself."""
+
+    dtype = torch.float32
+
+    def layers(self) -> list[Any]:
+        return [*(LayerSpec(Block) for _ in range(5)), LayerSpec(Last)]
+
+    def built(self, module: PipelineModule) -> None:
+        """After the PipelineModule is made."""
+
+    def arguments(self, module: PipelineModule) -> dict[str, Any]:
+        """Of ``deepspeed.initialize``."""
+        return {"model_parameters": [p for p in module.parameters() if p.requires_grad]}
+
+    def optimizer(self) -> dict[str, Any] | None:
+        """The configuration's."""
+        return {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
+
+    def started(self, engine: Any, optimizer: Any) -> None:
+        """After ``initialize``."""
+
+    def stepped(self, engine: Any, step: int) -> None:
+        """After each ``train_batch``."""
+
+
+class RatesByHand(Habit):
+    """Two groups with values of their own, which change in every step, a torch scheduler besides."""
+
+    def optimizer(self) -> None:
+        return None
+
+    def arguments(self, module: PipelineModule) -> dict[str, Any]:
+        def make(parameters: Any) -> torch.optim.Optimizer:
+            listed = list(parameters)
+            groups = [
+                {"params": [p for p in listed if p.dim() > 1], "weight_decay": 0.1},
+                {"params": [p for p in listed if p.dim() < 2], "weight_decay": 0.0},
+            ]
+            return torch.optim.AdamW(groups, lr=0.01)
+
+        return {"optimizer": make}
+
+    def started(self, engine: Any, optimizer: Any) -> None:
+        self.held = optimizer
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+
+    def stepped(self, engine: Any, step: int) -> None:
+        self.scheduler.step()
+        self.held.param_groups[0]["weight_decay"] = 0.1 / (step + 2)
+        self.held.param_groups[1]["betas"] = (0.9 - step / 20, 0.99)
+
+
+class Adapter(nn.Module):
+    """Around a linear layer, with a setting that only this object knows."""
+
+    def __init__(self, layer: nn.Linear, strength: float) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Linear(layer.in_features, 2, bias=False)
+        self.up = nn.Linear(2, layer.out_features, bias=False)
+        self.settings = {"strength": strength}
+        self.activation = lambda x: x * self.settings["strength"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.activation(self.up(self.down(x)))
+
+
+class Everything(Habit):
+    """Adapters of different strength, parts frozen by name, hooks with values of their own, a cast, and notes on
+    parameters by which a function makes groups."""
+
+    dtype = torch.bfloat16
+
+    def built(self, module: PipelineModule) -> None:
+        for index, layer in enumerate(module.forward_funcs, start=module._local_start):
+            if isinstance(layer, Block):
+                layer.inner = Adapter(layer.inner, strength=1.0 / (1 + index))
+                layer.scale = 0.25 * index
+        for name, parameter in module.named_parameters():
+            if name.endswith("outer.bias"):
+                parameter.requires_grad = False
+            elif parameter.requires_grad:
+                parameter.decays = "up" not in name
+                factor = 0.5 if "down" in name else 2.0
+                parameter.register_hook(lambda gradient, factor=factor: gradient * factor)
+        for layer in module.forward_funcs:
+            layer.register_forward_hook(lambda _, inputs, output: output * 0.5 if output.dim() == 2 else output)
+        module.bfloat16()
+
+    def optimizer(self) -> None:
+        return None
+
+    def arguments(self, module: PipelineModule) -> dict[str, Any]:
+        def make(parameters: Any) -> torch.optim.Optimizer:
+            listed = list(parameters)
+            groups = [{"params": [p for p in listed if p.decays], "weight_decay": 0.1}]
+            groups.append({"params": [p for p in listed if not p.decays], "weight_decay": 0.0})
+            return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.01)
+
+        return {"optimizer": make, **super().arguments(module)}
+
+
+class Objects(Habit):
+    """Optimizer and scheduler made by the script for its stage."""
+
+    def optimizer(self) -> None:
+        return None
+
+    def arguments(self, module: PipelineModule) -> dict[str, Any]:
+        named = list(module.named_parameters())
+        groups = [
+            {"params": [p for n, p in named if "outer" in n], "weight_decay": 0.1, "nesterov": True},
+            {"params": [p for n, p in named if "outer" not in n]},
+        ]
+        optimizer = torch.optim.SGD([g for g in groups if g["params"]], lr=0.1, momentum=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)}
+
+
+def halve_gradient(parameter: Tensor) -> None:
+    parameter.grad.mul_(0.5)
+
+
+class Late(Habit):
+    """Weights, optimizer, hooks and scheduler come after ``initialize``."""
+
+    def optimizer(self) -> None:
+        return None
+
+    def started(self, engine: Any, optimizer: Any) -> None:
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.mul_(0.5)
+        engine._configure_optimizer(lambda listed: torch.optim.AdamW(listed, lr=0.02), list(engine.module.parameters()))
+        engine.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.7)
+        for parameter in engine.module.parameters():
+            parameter.register_post_accumulate_grad_hook(halve_gradient)
+
+
+class Shared(nn.Module):
+    """A part of a model that is whole on every rank: a block of its own, and one that all layers use."""
+
+    def __init__(self, model: nn.ModuleDict, index: int) -> None:
+        super().__init__()
+        self.block, self.shared = model["blocks"][index], model["shared"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x) + self.shared(x)
+
+
+class OneModel(Habit):
+    """Every rank loads the whole model, and the layers of a stage take their parts of it."""
+
+    def layers(self) -> list[Any]:
+        blocks = nn.ModuleList([Block() for _ in range(5)])
+        model = nn.ModuleDict({"blocks": blocks, "shared": nn.Linear(WIDTH, WIDTH), "last": Last()})
+        return [*(LayerSpec(Shared, model, index) for index in range(5)), model["last"]]
+
+
+class ByIdentity:
+    """A setting of a layer of which nobody else can know what is in it."""
+
+
+class Unknown(Habit):
+    """One layer of the model gets an object that no other has, and an adapter around it besides."""
+
+    def built(self, module: PipelineModule) -> None:
+        for layer in module.forward_funcs:
+            if isinstance(layer, Last):
+                layer.mark = ByIdentity()
+
+
+class Uncallable(torch.optim.SGD):
+    """Its constructor can't be called with what the object tells of itself."""
+
+    def __init__(self, parameters: Any, secret: int) -> None:
+        super().__init__(parameters, lr=0.1 * secret)
+
+
+class UncallableObject(Habit):
+    """An optimizer object that nobody can make again."""
+
+    def optimizer(self) -> None:
+        return None
+
+    def arguments(self, module: PipelineModule) -> dict[str, Any]:
+        return {"optimizer": Uncallable(module.parameters(), 1)}
+
+
+_KINDS = (Habit, RatesByHand, Everything, Objects, Late, OneModel, Unknown, UncallableObject)
+HABITS: dict[str, type[Habit]] = {kind.__name__: kind for kind in _KINDS}
+
+
+def train_habit(
+    habit: str,
+    stages: int,
+    steps: int = 5,
+    faults: list[dict[str, Any]] | None = None,
+    settings: dict[str, Any] | None = None,
+    section: dict[str, Any] | None = None,
+    waits: dict[str, int] | None = None,
+) -> dict[str, Any]:
+    """Losses and the end of a script with ``habit``; with ``faults`` under the plugin, else with stock's engine."""
+    job = os.environ["BAMBOO_JOB"].split("--")[0]
+    os.environ["BAMBOO_JOB"] = f"{job}--{habit}"
+    Path(os.environ["TEST_DIRECTORY"], "job").write_text(os.environ["BAMBOO_JOB"], encoding="utf-8")
+    fresh_process_group(f"{habit}-{faults is not None}")
+    torch.manual_seed(11)
+    script = HABITS[habit]()
+    module = PipelineModule(
+        script.layers(), loss_fn=nn.functional.cross_entropy, partition_method="uniform", num_stages=stages
+    )
+    script.built(module)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 1000000,
+        **(settings or {}),
+    }
+    if script.optimizer() is not None:
+        config["optimizer"] = script.optimizer()
+    if faults is not None:
+        coordinator = {"suspicion_seconds": 1.0}
+        config["bamboo"] = {"coordinator": coordinator, "seed": 5, **(section or {}), "faults": faults}
+    engine, optimizer, _, _ = deepspeed.initialize(model=module, config=config, **script.arguments(module))
+    if hasattr(engine, "set_data_source"):
+        engine.set_data_source(lambda pipeline, step: _batches(pipeline, first=step * 3, dtype=script.dtype))
+    script.started(engine, optimizer)
+    data, losses = _batches(engine.grid.get_data_parallel_id(), first=0, dtype=script.dtype), []
+    for step in range(steps):
+        if faults is not None and not engine.catching_up:
+            wait_for_joiners(engine, (waits or {}).get(str(engine.__dict__["global_steps"]), 0))
+        losses.append(float(engine.train_batch(data)))
+        script.stepped(engine, step)
+    rate = engine.optimizer.param_groups[0]["lr"]
+    result: dict[str, Any] = {"losses": losses, "rate": float(rate)}
+    if faults is not None:
+        result.update(digest=engine.state_digest(), hosted=[str(r.coordinate) for r in engine.host.owners()])
+        engine.close()
+    return result
+
+
+def compare_habit(habit: str, **arguments: Any) -> dict[str, Any]:
+    """With stock's engine, and under the plugin."""
+    faults = arguments.pop("faults")
+    if os.environ.get("BAMBOO_JOINING") == "1":
+        return {"stock": None, "plugin": train_habit(habit, faults=faults, **arguments)}
+    plain = {name: value for name, value in arguments.items() if name not in ("section", "waits")}
+    stock = train_habit(habit, **plain)
+    return {"stock": stock, "plugin": train_habit(habit, faults=faults, **arguments)}
+
+
+def _batches(pipeline: int, *, first: int, dtype: torch.dtype) -> Iterator[Any]:
+    number = first
+    while True:
+        generator = torch.Generator().manual_seed(1000 * pipeline + number)
+        yield (
+            torch.randn(2, WIDTH, generator=generator, dtype=dtype),
+            torch.randint(0, OUTPUTS, (2,), generator=generator),
+        )
+        number += 1

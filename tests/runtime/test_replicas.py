@@ -1,0 +1,53 @@
+"""A replica is what its owner is, whatever the script has done to its own stage; or the job does not start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deepspeed_bamboo.runtime.main import EXIT_USER_ERROR
+from tests.runtime.habits import compare_habit, train_habit
+from tests.runtime.jobs import Jobs
+
+
+def kill(step: int, stage: int, pipeline: int = 0) -> dict[str, Any]:
+    return {"step": step, "pipeline": pipeline, "stage": stage, "at": "backward", "micro_batch": 1}
+
+
+CASES = [
+    ("Everything", 3, [kill(1, 2), kill(3, 0)]),
+    ("Objects", 3, [kill(1, 1), kill(3, 0)]),
+    ("Late", 3, [kill(1, 2), kill(3, 1)]),
+    ("OneModel", 3, [kill(1, 1), kill(3, 2)]),
+    ("OneModel", 1, [kill(1, 0, pipeline=1)]),
+]
+
+
+@pytest.mark.parametrize(("habit", "stages", "faults"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES])
+def test_what_the_script_did_to_its_stage_is_there_after_losses(
+    jobs: Jobs, habit: str, stages: int, faults: list[dict[str, Any]]
+) -> None:
+    world = 3 if stages == 3 else 2
+    result = jobs.run(
+        compare_habit, world=world, habit=habit, stages=stages, faults=faults, section={"debug_check_shadows": 1}
+    )
+    assert result.codes.count(-9) == len(faults) and result.survivors, result.transcript()
+    for value in result.values.values():
+        assert value["plugin"]["losses"] == value["stock"]["losses"]
+
+
+@pytest.mark.parametrize(
+    ("habit", "message"),
+    [
+        ("Unknown", "module 5, attributes has mark other tests.runtime.habits.ByIdentity with its owner and nothing"),
+        ("UncallableObject", "Uncallable can't be made again"),
+    ],
+)
+def test_what_can_not_be_made_again_is_refused_on_all_workers_at_the_start(
+    jobs: Jobs, habit: str, message: str
+) -> None:
+    result = jobs.run(train_habit, world=3, habit=habit, stages=3, faults=[])
+    assert result.codes == [EXIT_USER_ERROR] * 3, result.transcript()
+    for output in result.outputs.values():
+        assert message in output and "its LayerSpec" in output, result.transcript()

@@ -1,0 +1,74 @@
+"""What a script writes into the optimizer that it holds reaches every stage of its worker, and every shadow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_bamboo.runtime.stock.hyperparameters import accept_values, carry, corresponding, values_of
+from tests.runtime.habits import compare_habit
+from tests.runtime.jobs import Jobs
+
+
+def kill(step: int, stage: int, at: str = "backward") -> dict[str, Any]:
+    return {"step": step, "pipeline": 0, "stage": stage, "at": at, **({"micro_batch": 1} if at == "backward" else {})}
+
+
+def optimizer(*groups: dict[str, Any], **defaults: Any) -> torch.optim.Optimizer:
+    made = [{"params": [torch.nn.Parameter(torch.zeros(2))], **group} for group in groups]
+    return torch.optim.AdamW(made, **{"lr": 0.1, **defaults})
+
+
+def test_values_are_those_of_the_moment_and_are_accepted_as_they_are() -> None:
+    owner, shadow = (optimizer({"weight_decay": 0.1}, {"eps": 1e-6, "lr": torch.tensor(0.5)}) for _ in range(2))
+    held = shadow.param_groups[1]["lr"]
+    owner.param_groups[0].update(lr=0.03, betas=(0.8, 0.9), own="text")
+    owner.param_groups[1]["lr"].fill_(0.25)
+    values = values_of(owner)
+    owner.param_groups[1]["lr"].fill_(7.0)
+    accept_values(shadow, values)
+    assert [group["lr"] for group in shadow.param_groups] == [0.03, torch.tensor(0.25)]
+    assert shadow.param_groups[1]["lr"] is held
+    assert (shadow.param_groups[0]["betas"], shadow.param_groups[0]["own"]) == ((0.8, 0.9), "text")
+
+
+def test_groups_correspond_by_name_then_by_the_values_they_were_made_with_then_by_position() -> None:
+    decay, none = {"weight_decay": 0.1}, {"weight_decay": 0.0}
+    made = values_of(optimizer(decay, none, {"name": "head", "lr": 3.0}))
+    assert corresponding(values_of(optimizer({"name": "head"}, none)), made) == (2, 1)
+    assert corresponding(values_of(optimizer(none, decay, decay)), made) == (1, 0, 0)
+    assert corresponding(values_of(optimizer({"eps": 1.0}, {"eps": 2.0})), made) == (0, 1)
+    assert corresponding(values_of(optimizer(decay, decay)), values_of(optimizer(decay, none, decay))) == (0, 2)
+
+
+def test_a_change_is_carried_to_where_the_value_was_the_same_and_told_where_it_was_another() -> None:
+    script, other = optimizer({}, {"lr": 0.2}), optimizer({}, {"lr": 0.4})
+    before, told = values_of(script), []
+    script.param_groups[0].update(lr=0.05, betas=(0.5, 0.6))
+    script.param_groups[1].update(lr=0.1)
+    carry(before, values_of(script), other, (0, 1), told.append)
+    assert (other.param_groups[0]["lr"], other.param_groups[0]["betas"]) == (0.05, (0.5, 0.6))
+    assert other.param_groups[1]["lr"] == 0.2 and len(told) == 1 and "in proportion" in told[0]
+    carry(before, values_of(script), other, (0, None), told.append)
+    assert (other.param_groups[1]["lr"], len(told)) == (0.2, 1), "what was carried is not carried again"
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_rates_by_hand_and_a_scheduler_of_the_script_act_on_what_was_taken_over(jobs: Jobs, stage: int) -> None:
+    result = jobs.run(compare_habit, world=3, habit="RatesByHand", stages=3, faults=[kill(2, stage)])
+    assert result.codes.count(-9) == 1, result.transcript()
+    assert all(value["plugin"]["losses"] == value["stock"]["losses"] for value in result.values.values())
+    assert all(value["plugin"]["rate"] == value["stock"]["rate"] for value in result.values.values())
+
+
+def test_a_worker_that_joins_writes_what_the_others_have_written(jobs: Jobs) -> None:
+    more = {"joining": 1, "joining_after_deaths": 1, "waits": {"4": 1}, "steps": 7}
+    faults = [kill(1, 1), {**kill(5, 0), "micro_batch": 2}]
+    result = jobs.run(compare_habit, world=3, habit="RatesByHand", stages=3, faults=faults, **more)
+    assert 3 in result.survivors and result.values[3]["plugin"]["hosted"], result.transcript()
+    (rank, *_) = [rank for rank in result.survivors if rank < 3]
+    expected = result.values[rank]["stock"]["losses"]
+    assert result.values[rank]["plugin"]["losses"] == expected
+    assert result.values[3]["plugin"]["losses"][-2:] == expected[-2:]
