@@ -21,7 +21,10 @@ from deepspeed_bamboo.core.placement import WorkerId
 logger = logging.getLogger(__name__)
 
 LEASE = "lease"  # in the value of the key; a number of the store's
+LEASE_SECONDS = "lease_seconds"  # beside it: how long that lease lasts without a renewal
 _NO_LEASE = 0
+# How often an agent looks whether its worker has entered the key. The worker's settings may have a shorter lease.
+_FIRST_LOOK_SECONDS = 0.3
 _RETRY_SECONDS = 0.1
 _JOIN_SECONDS = 1.0
 _ATTEMPTS = 5
@@ -65,6 +68,19 @@ def conditions_for(
     return Conditions(may_stay, may_return, in_charge)
 
 
+def renewal_seconds(value: str | None, *, own_lease_seconds: float) -> float:
+    """How long to wait before a renewal: a third of the lease that ``value``, the key's, was entered with.
+
+    That may be shorter than ``own_lease_seconds``, for a worker goes by the settings that its script passes. None: the
+    worker has not entered its key yet.
+    """
+    if value is None:
+        return min(own_lease_seconds / 3, _FIRST_LOOK_SECONDS)
+    given = json.loads(value).get(LEASE_SECONDS)
+    seconds = given if isinstance(given, int | float) and given > 0 else own_lease_seconds
+    return min(seconds, own_lease_seconds) / 3
+
+
 class SharedRegistration:
     """One process's part in keeping ``key``: the worker's own (:meth:`enter`), or its agent's (without a value).
 
@@ -90,7 +106,8 @@ class SharedRegistration:
         """
         for attempt in range(1, _ATTEMPTS + 1):
             lease = self._store.grant_lease(self._lease_seconds)
-            self._value = json.dumps({**json.loads(value), LEASE: lease}, separators=(",", ":"))
+            leased = {LEASE: lease, LEASE_SECONDS: self._lease_seconds}
+            self._value = json.dumps({**json.loads(value), **leased}, separators=(",", ":"))
             try:
                 self._store.put(self._key, self._value, lease=lease)
                 return
@@ -124,12 +141,11 @@ class SharedRegistration:
             self._remove()
 
     def _keep(self) -> None:
-        pause = self._lease_seconds / 3
+        pause = renewal_seconds(self._value, own_lease_seconds=self._lease_seconds)
         while not self._stopped.wait(pause):
             if not self._conditions.in_charge():
-                pause = (
-                    self._lease_seconds / 10
-                )  # one that was stopped for a moment loses no third of its lease by that
+                # One that was stopped for a moment loses no third of its lease by that.
+                pause = self._lease_seconds / 10
                 continue
             pause = _RETRY_SECONDS
             try:
@@ -144,7 +160,7 @@ class SharedRegistration:
                 self.lost.set()
                 self._remove()
                 return
-            pause = self._lease_seconds / 3
+            pause = renewal_seconds(self._value, own_lease_seconds=self._lease_seconds)
 
     def _renew(self) -> bool:
         """Renew or come back; False when the worker is to leave."""

@@ -16,13 +16,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from deepspeed_bamboo.coordination.records import AgentRecord, Drain, EndedJob, EpochRecord, JobFailure, Member
-from deepspeed_bamboo.coordination.shared_registration import LEASE
+from deepspeed_bamboo.coordination.shared_registration import LEASE, LEASE_SECONDS
 from deepspeed_bamboo.coordination.store import Entry, KeyValueStore
 
 logger = logging.getLogger(__name__)
 
 # A member's value carries its generation and its lease as well, which are nobody's business outside of this part.
 GENERATION = "generation"
+_NOT_OF_MEMBERS = (GENERATION, LEASE, LEASE_SECONDS)
 
 _REMEMBERED = 1000
 _SHOWN = 120
@@ -51,7 +52,7 @@ def decode_as(kind: str, text: str) -> Any:
 
 def member_of(value: Mapping[str, Any]) -> Member:
     """The member that a value of its key describes."""
-    return Member.from_json({name: field for name, field in value.items() if name not in (GENERATION, LEASE)})
+    return Member.from_json({name: field for name, field in value.items() if name not in _NOT_OF_MEMBERS})
 
 
 def member_text(member: Member, *, generation: int) -> str:
@@ -138,7 +139,7 @@ def _member_value(value: Any) -> dict[str, Any]:
     """What a worker has written, its generation included; it has the form of a member."""
     found = dict(_dict(value))
     _count(found.get(GENERATION, 0))
-    _read_member({name: field for name, field in found.items() if name not in (GENERATION, LEASE)})
+    _read_member({name: field for name, field in found.items() if name not in _NOT_OF_MEMBERS})
     return found
 
 
