@@ -42,6 +42,24 @@ class StoreServer:
         """Listen no more, and end all connections."""
         self._server.close()
 
+    # For the worker that serves it; named and behaving as torch's Store.
+
+    def set(self, key: str, value: bytes) -> None:
+        """Keep ``value`` under ``key``."""
+        self._set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """The value of ``key``; waits until there is one."""
+        return self._get(key, _LONGEST_WAIT_SECONDS)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all ``keys`` have a value."""
+        return self._check(keys)
+
+    def delete_key(self, key: str) -> bool:
+        """Forget ``key``; whether it had a value."""
+        return self._delete(key)
+
     def _serve(self, connection: socket.socket) -> None:
         frames = Frames(connection)
         while (request := self._next(frames)) is not None:
