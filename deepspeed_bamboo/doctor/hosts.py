@@ -51,12 +51,7 @@ def check_paths(subject: Subject) -> Iterator[Finding]:
     for setting, path in (("event_log", section.event_log), ("checkpoint.dir", section.checkpoint.dir)):
         if path is None or path.startswith("s3://"):
             continue
-        if not Path(path).is_absolute():
-            yield Finding(
-                f"{setting} is {path!r}, which every machine takes from its own current directory",
-                "write a path from / on, the same on all machines",
-            )
-        elif setting == "checkpoint.dir" and any(Path(path).is_relative_to(own) for own in _OWN_TO_A_MACHINE):
+        if setting == "checkpoint.dir" and any(Path(path).is_relative_to(own) for own in _OWN_TO_A_MACHINE):
             yield Finding(
                 f"{setting} is {path!r}, and each machine has a {Path(*Path(path).parts[:2])} of its own",
                 "name a directory of a shared file system, or s3://bucket/prefix",

@@ -196,7 +196,7 @@ def test_a_fault_is_found_with_its_remedy(name: str, etcd: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "blocker", "what"),
     [
-        ({"event_log": "runs/here"}, True, "event_log is 'runs/here', which every machine takes from its own"),
+        ({"checkpoint": {"dir": "/var/tmp/../../tmp/here"}}, True, "checkpoint.dir is '/tmp/here', and each machine"),
         ({"checkpoint": {"dir": "/tmp/checkpoints"}}, True, "each machine has a /tmp of its own"),
         ({"event_log": "/proc/nope"}, True, "event_log is '/proc/nope', and /proc can't be written to"),
         ({"topology": {"zones": "auto"}}, False, "this machine's zone is not known"),
@@ -219,7 +219,7 @@ def test_an_etcd_that_is_away_blocks_and_one_of_three_does_not(etcd: str) -> Non
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         nowhere = f"127.0.0.1:{probe.getsockname()[1]}"
-    also_nowhere, same = nowhere.replace("127.0.0.1", "localhost"), etcd.replace("127.0.0.1", "localhost")
+    also_nowhere, same = nowhere.replace("127.0.0.1", "localhost"), etcd.replace("unix:/", "unix:/./")
     for endpoints, blocks in (
         ([nowhere], [True]),
         ([nowhere, etcd, same], [False]),

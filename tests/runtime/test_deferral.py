@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from deepspeed_bamboo.coordination import JobFailure
-from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.instructions import Instruction, Op
+from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.errors import JobFailedError
 from deepspeed_bamboo.pulse import SIZE_BYTES, Pulse
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, Interruption
 from deepspeed_bamboo.runtime.iteration.bubbles import Bubbles
-from deepspeed_bamboo.runtime.iteration.executor import Executor
+from deepspeed_bamboo.runtime.iteration.executor import Executor, IterationContext
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 from tests.runtime.jobs import Jobs
 from tests.runtime.scenarios import Training, train_and_train_late
@@ -116,6 +117,9 @@ class _Arrival:
         self.given_up.set()
 
 
+UNMEASURED = IterationContext(Placement.initial(Grid(1, 2), ["w0", "w1"]), 0, 0, training=False, micro_batches=1)
+
+
 class _Worker:
     """An executor over a bare engine whose every step is noted in ``log``."""
 
@@ -176,7 +180,7 @@ class _Worker:
 
     def run(self, *ops: Op) -> None:
         for op in ops:
-            self.executor.execute(Instruction(op, self.replica.coordinate, 0), None)  # type: ignore[arg-type]
+            self.executor.execute(Instruction(op, self.replica.coordinate, 0), UNMEASURED)
 
 
 def test_passes_are_launched_before_their_input_was_seen_and_nothing_leaves_the_worker_before_it_was() -> None:

@@ -13,8 +13,9 @@ import pytest
 import torch
 from deepspeed.pipe import PipelineModule
 
-from deepspeed_bamboo.runtime.checkpoint.stage_files import _saved_name, wrong_stages
+from deepspeed_bamboo.runtime.checkpoint.stage_files import wrong_stages
 from deepspeed_bamboo.runtime.main import EXIT_JOB_FAILED, EXIT_USER_ERROR
+from deepspeed_bamboo.runtime.stock.patches.tied_weights import _saved_name
 from deepspeed_bamboo.runtime.stock.rebinding import rebound
 from deepspeed_bamboo.runtime.stock.script_groups import SeveralRanks, as_rank
 from tests.runtime import models
