@@ -79,7 +79,7 @@ def test_four_agents_and_workers_start_and_end_within_two_seconds(fork_server: F
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_killed_worker_is_lost_at_once_and_its_agent_stays(fork_server: ForkServer, rank: int) -> None:
-    with Machine(fork_server, workers.train) as machine:
+    with Machine(fork_server, workers.train, **leased(20)) as machine:
         epoch_of(machine, 0)
         killed = machine.kill_worker(rank)
         epoch = epoch_of(machine, 1)
@@ -87,7 +87,8 @@ def test_a_killed_worker_is_lost_at_once_and_its_agent_stays(fork_server: ForkSe
         assert epoch.proposer == f"agent of rank {rank}" and "killed by SIGKILL" in epoch.reason
         wait_until(lambda: len(machine.coordinator.progress(1)) == 3, what="all survivors' reports")
         seconds = [report["seen"] - killed for report in machine.coordinator.progress(1).values()]
-        assert max(seconds) < stretched(0.1), f"survivors heard of it after {seconds}"
+        # Far from the lease; how fast it is on a quiet machine is measured elsewhere (docs/results.md).
+        assert max(seconds) < stretched(1), f"survivors heard of it after {seconds}"
         wait_until(lambda: len(machine.coordinator.members()) == 3, what="the lost one's key to go")
         assert len(machine.coordinator.agents()) == 4
         outcome = finish(machine)
@@ -288,7 +289,8 @@ def test_a_process_that_ends_itself_is_judged_by_its_own_agent_whoever_notices_f
     fork_server: ForkServer, code: int
 ) -> None:
     """The others suspect it at once, and its agent is held up; that does not make a loss of a script's end."""
-    with Machine(fork_server, workers.suspect_rank_1, argv=[str(code)], nodes=("a", "b", "c", "d")) as machine:
+    apart = {"nodes": ("a", "b", "c", "d"), **leased(20)}  # nobody keeps its key while its agent is held up
+    with Machine(fork_server, workers.suspect_rank_1, argv=[str(code)], **apart) as machine:
         pid, agent = machine.worker_pid(1), machine.agent_pids[1]
         freeze(agent)
         epoch_of(machine, 0)
