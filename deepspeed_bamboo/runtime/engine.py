@@ -290,7 +290,8 @@ class BambooPipelineEngine(SettlingEngine):
         record = self.session.interruption.active
         if record is None:
             raise RuntimeError("no epoch has been entered")
-        label = f"{self.activity.index}/{len(self.activity.rounds)}"
+        # With the kind: workers in different calls must not take each other's values for their own call's.
+        label = f"{self.activity.index}/{len(self.activity.rounds)}/{self.activity.kind}"
         workers = [worker for worker in record.members if among is None or worker in among]
         return agree(value, links=self.links, me=self.session.worker, workers=workers, label=label, meanwhile=meanwhile)
 

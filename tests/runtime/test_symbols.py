@@ -47,7 +47,7 @@ PUBLIC_IMPORTS = {
     *("torch.distributed:distributed_c10d", "torch:distributed", "torch:nn"),
 }
 # Private names of Python's.
-NOT_STOCK = {"_asdict", "_exit", "_replace"}
+NOT_STOCK = {"_asdict", "_exit", "_getframe", "_replace"}
 
 
 @cache

@@ -19,6 +19,7 @@ _LOOK_SECONDS = 5.0
 
 _CALLS = {
     "train": "train_batch",
+    "settle": "train_batch",
     "data": "train_batch",
     "evaluation position": "eval_batch",
     "evaluate": "eval_batch",

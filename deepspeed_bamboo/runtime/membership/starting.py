@@ -122,12 +122,12 @@ def _build_initial_shadows(
         )
         unlike = copy_shadows(engine, placement, shadows=dict(placement.shadows), label="start")
         everybody: dict[str, Any] = {"me": session.worker, "workers": order}
+        # First what was started otherwise: it makes replicas differ, too, and is the better word for it.
+        common = common_facts(agree(own_facts(engine), links=engine.links, **everybody, label="start/copied"))
         problem = problem_with(engine.optimizer_source) if engine.protects else None
         unlike = unlike if problem is None else (*unlike, f"the optimizer of worker {session.worker}: {problem}")
         found = agree(unlike, links=engine.links, **everybody, label="start/alike")
         refuse_unlike(engine, [text for worker in order for text in found[worker]])
-        facts = agree(own_facts(engine), links=engine.links, **everybody, label="start/copied")
-        common = common_facts(facts)
         _say_where_paths_differ(
             engine, agree(_paths(session.config), links=engine.links, **everybody, label="start/paths")
         )
