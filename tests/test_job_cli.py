@@ -18,8 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_bamboo.cli.job_view import lines, look
+from deepspeed_bamboo.cli.job_view import look
 from deepspeed_bamboo.cli.main import main
+from deepspeed_bamboo.cli.status_screen import screen
 from deepspeed_bamboo.coordination.ended import ended_folder, note_end
 from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable
 from deepspeed_bamboo.coordination.etcd import EtcdStore
@@ -71,13 +72,14 @@ def test_status_shows_who_hosts_what(
     assert lines[1].startswith("epoch 0, since ") and lines[1].endswith("start")
     assert lines[2] == "node b is to be left, 90 s from the request on: EC2 takes it"
     own = str(os.getpid())
-    assert [line.split() for line in lines[4:]] == [
-        ["worker", "node", "zone", "state", "hosts", "(pipeline.stage)", "shadows", "address", "pid", "agent's"],
-        ["a-0-0", "a", "z0", "active", "0.0", "0.1", "127.0.0.1", own, "1"],
-        ["a-1-0", "a", "z1", "active", "0.1", "0.2", "127.0.0.1", own, "1"],
-        ["b-2-0", "b", "z2", "leaving", "0.2", "0.0", "127.0.0.1", own, "1"],
-        ["c-3-0", "c", "z3", "standby", "-", "-", "127.0.0.1", own, "1"],
-        ["d-4-0", "d", "z4", "joining", "-", "-", "127.0.0.1", own, "1"],
+    assert [line.split() for line in lines[4:6]] == [["stage", "0", "1", "2"], ["pipeline", "0", "1/3", "2/1", "3/2"]]
+    assert [line.split() for line in lines[8:]] == [
+        ["#", "worker", "node", "zone", "state", "hosts", "(pipeline.stage)", "shadows", "address", "pid", "agent's"],
+        ["1", "a-0-0", "a", "z0", "active", "0.0", "0.1", "127.0.0.1", own, "1"],
+        ["2", "a-1-0", "a", "z1", "active", "0.1", "0.2", "127.0.0.1", own, "1"],
+        ["3", "b-2-0", "b", "z2", "leaving", "0.2", "0.0", "127.0.0.1", own, "1"],
+        ["4", "c-3-0", "c", "z3", "standby", "-", "-", "127.0.0.1", own, "1"],
+        ["5", "d-4-0", "d", "z4", "joining", "-", "-", "127.0.0.1", own, "1"],
     ]
 
 
@@ -102,7 +104,7 @@ def test_status_shows_slots_whose_worker_is_still_getting_ready(
     registration = job.register_agent(AgentRecord(7, "e", 1), lease_seconds=60)
     assert main(["status", "--job", "busy", "--endpoints", str(server.endpoint)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split() == [
-        *["(slot", "7)", "e", "?", "preparing", "-", "-", "?", "-", "1"]
+        *["-", "(slot", "7)", "e", "?", "preparing", "-", "-", "?", "-", "1"]
     ]
     registration.withdraw()
 
@@ -340,10 +342,10 @@ def test_status_shows_the_last_good_checkpoint_and_whether_the_next_is_overdue(j
     failed = {"t": now - 60, "event": "checkpoint", "action": "failed", "step": 60, "reason": "disk full"}
     job.publish_status({"worker": "a-0-0", "t": now, "step": 70})
     job.publish_events([saved, failed])
-    assert "last checkpoint: step 30, 21 min 40 s ago" in lines(look(job))
+    assert "last checkpoint: step 30, 21 min 40 s ago" in screen(look(job))
     job.publish_events([{**saved, "interval_seconds": 600.0}, failed])
     overdue = "last checkpoint: step 30, 21 min 40 s ago; the next one is overdue, they are due every 10 min 0 s"
-    assert overdue in lines(look(job))
+    assert overdue in screen(look(job))
 
 
 def test_a_checkpoint_that_failed_does_not_hide_the_last_good_one() -> None:

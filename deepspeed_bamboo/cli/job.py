@@ -7,8 +7,7 @@ import contextlib
 import json
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from deepspeed_bamboo.coordination.records import EndedJob
 
 _CONNECT_SECONDS = 5.0
-_WATCH_SECONDS = 1.0
 _STOPS_TRAINING = (
     "is to end at the next iteration boundary. A script that looks at engine.finished leaves its loop there and does "
     "what follows it; any other ends there without that"
@@ -40,7 +38,11 @@ def add_parser(subparsers: Any) -> None:
     """Register the three commands."""
     status = subparsers.add_parser("status", help="who takes part in a running job, and what each worker hosts")
     _add_job_options(status)
-    status.add_argument("--watch", action="store_true", help="show it anew each second until the job is over")
+    status.add_argument(
+        "--watch",
+        action="store_true",
+        help="a live screen until the job is over; where the output is no terminal, a line for whatever is new",
+    )
     status.add_argument("--json", action="store_true", help="print JSON; with --watch one line each second")
     status.set_defaults(run=run_status)
 
@@ -62,7 +64,10 @@ def add_parser(subparsers: Any) -> None:
 
 def run_status(arguments: argparse.Namespace) -> int:
     """Print the state of the job. Raises NoSuchJobError and CoordinatorUnavailable."""
-    from deepspeed_bamboo.cli.job_view import ended_line, lines, look
+    from deepspeed_bamboo.cli.job_view import look
+    from deepspeed_bamboo.cli.status_screen import screen
+    from deepspeed_bamboo.cli.status_watch import terminal_cells, watch
+    from deepspeed_bamboo.cli.status_words import ended_line
 
     with contextlib.ExitStack() as opened:
         try:
@@ -74,9 +79,10 @@ def run_status(arguments: argparse.Namespace) -> int:
             print(json.dumps(end.to_json(), indent=2) if arguments.json else ended_line(end))
             return 0
         if arguments.watch:
-            return _watch(coordinator, as_json=arguments.json, external=_is_external(arguments))
+            return watch(coordinator, as_json=arguments.json, external=_is_external(arguments))
         view = look(coordinator)
-        print(json.dumps(view.to_json(), indent=2) if arguments.json else "\n".join(lines(view)))
+        text = "\n".join(screen(view, cells=terminal_cells()))
+        print(json.dumps(view.to_json(), indent=2) if arguments.json else text)
     return 0
 
 
@@ -234,49 +240,6 @@ def _only(jobs: list[str], *, where: str, remedy: str = "") -> str:
 
 def _those(jobs: list[str]) -> str:
     return f"there run {', '.join(jobs)}" if jobs else "no job runs there"
-
-
-def _watch(coordinator: JobCoordinator, *, as_json: bool, external: bool) -> int:
-    """Show the job until it is over, its own etcd is gone, or the user has seen enough.
-
-    An ``external`` etcd may be away for a while; the job trains on then.
-    """
-    from deepspeed_bamboo.cli.job_view import lines, look
-    from deepspeed_bamboo.coordination import CoordinatorUnavailable
-
-    with contextlib.suppress(KeyboardInterrupt), _display(as_json=as_json) as show:
-        seen, away_since = "", 0.0
-        while True:
-            try:
-                view = look(coordinator)
-            except CoordinatorUnavailable as error:
-                if not external:
-                    print(f"ds_bamboo: the job's own etcd is gone, and the job with it: {error}", file=sys.stderr)
-                    return 1
-                away_since = away_since or time.monotonic()
-                text = f"etcd has not answered for {time.monotonic() - away_since:.0f} s; the job trains on without it"
-                show(json.dumps({"unavailable": str(error)}) if as_json else f"{text}. It was:\n{seen}".rstrip())
-                time.sleep(_WATCH_SECONDS)
-                continue
-            seen, away_since = "\n".join(lines(view)), 0.0
-            show(json.dumps(view.to_json()) if as_json else seen)
-            if view.over:
-                return 0
-            time.sleep(_WATCH_SECONDS)
-    return 0
-
-
-@contextmanager
-def _display(*, as_json: bool) -> Iterator[Callable[[str], None]]:
-    """Shows one text in place of the one before; where that is impossible, one after the other."""
-    if as_json or not sys.stdout.isatty():
-        yield lambda text: print(text, flush=True)
-        return
-    from rich.live import Live
-    from rich.text import Text
-
-    with Live(auto_refresh=False) as live:
-        yield lambda text: live.update(Text(text), refresh=True)
 
 
 def _positive(text: str) -> float:

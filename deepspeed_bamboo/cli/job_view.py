@@ -1,4 +1,4 @@
-"""What there is to see of a running job: read once from its coordinator, shown as a table or as JSON."""
+"""What there is to see of a running job, read once from its coordinator. ``status_screen.py`` shows it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from deepspeed_bamboo.coordination import Drain, EpochRecord, JobCoordinator, Member
-from deepspeed_bamboo.coordination.records import AgentRecord, EndedJob
+from deepspeed_bamboo.coordination.records import AgentRecord
 from deepspeed_bamboo.core.placement import WorkerId
-from deepspeed_bamboo.elastic.standing_still import in_words
 
-_SHOWN = 8
 _OVERDUE_INTERVALS = 2.0
 _LONG_SECONDS, _LONG_STEPS = 30.0, 10.0  # without a step, when a job is said to stand still: the longer of the two
 
@@ -40,8 +38,34 @@ class WorkerView:
 
 
 @dataclass(frozen=True)
+class Failover:
+    """A loss that the job has survived: in which step, who was lost with which coordinates, how long others waited."""
+
+    step: int
+    workers: tuple[WorkerId, ...]
+    lost: tuple[str, ...]
+    pause_seconds: float | None
+    age_seconds: float
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The last good checkpoint. ``interval_seconds``: how often one is due, if that is known."""
+
+    step: int
+    path: str
+    age_seconds: float
+    interval_seconds: float | None
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the next one should be there by now."""
+        return self.interval_seconds is not None and self.age_seconds > _OVERDUE_INTERVALS * self.interval_seconds
+
+
+@dataclass(frozen=True)
 class JobView:
-    """A job at one moment. Times are in seconds since then by this machine's clock; None for what isn't known.
+    """A job at one moment. Ages are in seconds by this machine's clock; None for what isn't known.
 
     ``state``: starting, running, stopping, finished, failed, or dead (nobody is left to run it).
     """
@@ -56,8 +80,17 @@ class JobView:
     agents: int
     workers: tuple[WorkerView, ...]
     draining: tuple[Drain, ...]
+    grid: tuple[int, int] | None = None
+    """Pipelines and stages."""
     progress: dict[str, Any] | None = None
-    """What the job last said of itself: step, its loss and seconds, when (t), and recent events."""
+    """What the job last said of itself: step, its loss and seconds, mode, slow workers, when (t), and recent events."""
+    progress_seconds: float | None = None
+    """How long ago that was."""
+    seen_t: float = 0.0
+    """When this was read: the wall clock, as ``t`` of events is."""
+    failovers: tuple[Failover, ...] = ()
+    """The last ones, oldest first."""
+    checkpoint: Checkpoint | None = None
     slots: int = 0
     """With how many it was started; 0 if that isn't known."""
     missing_slots: tuple[int, ...] = ()
@@ -70,8 +103,38 @@ class JobView:
         """Whether nothing will change any more."""
         return self.state in ("finished", "failed", "dead")
 
+    @property
+    def events(self) -> tuple[dict[str, Any], ...]:
+        """What has happened lately, oldest first."""
+        return tuple((self.progress or {}).get("events", ()))
+
+    @property
+    def mode(self) -> str | None:
+        """The mode of redundancy of the newest step."""
+        mode = (self.progress or {}).get("mode")
+        return mode if isinstance(mode, str) else None
+
+    @property
+    def slow(self) -> dict[WorkerId, float]:
+        """The speeds of slow workers; 1 is as fast as before."""
+        told = (self.progress or {}).get("slow")
+        found = {str(w): number(s) for w, s in told.items()} if isinstance(told, dict) else {}
+        return {worker: speed for worker, speed in found.items() if speed is not None and speed > 0.0}
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether the newest step is much older than steps take. Scripts may evaluate and save in between."""
+        if self.state != "running" or self.progress is None or self.progress_seconds is None:
+            return False
+        usual = number(self.progress.get("seconds")) or 0.0
+        return self.progress_seconds > max(_LONG_SECONDS, _LONG_STEPS * usual)
+
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """All of it, as a value that ``json`` can write."""
+        found = asdict(self)
+        if self.checkpoint is not None:
+            found["checkpoint"]["overdue"] = self.checkpoint.overdue
+        return {**found, "mode": self.mode, "slow": self.slow, "stands_still": self.stands_still}
 
 
 def look(coordinator: JobCoordinator) -> JobView:
@@ -80,119 +143,76 @@ def look(coordinator: JobCoordinator) -> JobView:
     agents = coordinator.agents()
     state, detail = _state(coordinator, alive=bool(agents or members), epoch=epoch)
     started, slots = coordinator.started_seconds(), coordinator.start_slots()
+    progress, now = coordinator.status(), time.time()
+    events = () if progress is None else tuple(progress.get("events", ()))
     return JobView(
         job=coordinator.job,
         state=state,
         detail=detail,
         epoch=None if epoch is None else epoch.number,
         reason="" if epoch is None else epoch.reason,
-        age_seconds=None if started is None else max(0.0, time.time() - started),
-        epoch_seconds=None if epoch is None else max(0.0, time.time() - epoch.time_seconds),
+        age_seconds=None if started is None else max(0.0, now - started),
+        epoch_seconds=None if epoch is None else max(0.0, now - epoch.time_seconds),
         agents=len(agents),
         workers=(
             *_with_agents(_workers(epoch, members, set(drains), finished=state == "finished"), members, agents),
             *(_preparing(agents, members) if state in ("starting", "running") else ()),
         ),
         draining=tuple(drains.values()),
-        progress=coordinator.status(),
+        grid=None if epoch is None else (epoch.placement.grid.pipelines, epoch.placement.grid.stages),
+        progress=progress,
+        progress_seconds=None if progress is None else max(0.0, now - progress["t"]),
+        seen_t=now,
+        failovers=failovers(events, now=now),
+        checkpoint=last_checkpoint(events, now=now),
         slots=slots,
         missing_slots=tuple(rank for rank in range(slots) if rank not in agents) if state == "starting" else (),
         hangs={worker: facts for worker, facts in coordinator.hangs().items() if worker in members},
     )
 
 
-def lines(view: JobView) -> list[str]:
-    """``view`` as text."""
-    age = "" if view.age_seconds is None else f", started {_duration(view.age_seconds)} ago"
-    found = [f"job {view.job}: {view.state}{age}, {view.agents} agents{_after(view.detail)}"]
-    if view.missing_slots:
-        ranks = ", ".join(map(str, view.missing_slots))
-        found.append(f"waiting for {len(view.missing_slots)} of {view.slots} slots to begin: {ranks}")
-    if view.epoch is not None and view.epoch_seconds is not None:
-        found.append(f"epoch {view.epoch}, since {_duration(view.epoch_seconds)}: {view.reason}")
-    if view.progress is not None:
-        found.append(_step_line(view.progress))
-        found += _checkpoint_line(view.progress)
-        if view.state == "running" and _stands_still(view.progress):
-            found.append("no step has ended since: a worker is busy otherwise, or stands still; see their output")
-    for worker, facts in view.hangs.items():
-        found += in_words(worker, facts).splitlines()
-    for drain in view.draining:
-        hurry = "" if drain.deadline_seconds is None else f", {drain.deadline_seconds:.0f} s from the request on"
-        found.append(f"node {drain.node} is to be left{hurry}: {drain.reason}")
-    if view.workers:
-        found += ["", *_table([_HEADING, *map(_row, view.workers)])]
-    events = (view.progress or {}).get("events", [])
-    if events:
-        ages = [(f"{_duration(max(0.0, time.time() - event['t']))} ago", _told(event)) for event in events]
-        found += ["", *_table(ages)]
-    return found
+def failovers(events: Sequence[Mapping[str, Any]], *, now: float) -> tuple[Failover, ...]:
+    """The losses among ``events``."""
+    return tuple(
+        Failover(
+            step=event["step"],
+            workers=_texts(event.get("workers")),
+            lost=_texts(event.get("lost")),
+            pause_seconds=pause_of(event),
+            age_seconds=max(0.0, now - event["t"]),
+        )
+        for event in events
+        if event["event"] == "loss_of_node"
+    )
 
 
-_HEADING = ("worker", "node", "zone", "state", "hosts (pipeline.stage)", "shadows", "address", "pid", "agent's")
-
-
-def _row(view: WorkerView) -> tuple[str, ...]:
-    processes = ("-" if pid is None else str(pid) for pid in (view.pid, view.agent_pid))
-    hosts, shadows = _short(view.hosts), _short(view.shadows)
-    return (view.worker, view.node, view.zone, view.state, hosts, shadows, view.address, *processes)
-
-
-def ended_line(end: EndedJob) -> str:
-    """A job that is there no more."""
-    step = f" in step {end.step}" if end.step >= 0 else ""
-    ago = _duration(max(0.0, time.time() - end.time_seconds))
-    return f"job {end.job}: {end.state}{step}, {ago} ago{_after(end.detail)}"
-
-
-def _checkpoint_line(progress: dict[str, Any]) -> list[str]:
-    """The last good checkpoint, and whether the next one is overdue."""
-    saved = [event for event in progress.get("events", []) if event["event"] == "checkpoint"]
-    saved = [event for event in saved if event.get("action") == "saved"]
+def last_checkpoint(events: Sequence[Mapping[str, Any]], *, now: float) -> Checkpoint | None:
+    """The newest good checkpoint that ``events`` tell of."""
+    saved = [event for event in events if event["event"] == "checkpoint" and event.get("action") == "saved"]
     if not saved:
-        return []
+        return None
     newest = saved[-1]
-    age = max(0.0, time.time() - newest["t"])
-    line = f"last checkpoint: step {newest.get('last_step', newest['step'])}, {_duration(age)} ago"
-    interval = newest.get("interval_seconds")
-    if isinstance(interval, int | float) and age > _OVERDUE_INTERVALS * interval:
-        line += f"; the next one is overdue, they are due every {_duration(interval)}"
-    return [line]
+    return Checkpoint(
+        step=newest.get("last_step", newest["step"]),
+        path=str(newest.get("path", "")),
+        age_seconds=max(0.0, now - newest["t"]),
+        interval_seconds=number(newest.get("interval_seconds")),
+    )
 
 
-def _step_line(progress: dict[str, Any]) -> str:
-    """Where the job is."""
-    parts = [f"step {progress['step']}"]
-    if isinstance(progress.get("loss"), float):
-        parts.append(f"loss {progress['loss']:.4f}")
-    if "seconds" in progress:
-        parts.append(f"{progress['seconds']:.3g} s a step")
-    parts.append(f"{_duration(max(0.0, time.time() - progress['t']))} ago")
-    return ", ".join(parts)
+def pause_of(event: Mapping[str, Any]) -> float | None:
+    """How long the survivors of a loss waited, in seconds, if ``event`` tells that."""
+    parts = event.get("pause_seconds")
+    return number(parts.get("total")) if isinstance(parts, dict) else None
 
 
-def _stands_still(progress: dict[str, Any]) -> bool:
-    """Whether the newest step is much older than steps take. Scripts may evaluate and save in between."""
-    age = time.time() - progress["t"]
-    return bool(age > max(_LONG_SECONDS, _LONG_STEPS * progress.get("seconds", 0.0)))
+def number(value: object) -> float | None:
+    """``value`` where it is a number. What is in etcd may have been written by anybody."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _told(event: dict[str, Any]) -> str:
-    """An event in words."""
-    if event["event"] == "loss_of_node":
-        pause = event["pause_seconds"]["total"]
-        what = f"lost {', '.join(event['workers'])} with {' '.join(event['lost']) or 'nothing'}, pause {pause:.2f} s"
-    elif event["event"] == "reconfigured":
-        what = f"{event['reason']}, pause {event['seconds']:.2f} s"
-    elif event["event"] == "mode":
-        what = f"mode {event['reason']}"
-    elif event["event"] == "checkpoint":
-        what = f"checkpoint {event['action']} {event.get('path', event.get('reason', ''))}".rstrip()
-    elif event["event"] == "fatal_restore":
-        what = f"went on from {event['path']}"
-    else:
-        what = f"{event['event']} {event.get('reason', '')}".rstrip()
-    return f"step {event['step']}: {what}"
+def _texts(value: object) -> tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, list | tuple) else ()
 
 
 def _state(coordinator: JobCoordinator, *, alive: bool, epoch: EpochRecord | None) -> tuple[str, str]:
@@ -247,27 +267,3 @@ def _preparing(agents: Mapping[int, AgentRecord], members: Mapping[WorkerId, Mem
     for rank, agent in sorted(agents.items()):
         if rank not in there:
             yield WorkerView(f"(slot {rank})", agent.node, "?", "preparing", (), (), agent_pid=agent.pid)
-
-
-def _short(coordinates: Sequence[str]) -> str:
-    more = f" and {len(coordinates) - _SHOWN} more" if len(coordinates) > _SHOWN else ""
-    return " ".join(coordinates[:_SHOWN]) + more if coordinates else "-"
-
-
-def _after(detail: str) -> str:
-    return f" ({detail})" if detail else ""
-
-
-def _duration(seconds: float) -> str:
-    """In the two largest units."""
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

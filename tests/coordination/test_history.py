@@ -20,7 +20,7 @@ _KEY_BYTES = 200  # what etcd keeps beside the value: the key, twice, and its re
 def test_a_job_of_a_year_stays_below_etcds_quota() -> None:
     seconds, written, year = 0.0, 0, 365 * 86_400
     value = '{"worker":"a-node-of-some-length-12-0.3","t":1700000000.1234567,"step":123456789,'
-    value += '"loss":1.2345678901234567,"seconds":0.123456789}'
+    value += '"loss":1.2345678901234567,"seconds":0.123456789,"mode":"eager"}'
     while seconds < 86_400:
         seconds += period_seconds(seconds)
         written += len(value) + _KEY_BYTES

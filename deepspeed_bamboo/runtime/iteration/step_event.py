@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
@@ -26,8 +27,10 @@ class SteppedEngine(Protocol):
         """Samples of an iteration, of all pipelines."""
 
 
-def log_step(engine: SteppedEngine, *, seconds: float) -> None:
+def log_step(engine: SteppedEngine, *, seconds: float, mode: str, slow: Mapping[str, float]) -> None:
     """Log the step just taken: its loss, and which part this worker had in it.
+
+    ``mode`` is the redundancy mode in which it was planned; ``slow`` has the speeds of slow workers, 1 is as before.
 
     ``hosted`` are the coordinates whose step it took; ``used``, by pipeline whose first stage is among them, the
     micro-batches that went in, counted from the job's first (begin, end). So the logs of all workers show that
@@ -41,6 +44,8 @@ def log_step(engine: SteppedEngine, *, seconds: float) -> None:
         loss=engine.mean_loss,
         samples=engine.train_batch_size(),
         seconds=seconds,
+        mode=mode,
+        **({"slow": dict(slow)} if slow else {}),
         hosted=[str(coordinate) for coordinate in hosted],
         used={str(pipeline): engine.data.used(pipeline, micro_batches=engine.micro_batches) for pipeline in firsts},
     )

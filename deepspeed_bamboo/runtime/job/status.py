@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from typing import Any
 
 from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobCoordinator
@@ -14,9 +13,11 @@ from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobCoordinator
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 1.0, 10.0
 _PART_OF_AGE = 1 / 60
 _TOLD = ("loss_of_node", "reconfigured", "notice", "mode", "checkpoint", "fatal_restore")
+_OF_STEP = ("loss", "seconds", "mode", "slow")
 _BEGINNINGS = ("taken", "expected", "nothing")  # what need not be told, or whose end is told
 _PERIODIC = "checkpoint"
-_KEPT = 8
+_LOSS = "loss_of_node"
+_KEPT, _KEPT_LOSSES = 8, 3  # losses stay longer than what else happens
 
 
 class StatusTeller:
@@ -27,7 +28,7 @@ class StatusTeller:
         self._worker = worker
         self._changed = threading.Condition()
         self._newest: dict[str, Any] | None = None
-        self._events: deque[dict[str, Any]] = deque(maxlen=_KEPT)
+        self._events: list[dict[str, Any]] = []
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -37,11 +38,14 @@ class StatusTeller:
             if event in _TOLD and fields.get("action") not in _BEGINNINGS:
                 noted = {"t": time.time(), "event": event, "step": step, **fields}
                 # Of those that come again and again the newest of each kind: else there would soon be nothing else.
-                self._events = deque((e for e in self._events if not _replaces(noted, e)), maxlen=_KEPT)
-                self._events.append(noted)
+                self._events = _newest([*(e for e in self._events if not _replaces(noted, e)), noted])
             if event != "step" or not reporter or self._closed:
                 return
-            self._newest = {"t": time.time(), "step": step, "loss": fields["loss"], "seconds": fields["seconds"]}
+            self._newest = {
+                "t": time.time(),
+                "step": step,
+                **{name: fields[name] for name in _OF_STEP if name in fields},
+            }
             self._changed.notify()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="bamboo-status", daemon=True)
@@ -64,7 +68,7 @@ class StatusTeller:
                 newest, self._newest = self._newest, None
                 own = list(self._events)
             try:
-                events = _merged(self._told_before() if told is None else told, own)[-_KEPT:]
+                events = _newest(_merged(self._told_before() if told is None else told, own))
                 if events != told:
                     self._coordinator.publish_events(events)
                     told = events
@@ -83,6 +87,13 @@ class StatusTeller:
 def period_seconds(age_seconds: float) -> float:
     """How long to wait before the next word, after so much time of this worker as the reporter."""
     return min(_LONGEST_SECONDS, max(_SHORTEST_SECONDS, age_seconds * _PART_OF_AGE))
+
+
+def _newest(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of ``events``, which are in order, that are shown: the newest, and the last losses."""
+    losses = [index for index, event in enumerate(events) if event["event"] == _LOSS][-_KEPT_LOSSES:]
+    shown = {*range(len(events))[-_KEPT:], *losses}
+    return [event for index, event in enumerate(events) if index in shown]
 
 
 def _merged(earlier: list[dict[str, Any]], own: list[dict[str, Any]]) -> list[dict[str, Any]]:

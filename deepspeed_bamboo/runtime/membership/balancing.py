@@ -51,6 +51,11 @@ class Balancing:
         return profile if profile is None or self._handover is None else replace(profile, handover=self._handover)
 
     @property
+    def slow_workers(self) -> Mapping[WorkerId, float]:
+        """The workers that are slow, and their speeds: 1 is as fast as before."""
+        return self._measured.speeds
+
+    @property
     def _simulated(self) -> bool:
         """Whether an iteration is small enough to be simulated now and then."""
         return bool(2 * len(self._engine.job_grid) * self._engine.micro_batches <= _MOST_PASSES)
