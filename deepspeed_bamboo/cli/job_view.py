@@ -10,6 +10,7 @@ from typing import Any
 from deepspeed_bamboo.coordination import Drain, EpochRecord, JobCoordinator, Member
 from deepspeed_bamboo.coordination.records import AgentRecord
 from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.long_work import WorkFacts
 
 _OVERDUE_INTERVALS = 2.0
 _LONG_SECONDS, _LONG_STEPS = 30.0, 10.0  # without a step, when a job is said to stand still: the longer of the two
@@ -95,6 +96,8 @@ class JobView:
     """With how many it was started; 0 if that isn't known."""
     missing_slots: tuple[int, ...] = ()
     """While it starts: those of them that are not there, and without which it can't begin."""
+    works: dict[WorkerId, WorkFacts] = field(default_factory=dict)
+    """What takes workers long at this moment: what, how much of it is done, of how much, in which unit, seconds."""
     hangs: dict[WorkerId, dict[str, Any]] = field(default_factory=dict)
     """Workers that stand still: rank, node, doing, step, seconds (when that was noticed), waiting, stack."""
 
@@ -167,6 +170,9 @@ def look(coordinator: JobCoordinator) -> JobView:
         checkpoint=last_checkpoint(events, now=now),
         slots=slots,
         missing_slots=tuple(rank for rank in range(slots) if rank not in agents) if state == "starting" else (),
+        works={
+            worker: WorkFacts.from_json(facts) for worker, facts in coordinator.works().items() if worker in members
+        },
         hangs={worker: facts for worker, facts in coordinator.hangs().items() if worker in members},
     )
 

@@ -38,6 +38,7 @@ def facts(view: JobView) -> list[str]:
         found.append(f"last failovers: {'; '.join(told)}")
     if view.checkpoint is not None:
         found.append(_checkpoint_line(view))
+    found += [f"{worker}: {work.in_words()}" for worker, work in view.works.items()]
     for worker, hang in view.hangs.items():
         found += in_words(worker, hang).splitlines()
     for worker, speed in sorted(view.slow.items()):

@@ -42,6 +42,20 @@ class JobNews:
         """The workers that stand still."""
         return dict(self._read.children(self._keys.hangs, "hang"))
 
+    def publish_work(self, worker: WorkerId, facts: Mapping[str, Any] | None) -> None:
+        """Say how far something is that takes ``worker`` long (see ``long_work.py``); None: it is over.
+
+        :meth:`watch` does not tell of it.
+        """
+        if facts is None:
+            self._store.delete(self._keys.work(worker))
+        else:
+            self._store.put(self._keys.work(worker), encode(dict(facts)))
+
+    def works(self) -> dict[WorkerId, dict[str, Any]]:
+        """What takes workers long at this moment."""
+        return dict(self._read.children(self._keys.all_works, "work"))
+
     def request_drain(self, node: str, *, deadline_seconds: float | None, reason: str) -> None:
         """Ask the job to leave ``node``, at the latest in so many seconds (None: no hurry).
 

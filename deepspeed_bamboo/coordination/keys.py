@@ -56,6 +56,8 @@ class JobKeys:
         self.hangs = self.root + "hang/"
         # Nor of where workers wait: only one that waits itself looks.
         self.all_whereabouts = f"/{prefix.strip('/')}/.whereabouts/{job}/"
+        # Nor of how far long work is, for onlookers.
+        self.all_works = f"/{prefix.strip('/')}/.works/{job}/"
 
     def member(self, worker: str) -> str:
         return self.members + check_name(worker, what="worker id")
@@ -77,6 +79,9 @@ class JobKeys:
 
     def whereabouts(self, worker: str) -> str:
         return self.all_whereabouts + check_name(worker, what="worker id")
+
+    def work(self, worker: str) -> str:
+        return self.all_works + check_name(worker, what="worker id")
 
     def all_progress(self, epoch: int) -> str:
         return f"{self.root}progress/{epoch}/"

@@ -18,6 +18,7 @@ from typing import Any
 from deepspeed_bamboo.coordination.records import AgentRecord, Drain, EndedJob, EpochRecord, JobFailure, Member
 from deepspeed_bamboo.coordination.shared_registration import LEASE, LEASE_SECONDS
 from deepspeed_bamboo.coordination.store import Entry, KeyValueStore
+from deepspeed_bamboo.long_work import WorkFacts
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +170,10 @@ def _hang(value: Any) -> dict[str, Any]:
     return found
 
 
+def _work(value: Any) -> dict[str, Any]:
+    return WorkFacts.from_json(_texts("what", "unit")(value)).to_json()
+
+
 def _ended(value: Any) -> dict[str, Any]:
     _count(_dict(value).get(GENERATION, 0))
     return _dict(value)
@@ -216,6 +221,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "status": _status,
     "events": _events,
     "progress": _dict,
+    "work": _work,
     "report": _dict,
     "whereabouts": _dict,
     "finished": _dict,

@@ -14,7 +14,7 @@ from typing import Any
 
 from deepspeed_bamboo.core.checkpointing import FileFact
 from deepspeed_bamboo.errors import CheckpointError
-from deepspeed_bamboo.storage.folders import Folder
+from deepspeed_bamboo.storage.folders import Folder, OnBytes, ignore_bytes
 from deepspeed_bamboo.storage.manifest import NAMES, Manifest
 
 LATEST = "latest"
@@ -126,11 +126,13 @@ def candidate_of(folder: Folder, tag: str, *, bound: bool = False) -> Candidate:
     return Candidate(tag, problems=tuple(problems) if there else ())
 
 
-def problems_of(folder: Folder, candidate: Candidate, *, share: tuple[int, int] = (0, 1)) -> list[str] | None:
+def problems_of(
+    folder: Folder, candidate: Candidate, *, share: tuple[int, int] = (0, 1), on_bytes: OnBytes = ignore_bytes
+) -> list[str] | None:
     """What is wrong with the files of ``candidate``, as sentences; each file is read once, and nothing is unpickled.
 
     ``share``: (i, n) checks the i-th of n shares of the files, all n together check everything. None: there is no file
-    of it at all.
+    of it at all. ``on_bytes`` counts what is read.
     """
     if candidate.manifest is None:
         return list(candidate.problems)
@@ -143,11 +145,20 @@ def problems_of(folder: Folder, candidate: Candidate, *, share: tuple[int, int] 
     if not sizes:
         return None
     found = [
-        problem for name, fact in expected[number::of] if (problem := _problem_of(folder, candidate, name, fact, sizes))
+        problem
+        for name, fact in expected[number::of]
+        if (problem := _problem_of(folder, candidate, name, fact, sizes, on_bytes=on_bytes))
     ]
     if number == 0:
         found += [f"{name} does not belong to it" for name in strangers(sizes, candidate.manifest)]
     return found
+
+
+def share_bytes(candidate: Candidate, *, share: tuple[int, int]) -> int:
+    """How many bytes :func:`problems_of` reads of such a share, if all files are there."""
+    number, of = share
+    files = {} if candidate.manifest is None else candidate.manifest.files
+    return sum(fact.size for _, fact in sorted(files.items())[number::of])
 
 
 def strangers(there: Iterable[str], manifest: Manifest) -> list[str]:
@@ -250,7 +261,7 @@ def _what_latest_says(seen: Survey) -> str:
 
 
 def _problem_of(
-    folder: Folder, candidate: Candidate, name: str, fact: FileFact, sizes: Mapping[str, int]
+    folder: Folder, candidate: Candidate, name: str, fact: FileFact, sizes: Mapping[str, int], *, on_bytes: OnBytes
 ) -> str | None:
     if name not in sizes:
         return f"{name} is missing"
@@ -260,6 +271,7 @@ def _problem_of(
         digest = hashlib.sha256()
         for chunk in folder.chunks(f"{candidate.tag}/{name}"):
             digest.update(chunk)
+            on_bytes(len(chunk))
     except CheckpointError as error:
         return f"{name} can't be read ({error})"
     if digest.hexdigest() != fact.sha256:

@@ -22,6 +22,14 @@ Fill = Callable[[BinaryIO], object]
 """Writes what a file is to have into it."""
 
 
+OnBytes = Callable[[int], object]
+"""Told of each so many bytes that were read."""
+
+
+def ignore_bytes(size: int) -> None:
+    """Counts nothing."""
+
+
 class Folder(Protocol):
     """Named files, some of them in folders one level down. Every method raises CheckpointError when it can't do it."""
 
@@ -49,8 +57,11 @@ class Folder(Protocol):
     def remove_file(self, name: str) -> None:
         """Remove the file ``folder/file``."""
 
-    def local(self, folder: str) -> AbstractContextManager[Path]:
-        """Inside the block: a directory of this machine in which ``folder`` is, with all that is in it."""
+    def local(self, folder: str, *, on_bytes: OnBytes = ignore_bytes) -> AbstractContextManager[Path]:
+        """Inside the block: a directory of this machine in which ``folder`` is, with all that is in it.
+
+        ``on_bytes`` counts what is copied for that.
+        """
 
 
 def location_problem(location: str) -> str | None:
@@ -145,7 +156,7 @@ class LocalFolder:
             (self._path / name).unlink()
 
     @contextmanager
-    def local(self, folder: str) -> Iterator[Path]:
+    def local(self, folder: str, *, on_bytes: OnBytes = ignore_bytes) -> Iterator[Path]:
         """See :class:`Folder`: the directory itself."""
         yield self._path
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,10 +24,11 @@ from deepspeed_bamboo.storage.checking import (
     candidate_of,
     is_intact,
     problems_of,
+    share_bytes,
     strangers,
     survey,
 )
-from deepspeed_bamboo.storage.folders import Fill, Folder
+from deepspeed_bamboo.storage.folders import Fill, Folder, OnBytes, ignore_bytes
 from deepspeed_bamboo.storage.manifest import NAMES, Manifest, MeasuredFile
 
 _OWNER = "bamboo.json"
@@ -35,12 +36,24 @@ _TAG = re.compile(r"bamboo_step(\d{1,15})")
 _LOOK_SECONDS = 0.2
 
 
+Watch = Callable[[str, int], AbstractContextManager[OnBytes]]
+"""Takes what is done and how many bytes it has; inside, its value counts them."""
+
+
+@contextmanager
+def unwatched(what: str, total: int) -> Iterator[OnBytes]:
+    """Nobody is told."""
+    yield ignore_bytes
+
+
 class CheckpointPlace:
     """What ``owner``, a job, does with ``folder``, which people call ``name``. All raise CheckpointError."""
 
-    def __init__(self, folder: Folder, *, name: str, owner: str) -> None:
+    def __init__(self, folder: Folder, *, name: str, owner: str, watch: Watch = unwatched) -> None:
+        """``watch``: who tells how far something is that takes long."""
         self._folder = folder
         self._owner = owner
+        self._watch = watch
         self.name = name
 
     def take(self) -> None:
@@ -68,7 +81,9 @@ class CheckpointPlace:
 
     def problems_of(self, candidate: Candidate, *, share: tuple[int, int] = (0, 1)) -> list[str] | None:
         """What is wrong with a share of the files of ``candidate``, see :func:`problems_of`."""
-        return problems_of(self._folder, candidate, share=share)
+        total = share_bytes(candidate, share=share)
+        with self._watch(f"checking checkpoint {candidate.tag}", total) as on_bytes:
+            return problems_of(self._folder, candidate, share=share, on_bytes=on_bytes)
 
     def known_whole(self, choice: Choice) -> tuple[int, ...]:
         """The steps of the checkpoints that count as whole when a job goes on from ``choice``, in order.
@@ -145,9 +160,14 @@ class CheckpointPlace:
             self._folder.remove(tag_of(step))
         return ""
 
-    def local(self, tag: str) -> AbstractContextManager[Path]:
+    @contextmanager
+    def local(self, tag: str) -> Iterator[Path]:
         """Inside the block: a directory of this machine in which the checkpoint ``tag`` is."""
-        return self._folder.local(tag)
+        with ExitStack() as opened:
+            total = sum(self._folder.sizes(tag).values())
+            with self._watch(f"copying checkpoint {tag} to this machine", total) as on_bytes:
+                directory = opened.enter_context(self._folder.local(tag, on_bytes=on_bytes))
+            yield directory
 
 
 def tag_of(step: int) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_bamboo.errors import CheckpointError
-from deepspeed_bamboo.storage.folders import Fill
+from deepspeed_bamboo.storage.folders import Fill, OnBytes, ignore_bytes
 
 _CHUNK_BYTES = 4 * 2**20
 
@@ -88,13 +88,14 @@ class S3Folder:
             self._bucket.Object(self._root + name).delete()
 
     @contextmanager
-    def local(self, folder: str) -> Iterator[Path]:
+    def local(self, folder: str, *, on_bytes: OnBytes = ignore_bytes) -> Iterator[Path]:
         """See :class:`Folder`: a copy among this machine's temporary files (TMPDIR), removed afterwards."""
         with tempfile.TemporaryDirectory(prefix="deepspeed_bamboo-") as copy:
             (Path(copy) / folder).mkdir()
             with self._explained("read"):
                 for found in self._objects(folder):
-                    self._bucket.download_file(found.key, str(Path(copy) / found.key.removeprefix(self._root)))
+                    path = Path(copy) / found.key.removeprefix(self._root)
+                    self._bucket.download_file(found.key, str(path), Callback=on_bytes)
             yield Path(copy)
 
     def _objects(self, folder: str) -> Any:

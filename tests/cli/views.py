@@ -8,6 +8,7 @@ from deepspeed_bamboo.cli.job_view import JobView, WorkerView, failovers, last_c
 from deepspeed_bamboo.coordination import Drain
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.long_work import WorkFacts
 
 NOW = 1_000_000.0
 
@@ -86,6 +87,7 @@ VIEWS: dict[str, JobView] = {
         events=EVENTS,
         progress={**STEP, "slow": {SIX[2]: 0.5}},
         hangs={SIX[1]: {**HANG, "stack": STACK}},
+        works={SIX[5]: WorkFacts("state of 0.3 from worker " + SIX[2], 850_000_000, 3_400_000_000, "bytes", 4.0)},
         draining=(Drain("ip-10-0-1-17", 90.0, "AWS takes the machine", NOW),),
     ),
     "published_grid": view_of(

@@ -40,6 +40,7 @@ GOOD: dict[str, Any] = {
     "progress": {"any": 1},
     "report": {},
     "whereabouts": {"epoch": 1},
+    "work": {"what": "state of 0.1", "done": 7, "total": None, "unit": "bytes", "seconds": 2.5},
     "finished": {"step": 9},
     "facts": {"a": [1]},
 }

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-from deepspeed_bamboo.runtime.comm.channel import Channel, Message
+from deepspeed_bamboo.runtime.comm.channel import Channel, Message, Meter
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.iteration.speculative_launch import Deferral
 from deepspeed_bamboo.runtime.stock.shadow_steps import LateStep, ShadowSteps
@@ -44,7 +44,9 @@ def install() -> Counter[str]:
     forms: dict[tuple[str, ...], tuple[Any, list[torch.Tensor]]] = {}
     receive = Channel.receive
 
-    def receive_late(channel: Channel, *, unseen: str | None = None, started: str | None = None) -> Message:
+    def receive_late(
+        channel: Channel, *, unseen: str | None = None, started: str | None = None, meter: Meter | None = None
+    ) -> Message:
         if unseen is None:
             return receive(channel)
         kind = tuple(unseen.split("/")[1:3])

@@ -47,6 +47,31 @@ def test_messages_arrive_in_order_with_their_tensors() -> None:
     assert all(torch.equal(m.tensors[0], torch.full((2, 3), float(n))) for n, m in enumerate(received))
 
 
+class _Counted:
+    def __init__(self) -> None:
+        self.total, self.arrived = 0, list[int]()
+
+    def expect(self, total: int) -> None:
+        self.total += total
+
+    def add(self, done: int) -> None:
+        self.arrived.append(done)
+
+
+def test_a_long_message_comes_in_pieces_that_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed_bamboo.runtime.comm.channel._PIECE_BYTES", 1000)
+    one, other = _pair()
+    sent = [torch.arange(600, dtype=torch.float32), torch.empty(0), torch.arange(25, dtype=torch.int64)]
+    one.send(Message("long", tensors=sent))
+    one.send(Message("short", tensors=[torch.ones(1)]))
+    counted = _Counted()
+    received = other.receive(meter=counted)
+    assert all(torch.equal(here, there) for here, there in zip(received.tensors, sent, strict=True))
+    assert (counted.total, counted.arrived) == (2600, [1000, 1000, 600])
+    assert torch.equal(other.receive().tensors[0], torch.ones(1)) and len(counted.arrived) == 3
+    one.flush(within_seconds=20.0)
+
+
 def test_draining_never_waits_for_a_peer_that_has_stopped_asking() -> None:
     """A stopped peer asks for nothing: an iteration's end must not wait for it, or nobody sees the next epoch."""
     one, other = _pair()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from deepspeed_bamboo.errors import CheckpointError
-from deepspeed_bamboo.storage.folders import Fill
+from deepspeed_bamboo.storage.folders import Fill, OnBytes, ignore_bytes
 
 
 class MemoryFolder:
@@ -45,6 +45,6 @@ class MemoryFolder:
         del self.files[name]
 
     @contextmanager
-    def local(self, folder: str) -> Iterator[Path]:
+    def local(self, folder: str, *, on_bytes: OnBytes = ignore_bytes) -> Iterator[Path]:
         raise NotImplementedError(folder)
         yield Path()

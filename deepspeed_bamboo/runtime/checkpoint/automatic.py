@@ -247,7 +247,7 @@ def automatic_checkpoints(engine: BambooPipelineEngine, session: WorkerSession) 
         return None
     # The same for all workers of a job, another one whenever one is started.
     owner = json.dumps({"job": session.identity.job, "started_seconds": session.coordinator.started_seconds()})
-    place = CheckpointPlace(open_folder(settings.dir), name=settings.dir, owner=owner)
+    place = CheckpointPlace(open_folder(settings.dir), name=settings.dir, owner=owner, watch=session.works.watch_bytes)
     interval_seconds = settings.interval_minutes * 60.0
     return AutomaticCheckpoints(engine, place=place, interval_seconds=interval_seconds, keep=settings.keep)
 

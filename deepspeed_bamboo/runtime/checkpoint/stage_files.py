@@ -161,11 +161,14 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
 
         def load_owned() -> dict[str, Any] | None:
             loaded.clear()
-            for replica in self.host.owners():
-                self.strike_if_scripted(replica.coordinate, "load", None)
-                replica.settle()
-                with self.host.hosting(replica), tied_weights_from_files(self, replica.module):
-                    loaded.append(load(os.fspath(load_dir), *arguments, **options))
+            owned = list(self.host.owners())
+            with self.session.works.watch(f"loading from {load_dir}", total=len(owned), unit="stages") as work:
+                for replica in owned:
+                    self.strike_if_scripted(replica.coordinate, "load", None)
+                    replica.settle()
+                    with self.host.hosting(replica), tied_weights_from_files(self, replica.module):
+                        loaded.append(load(os.fspath(load_dir), *arguments, **options))
+                    work.add(1)
             self.host.save()
             refresh_shadows(self, label=f"{self.activity.index}/load")
             return self._reading(loaded)

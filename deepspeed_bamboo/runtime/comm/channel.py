@@ -12,10 +12,10 @@ import os
 import queue
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -33,6 +33,7 @@ _Form = tuple[Any, Description]  # plain data, and dtype and shape of every tens
 _BLOCK_BYTES = 4096
 _LENGTHS = struct.Struct("=qq")
 _LENGTHS_BYTES = _LENGTHS.size
+_PIECE_BYTES = 32 * 2**20  # of a payload that is sent: an operation has a time limit, and a long transfer has many
 _FAREWELL = "the peer has dropped the channel"
 _BLOCK_TAG, _HEADER_TAG, _PAYLOAD_TAG, _PASS_WORD_TAG = 1, 2, 3, 4
 
@@ -47,6 +48,16 @@ class Message:
     arrival: Arrival | None = None  # while its tensors are still on their way over a lane
     by_lane: bool = False  # received over a lane: the tensors are nobody else's
     kind: str | None = None  # what it has in common with other messages of the same form, see Channel.announce
+
+
+class Meter(Protocol):
+    """Counts what arrives."""
+
+    def expect(self, total: int) -> None:
+        """So many bytes will come."""
+
+    def add(self, done: int) -> None:
+        """So many more have come."""
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,6 +107,7 @@ class Channel:
         self._forms: dict[str, _Form] = {}
         self._announced: dict[str, _Form] = {}
         self._error: str | None = None
+        self._meter: Meter | None = None
         self._outstanding = 0
         self._closed = False
         self._reader = threading.Thread(target=self._read, name=f"bamboo-from-{peer}", daemon=True)
@@ -120,7 +132,8 @@ class Channel:
         header = Header(message.key, message.data, description, on_lane=lanes is not None).to_bytes()
         self._send_header(header, payload_bytes=size)
         if size:
-            self._post(parts[0] if len(parts) == 1 else torch.cat(parts), _PAYLOAD_TAG)
+            for piece in _pieces(parts[0] if len(parts) == 1 else torch.cat(parts)):
+                self._post(piece, _PAYLOAD_TAG)
         if lanes is not None:
             lanes.send([tensor.detach() for tensor in message.tensors])
             if message.kind is not None:
@@ -157,12 +170,14 @@ class Channel:
         for _ in range(count):
             self._wanted.put(True)
 
-    def receive(self, *, unseen: str | None = None, started: str | None = None) -> Message:
+    def receive(self, *, unseen: str | None = None, started: str | None = None, meter: Meter | None = None) -> Message:
         """The next message from the peer. Raises PeerLostError, or what interrupts the wait.
 
         Message ``unseen`` is returned once its header is there. If it still has its ``arrival`` then, its tensors are
-        to be confirmed by that. Of message ``started`` the tensors are to be taken from that, too.
+        to be confirmed by that. Of message ``started`` the tensors are to be taken from that, too. ``meter`` counts
+        the bytes of what is read meanwhile over gloo.
         """
+        self._meter = meter
         if self._outstanding == 0:
             self._outstanding += 1
             self._wanted.put(True)
@@ -266,8 +281,13 @@ class Channel:
         tensors: list[torch.Tensor] = []
         if found.description:
             payload = torch.empty(size, dtype=torch.uint8)
-            if size:
-                self._take(payload, _PAYLOAD_TAG)
+            meter = self._meter
+            if meter is not None:
+                meter.expect(size)
+            for piece in _pieces(payload):
+                self._take(piece, _PAYLOAD_TAG)
+                if meter is not None:
+                    meter.add(piece.numel())
             tensors = _split(payload, found.description)
         return Message(found.key, found.data, tensors)
 
@@ -294,6 +314,12 @@ def _group_of_two(store: Any, rank: int, *, timeout_seconds: float, network: Any
     options._devices = [network or network_device()]
     options._threads = 1  # for collectives, of which there are none
     return c10d.ProcessGroupGloo(store, rank, 2, options)
+
+
+def _pieces(payload: torch.Tensor) -> Iterator[torch.Tensor]:
+    """``payload``, which is one row of bytes, in pieces of a limited size; both sides cut it alike."""
+    for start in range(0, payload.numel(), _PIECE_BYTES):
+        yield payload[start : start + _PIECE_BYTES]
 
 
 def _split(payload: torch.Tensor, description: Description) -> list[torch.Tensor]:

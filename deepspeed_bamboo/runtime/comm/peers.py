@@ -14,7 +14,7 @@ import torch
 from deepspeed_bamboo.coordination import Member
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.runtime.comm.c10d import c10d
-from deepspeed_bamboo.runtime.comm.channel import Channel, Message, network_device
+from deepspeed_bamboo.runtime.comm.channel import Channel, Message, Meter, network_device
 from deepspeed_bamboo.runtime.comm.connection_errors import cause_of
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption, PeerLostError
 from deepspeed_bamboo.runtime.comm.guarded_store import StoreClient
@@ -217,16 +217,19 @@ class Links:
         else:
             self._channel(worker).send(message)
 
-    def receive(self, worker: WorkerId, key: str, *, unseen: bool = False, started: bool = False) -> Message:
+    def receive(
+        self, worker: WorkerId, key: str, *, unseen: bool = False, started: bool = False, meter: Meter | None = None
+    ) -> Message:
         """The message ``key`` from ``worker``; waits for it. Raises PeerLostError or what interrupts the wait.
 
-        ``unseen``, ``started``: its tensors need not be there yet, see :meth:`Channel.receive`.
+        ``unseen``, ``started``: its tensors need not be there yet, see :meth:`Channel.receive`. ``meter`` counts bytes.
         """
         aside = self._aside[worker]
         while key not in aside:
             if worker == self._me:
                 raise RuntimeError(f"message {key!r} to oneself was never sent: the plan is wrong")
-            message = self._channel(worker).receive(unseen=key if unseen else None, started=key if started else None)
+            options = {"unseen": key if unseen else None, "started": key if started else None}
+            message = self._channel(worker).receive(**options, meter=meter)
             aside[message.key] = message
         return aside.pop(key)
 

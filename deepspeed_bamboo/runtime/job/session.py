@@ -32,6 +32,7 @@ from deepspeed_bamboo.pulse import Pulse
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption
 from deepspeed_bamboo.runtime.comm.retry import insist
 from deepspeed_bamboo.runtime.comm.store_server import StoreServer
+from deepspeed_bamboo.runtime.job.long_works import LongWorks
 from deepspeed_bamboo.runtime.job.start import Start
 from deepspeed_bamboo.runtime.job.status import StatusTeller
 
@@ -121,6 +122,7 @@ class WorkerSession:
         self.faults = FaultScript.of_job(config.faults)
         self.events = EventLog(config.event_log, identity.worker)
         self._status = StatusTeller(coordinator, worker=identity.worker)
+        self.works = LongWorks(coordinator, worker=identity.worker)
         # Rendezvous server of every epoch in which this worker is the first one.
         self.store = _store_server(identity)
         self._registration: SharedRegistration | None = None

@@ -24,7 +24,7 @@ from deepspeed_bamboo.coordination import EpochRecord
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.errors import ExpelledError
-from deepspeed_bamboo.runtime.comm.channel import Message
+from deepspeed_bamboo.runtime.comm.channel import Message, Meter
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption, PeerLostError
 from deepspeed_bamboo.runtime.comm.peers import Links
 from deepspeed_bamboo.runtime.iteration.activity import Round
@@ -213,7 +213,8 @@ class Rebuilding:
             for coordinate, holder, packed in work.sending:
                 _send(work, coordinate, holder, packed, device=self._engine.device)
             for coordinate, state in work.arriving.items():
-                _receive(work, coordinate, state)
+                with session.works.watch(f"new shadow of {coordinate} from worker {state.source}") as meter:
+                    _receive(work, coordinate, state, meter=meter)
                 session.interruption.notify()
         except ExpelledError:
             work.links.close()  # the main thread has given it up
@@ -282,9 +283,10 @@ def _on_host(tensors: Sequence[torch.Tensor], *, device: torch.device, ready: An
         return [tensor.to("cpu") for tensor in tensors]
 
 
-def _receive(work: _Work, coordinate: Coordinate, state: _Arriving) -> None:
+def _receive(work: _Work, coordinate: Coordinate, state: _Arriving, *, meter: Meter) -> None:
     header = work.links.receive(state.source, f"state/{coordinate}").data
     state.structure, state.total_bytes, pieces, state.description = header
+    meter.expect(state.total_bytes)
     work.interruption.notify()
     for index in range(pieces):
         message = work.links.receive(state.source, f"state/{coordinate}/{index}")
@@ -292,5 +294,7 @@ def _receive(work: _Work, coordinate: Coordinate, state: _Arriving) -> None:
         if arrived != message.data:
             raise PeerLostError(state.source, f"state of {coordinate} arrived damaged: {arrived}, not {message.data}")
         state.tensors.extend(message.tensors)
-        state.arrived_bytes += sum(tensor.nbytes for tensor in message.tensors)
+        size = sum(tensor.nbytes for tensor in message.tensors)
+        state.arrived_bytes += size
+        meter.add(size)
     state.complete = True

@@ -79,7 +79,8 @@ def build_alike(
 ) -> tuple[StageReplica | None, tuple[str, ...]]:
     """Build a replica of ``coordinate`` that is as ``described``; and in what it differs; None if there is none."""
     try:
-        replica = engine.host.build(coordinate, process_rank=int(engine.global_rank), description=described)
+        with engine.session.works.watch(f"building {coordinate}"):
+            replica = engine.host.build(coordinate, process_rank=int(engine.global_rank), description=described)
     except LookupError as error:
         return None, (str(error),)
     return replica, differences(described, engine.host.description(replica))
@@ -116,7 +117,8 @@ def receive_replica(engine: BambooPipelineEngine, coordinate: Coordinate, *, sou
 
     Raises ShadowError when what arrives is not what was sent, and what interrupts the wait.
     """
-    message = engine.links.receive(source, f"{label}/state/{coordinate}")
+    with engine.session.works.watch(f"state of {coordinate} from worker {source}") as work:
+        message = engine.links.receive(source, f"{label}/state/{coordinate}", meter=work)
     structure, expected = message.data
     arrived = checksum(message.tensors)
     if arrived != expected:
