@@ -55,24 +55,10 @@ ROOMS = ("comm", "job", "stock", "iteration", "recovery", "membership", "checkpo
 ENGINE = f"{NAME}.runtime.engine"
 # These name the whole engine, for its type alone: what ties them into one circle. To be emptied; add nothing.
 NAMES_THE_ENGINE = {
-    "runtime/checkpoint/automatic.py",
-    "runtime/checkpoint/checking_together.py",
-    "runtime/checkpoint/script_files.py",
     "runtime/iteration/evaluation.py",
     "runtime/iteration/iteration_end.py",
     "runtime/iteration/monitoring.py",
-    "runtime/iteration/supply.py",
-    "runtime/membership/balancing.py",
-    "runtime/membership/joining.py",
-    "runtime/membership/reconfiguration.py",
-    "runtime/membership/starting.py",
-    "runtime/recovery/script_server.py",
-    "runtime/recovery/shadow_rebuild.py",
-    "runtime/recovery/state_transfer.py",
-    "runtime/recovery/take_over.py",
-    "runtime/recovery/whole_state.py",
     "runtime/stock/built_state.py",
-    "runtime/settling.py",
     "runtime/stock/hosting.py",
 }
 # Longer than they should be. To be emptied: add nothing.

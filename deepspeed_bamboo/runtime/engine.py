@@ -7,49 +7,54 @@ that everything a worker waits for can be given up and planned anew.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from deepspeed_bamboo.core.grid import Coordinate, Grid
+from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.instructions import Instruction, Op
-from deepspeed_bamboo.core.placement import Placement, WorkerId
-from deepspeed_bamboo.core.planning import plan_inference
-from deepspeed_bamboo.core.schedule import Mode, Plan
+from deepspeed_bamboo.core.schedule import Mode
 from deepspeed_bamboo.runtime.checkpoint.automatic import automatic_checkpoints
-from deepspeed_bamboo.runtime.comm.all_gather import agree
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.comm.peers import Links
 from deepspeed_bamboo.runtime.for_scripts import at_work
-from deepspeed_bamboo.runtime.iteration.activity import ActivityState, Round
+from deepspeed_bamboo.runtime.iteration.activity import ActivityState
 from deepspeed_bamboo.runtime.iteration.evaluation import EvaluationRequest, evaluate, go_on_as_others
 from deepspeed_bamboo.runtime.iteration.evaluation_position import EvaluationPositions
-from deepspeed_bamboo.runtime.iteration.executor import FAULT_POINTS, Executor, IterationContext
+from deepspeed_bamboo.runtime.iteration.executor import FAULT_POINTS, Executor
 from deepspeed_bamboo.runtime.iteration.iteration_end import IterationEnd
 from deepspeed_bamboo.runtime.iteration.losses import aggregate_losses, agreed_losses
 from deepspeed_bamboo.runtime.iteration.micro_batches import DataFactory, PipelineData
 from deepspeed_bamboo.runtime.iteration.monitoring import follow_reporter, note_step
+from deepspeed_bamboo.runtime.iteration.programs import Programs
 from deepspeed_bamboo.runtime.iteration.redundant_forwards import RedundantForwards
 from deepspeed_bamboo.runtime.iteration.step_event import log_step
 from deepspeed_bamboo.runtime.iteration.supply import DataSupply
+from deepspeed_bamboo.runtime.iteration.worker import Numbers, Worker
 from deepspeed_bamboo.runtime.job import garbage
 from deepspeed_bamboo.runtime.job.mismatched_calls import Where, Whereabouts
 from deepspeed_bamboo.runtime.job.news import tell, tell_once
 from deepspeed_bamboo.runtime.job.session import WorkerSession
+from deepspeed_bamboo.runtime.job.view import CurrentView
+from deepspeed_bamboo.runtime.membership.balancing import Balancing
+from deepspeed_bamboo.runtime.membership.common_state import CommonState, Known
+from deepspeed_bamboo.runtime.membership.own_facts import own_facts
 from deepspeed_bamboo.runtime.membership.reconfiguration import Reconfiguration
-from deepspeed_bamboo.runtime.membership.starting import agreed_seed, enter_first_epoch
+from deepspeed_bamboo.runtime.membership.starting import Built, agreed_seed, enter_first_epoch
 from deepspeed_bamboo.runtime.recovery.shadow_check import check_shadows
-from deepspeed_bamboo.runtime.recovery.shadow_rebuild import Rebuilding
-from deepspeed_bamboo.runtime.recovery.take_over import Failover
+from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 from deepspeed_bamboo.runtime.settling import Settling, SettlingEngine
+from deepspeed_bamboo.runtime.stock.attributes import COUNTERS
 from deepspeed_bamboo.runtime.stock.built_state import take_over_stock_state
 from deepspeed_bamboo.runtime.stock.hosted_view import show_all_hosted
 from deepspeed_bamboo.runtime.stock.hosting import StageHost
 from deepspeed_bamboo.runtime.stock.logical import Exchange
+from deepspeed_bamboo.runtime.stock.optimizers import problem_with
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
 from deepspeed_bamboo.runtime.stock.script_writes import ScriptWrites
+from deepspeed_bamboo.runtime.survival import Hooks, Survival
 
 _OPERATION_TIMEOUT_SECONDS = 1800.0  # one transfer may wait for a peer that computes
 _LAST_MESSAGES_SECONDS = 5.0
@@ -86,6 +91,7 @@ class BambooPipelineEngine(SettlingEngine):
         self.job_grid = grid
         self.home = self.grid.data_parallel_id
         self.activity = ActivityState()
+        self.view = CurrentView(session.interruption)
         self.links = Links(
             session.worker,
             interruption=session.interruption,
@@ -98,10 +104,14 @@ class BambooPipelineEngine(SettlingEngine):
         self._evaluation_factory: DataFactory | None = None
         self.last_losses: list[Any] = []
         self.mean_loss = 0.0
+        self.worker = self._as_worker()
         take_over_stock_state(self, grid)
         show_all_hosted(self.module, self._shown_to_script)
-        self.script_writes = ScriptWrites(self.host, self.optimizer, tell=lambda text: tell(self, text))
-        self.settling = Settling(self)
+        self.script_writes = ScriptWrites(self.host, self.optimizer, tell=lambda text: tell(self.worker, text))
+        self.transfer = StateTransfer(
+            self.worker, written=self.script_writes.note, process_rank=lambda: int(self.global_rank)
+        )
+        self.settling = Settling(self.worker, transfer=self.transfer)
         self.forward_seed = agreed_seed(session.config.seed, device=self.device)
         self.iteration_end = IterationEnd(self)
         redundant = RedundantForwards(session.config.redundancy, device=self.device)
@@ -117,23 +127,88 @@ class BambooPipelineEngine(SettlingEngine):
             redundant=redundant,
             pulse=session.pulse,
         )
-        self.rebuilding = Rebuilding(self)
-        self.failover = Failover(self)
-        self.supply = DataSupply(self, data=lambda: self.data)
-        self.reconfiguration = Reconfiguration(self)
-        self.checkpoints = automatic_checkpoints(self, session)
+        self.supply = DataSupply(self.worker, data=lambda: self.data, transform=lambda: self.batch_fn)
+        self._survive_losses()
+        self.checkpoints = automatic_checkpoints(self.worker, copy=self.copy_of)
+        self.common = self._common_state()
+        self.reconfiguration = Reconfiguration(
+            self.worker,
+            transfer=self.transfer,
+            balancing=Balancing(self.worker, times=self.executor.times),
+            modes=self.modes,
+            world=self.world,
+            known=self.common.to_json,
+        )
         self._place_data()
         follow_reporter(self)
         self._whereabouts = Whereabouts(session.coordinator, worker=session.worker, where=self._where)
         self._begin(grid)
         self._whereabouts.start()
 
+    def _as_worker(self) -> Worker:
+        """What the parts get in place of this engine. Reading its numbers starts nothing."""
+        numbers = Numbers(
+            step=lambda: int(self.__dict__["global_steps"]),
+            micro_batches=lambda: int(self.micro_batches),
+            confined=lambda: self.confined,
+            attempt=lambda coordinate, step: self.failover.attempt(coordinate, step=step),
+        )
+        return Worker(
+            session=self.session,
+            links=self.links,
+            host=self.host,
+            activity=self.activity,
+            view=self.view,
+            grid=self.job_grid,
+            device=self.device,
+            numbers=numbers,
+            perform=self.perform,
+        )
+
+    def _survive_losses(self) -> None:
+        hooks = Hooks(
+            recover=self._recover,
+            catching_up=lambda: self.catching_up,
+            abandon=self.iteration_end.abandon,
+            evaluated=lambda: self.evaluated_micro_batches,
+            on_rank=self._take_rank,
+        )
+        survival = Survival(self.worker, transfer=self.transfer, groups=self.script_groups, hooks=hooks)
+        self.modes, self.rebuilding, self.world = survival.modes, survival.rebuilding, survival.world
+        self.script_server, self.failover = survival.script_server, survival.failover
+        self.protection = survival.protection
+        self.programs = Programs(
+            self.worker,
+            modes=self.modes,
+            rebuilds=self.rebuilding.takes_part,
+            evaluated_micro_batches=lambda: self.evaluated_micro_batches,
+        )
+
+    def _take_rank(self, rank: int) -> None:
+        self.global_rank = rank
+
+    @at_work
+    def _recover(self, cause: EpochChangedError | PeerLostError) -> None:
+        self.failover.run(cause)
+
+    def _common_state(self) -> CommonState:
+        parts: dict[str, Known] = {"modes": self.modes, "settling": self.settling}
+        if self.checkpoints is not None:
+            parts["checkpoints"] = self.checkpoints.rounds
+        return CommonState(self.__dict__, names=(*COUNTERS, "forward_seed"), parts=parts)
+
     def _where(self) -> Where | None:
         kind = self.activity.kind
         return None if kind is None or self.epoch < 0 else Where(self.epoch, self.activity.index, kind)
 
     def _begin(self, grid: Grid) -> None:
-        self.placement = enter_first_epoch(self, grid)
+        # As ZeRO does, DeepSpeed's bf16 optimizer spreads its fp32 weights and moments over the pipelines.
+        built = Built(
+            alike=not self.zero_optimization() and not self.using_bf16_optimizer,
+            facts=lambda: own_facts(self),
+            problem=lambda: problem_with(self.optimizer_source),
+        )
+        enter_first_epoch(self.worker, transfer=self.transfer, built=built, enter_world=self.world.enter)
         with self.working():
             self.settling.note()
         garbage.set_aside_what_exists(self.device)
@@ -154,7 +229,7 @@ class BambooPipelineEngine(SettlingEngine):
             return
         if self.checkpoints is not None:
             self.checkpoints.finish()
-        self.agree_on("close", lambda: None)
+        self.worker.agree_on("close", lambda: None)
         self.session.finish(step=self.global_steps)
         self.leave()
 
@@ -266,35 +341,7 @@ class BambooPipelineEngine(SettlingEngine):
             except (EpochChangedError, PeerLostError) as cause:
                 self.failover.run(cause)
         self.activity.finish()
-        self.failover.script.tidy()
-
-    def agree_on(self, kind: str, value: Callable[[], Any]) -> Round:
-        """As the next activity: hand in what ``value`` returns, and get everybody's.
-
-        After a loss ``value`` is called again, unless somebody has seen the result already.
-        """
-
-        def body() -> None:
-            if not self.activity.rounds:
-                self.activity.rounds.append(self.agree(value()))
-
-        self.perform(kind, body)
-        return self.activity.previous[0]
-
-    def agree(
-        self, value: Any, *, among: Container[str] | None = None, meanwhile: Callable[[], None] | None = None
-    ) -> Round:
-        """Everybody's value by worker; seen by nobody before all have handed in theirs. ``among``: of these only.
-
-        ``meanwhile`` is called while others' values are on their way.
-        """
-        record = self.session.interruption.active
-        if record is None:
-            raise RuntimeError("no epoch has been entered")
-        # With the kind: workers in different calls must not take each other's values for their own call's.
-        label = f"{self.activity.index}/{len(self.activity.rounds)}/{self.activity.kind}"
-        workers = [worker for worker in record.members if among is None or worker in among]
-        return agree(value, links=self.links, me=self.session.worker, workers=workers, label=label, meanwhile=meanwhile)
+        self.script_server.tidy()
 
     def _train_iteration(self) -> None:
         for replica in self.host.replicas():
@@ -316,21 +363,21 @@ class BambooPipelineEngine(SettlingEngine):
         self.failover.log_if_any()
         self.data.forget()
         self.activate_first()
-        self.failover.protect_again()
+        self.protection.protect_again()
         self.settling.note()
         every = self.session.config.debug_check_shadows
         if every and self.global_steps % every == 0:
-            check_shadows(self)
+            check_shadows(self.worker)
 
     def _train_body(self) -> None:
         if not self.activity.rounds:
             self.rebuilding.begin()
-            beforehand = self.failover.modes.planned is not Mode.LAZY
+            beforehand = self.modes.planned is not Mode.LAZY
             self.supply.deliver(micro_batches=self.micro_batches, beforehand=beforehand)
-            context = self.context(training=True, micro_batches=self.micro_batches)
+            context = self.programs.context(training=True, micro_batches=self.micro_batches)
             for replica in self.host.owners():
-                self.strike_if_scripted(replica.coordinate, "idle", None)
-            program = self.instructions(training=True)
+                self.worker.strike_if_scripted(replica.coordinate, "idle")
+            program = self.programs.own(training=True)
             self.executor.expect(program, context)
             for instruction in program:
                 if instruction.coordinate is not None:
@@ -340,44 +387,16 @@ class BambooPipelineEngine(SettlingEngine):
                 if instruction.op is not Op.STEP:
                     self.executor.leave_passes()
                     self.iteration_end.execute(instruction, context)
-        self.iteration_end.step(self.context(training=True, micro_batches=self.micro_batches))
+        self.iteration_end.step(self.programs.context(training=True, micro_batches=self.micro_batches))
         self.failover.copy_lost()
 
-    def context(self, *, training: bool, micro_batches: int) -> IterationContext:
-        """The constants of one pass over a program."""
-        return IterationContext(
-            placement=self.placement,
-            activity=self.activity.index,
-            step=self.global_steps,
-            training=training,
-            micro_batches=micro_batches,
-        )
-
-    def instructions(self, *, training: bool) -> tuple[Instruction, ...]:
-        """What this worker has to execute; one that stands by only takes part in the agreement."""
-        if self.session.worker not in self.placement.holders:
-            rebuilds = (Instruction(Op.MIRROR),) if self.rebuilding.takes_part() else ()
-            return (*rebuilds, Instruction(Op.COMMIT)) if training else ()
-        return self.program(training=training).program(self.session.worker)
-
-    def program(self, *, training: bool) -> Plan:
-        if self.activity.planned == self.activity.index and self.activity.plan is not None:
-            return self.activity.plan
-        if not training:
-            return plan_inference(self.placement, micro_batches=self.evaluated_micro_batches)
-        return self.failover.fresh_plan()
-
     # ---- who stands in for whom -----------------------------------------------------------------------
-
-    def protected(self, workers: Iterable[WorkerId]) -> Placement:
-        """The placement with a shadow for every coordinate that one of ``workers`` can stand in for."""
-        return self.placement.protected(workers, confined=self.confined)
 
     def _warn_if_confined(self) -> None:
         """Say once, before the first step, what a script with several pipelines has to tell for all of it to work."""
         if not self._said_confined and self.protects and self.confined:
             tell_once(
-                self,
+                self.worker,
                 f"with {self.job_grid.pipelines} pipelines, and data from iterators alone, a lost worker's first or "
                 "last stage can be taken over only in its own pipeline, and nobody can join: call "
                 "engine.set_data_source(lambda pipeline, step: iterator) on every rank before training, or pass "
@@ -403,7 +422,7 @@ class BambooPipelineEngine(SettlingEngine):
             # A replica under construction gets its values from the owner afterwards.
             return lambda group, operation, tensor: tensor
         if call is None and not self._working:
-            return self.failover.script.exchange
+            return self.script_server.exchange
         if call is None:
             raise RuntimeError("a collective of stock DeepSpeed outside of an iteration's end is not supported")
         return call.exchange  # type: ignore[return-value]
@@ -417,24 +436,8 @@ class BambooPipelineEngine(SettlingEngine):
     def _before_instruction(self, instruction: Instruction, replica: StageReplica) -> None:
         at = FAULT_POINTS.get(instruction.op)
         if at is not None:
-            self.strike_if_scripted(replica.coordinate, at, instruction.micro_batch)
+            self.worker.strike_if_scripted(replica.coordinate, at, instruction.micro_batch)
         self.failover.before(instruction)
 
     def _after_instruction(self, instruction: Instruction, replica: StageReplica) -> None:
         self.failover.after(replica)
-
-    def strike_if_scripted(
-        self, coordinate: Coordinate, at: str, micro_batch: int | None, *, step: int | None = None
-    ) -> None:
-        """Carry out the scripted fault of this instruction, if there is one. ``step``: the current one if not given."""
-        step = self.global_steps if step is None else step
-        fault = self.session.faults.match(
-            step=step,
-            pipeline=coordinate.pipeline,
-            stage=coordinate.stage,
-            at=at,
-            micro_batch=micro_batch,
-            attempt=self.failover.attempt(coordinate, step=step),
-        )
-        if fault is not None:
-            self.session.strike(fault, step=step)

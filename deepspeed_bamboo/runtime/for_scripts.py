@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 import torch
 from deepspeed.pipe import PipelineModule
 
-from deepspeed_bamboo.core import roles
 from deepspeed_bamboo.core.grid import Coordinate
-from deepspeed_bamboo.core.script_ranks import reporter
+from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.eventlog.log import EventLog
 from deepspeed_bamboo.runtime.feeding import FedEngine
+from deepspeed_bamboo.runtime.iteration.worker import Worker
+from deepspeed_bamboo.runtime.job.view import CurrentView
 from deepspeed_bamboo.runtime.recovery.agreed_digest import agreed_digest
 from deepspeed_bamboo.runtime.recovery.whole_state import collect_whole_state
 
@@ -37,6 +38,8 @@ class ScriptEngine(FedEngine):
     """The part of the engine that scripts call besides training; see the module."""
 
     _working = 0
+    view: CurrentView
+    worker: Worker
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -50,7 +53,7 @@ class ScriptEngine(FedEngine):
     def _shown_to_script(self) -> list[PipelineModule] | None:
         """The modules that stand for the script's one, see :func:`show_all_hosted`."""
         outside = threading.current_thread() is threading.main_thread() and not self._working
-        if not outside or self._stage_host is None or self.session.interruption.active is None:
+        if not outside or self._stage_host is None or not self.view.entered:
             return None
         return list(self.hosted_modules().values())
 
@@ -82,24 +85,27 @@ class ScriptEngine(FedEngine):
         of ``named_parameters()``, tensors are copies. A loss meanwhile is survived. With several pipelines, which hold
         the same, it is the first one's.
         """
-        return collect_whole_state(self)
+        return collect_whole_state(self.worker)
 
     @property
     def is_reporter(self) -> bool:
         """True on exactly one live worker: the one that should print and merge logs, and stands for rank 0."""
-        record = self.session.interruption.active
-        return record is not None and reporter(record.placement) == self.session.worker
+        return self.worker.is_reporter
 
     @property
     def leads(self) -> bool:
         """True on the one live worker that decides for all and names checkpoints, see ``core/roles.py``."""
-        record = self.session.interruption.active
-        return record is not None and roles.reporter(record.members) == self.session.worker
+        return self.worker.leads
+
+    @property
+    def placement(self) -> Placement:
+        """Who hosts and shadows what now. Raises RuntimeError before the job's first epoch."""
+        return self.worker.placement
 
     @property
     def epoch(self) -> int:
         """Number of the current epoch; it grows by one with every change of membership."""
-        return self.session.interruption.epoch
+        return self.worker.epoch
 
     @property
     def event_log(self) -> EventLog:
@@ -108,7 +114,7 @@ class ScriptEngine(FedEngine):
 
     def barrier(self) -> None:
         """Wait until every live worker has come here; survives losses."""
-        self.agree_on("barrier", lambda: None)
+        self.worker.agree_on("barrier", lambda: None)
 
     @property
     def finished(self) -> bool:
@@ -117,11 +123,11 @@ class ScriptEngine(FedEngine):
 
     def log_event(self, event: str, **fields: Any) -> None:
         """Write an event to this worker's event log, with the current step and epoch."""
-        self.session.log(event, step=self.global_steps, **fields)
+        self.worker.log_event(event, **fields)
 
     def state_digest(self) -> str:
         """One sha256 over all parameters and optimizer state in layer order, whatever the placement.
 
         Collective: every worker calls it, between iterations; all get the same value.
         """
-        return agreed_digest(host=self.host, grid=self.job_grid, agree_on=self.agree_on)
+        return agreed_digest(host=self.host, grid=self.job_grid, agree_on=self.worker.agree_on)

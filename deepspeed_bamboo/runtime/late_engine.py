@@ -28,15 +28,18 @@ class LateEngine(CatchingUpEngine):
     _looks = 0
 
     def _begin(self, grid: Grid) -> None:
-        check_grid(self, grid)
+        check_grid(self.session, grid)
         check_same_job(self)
         if self.checkpoints is not None:
             self.checkpoints.check_visible()
         self._phase = Phase.OUTSIDE
 
     def _take_part(self) -> None:
-        join(self)
+        join(self.worker, reconfiguration=self.reconfiguration, common=self.common, known=self._start_data)
         self._reached = self.global_steps
+
+    def _start_data(self) -> None:
+        self.data.start_at(self.worker.step, micro_batches=self.micro_batches)
 
     def _has_to_enter(self) -> bool:
         """Not before it has called as often as the job has trained: from then on the others wait for it."""

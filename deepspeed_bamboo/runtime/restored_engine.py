@@ -12,6 +12,7 @@ from typing import Any
 
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.runtime.catching_up import CatchingUpEngine, Phase
+from deepspeed_bamboo.runtime.checkpoint.safe_loading import no_code_from_files
 from deepspeed_bamboo.runtime.job.news import tell_once
 
 
@@ -28,7 +29,7 @@ class RestoredEngine(CatchingUpEngine):
         if tag is None:
             return
         started, written = time.perf_counter(), self.script_writes.written()
-        state = self.checkpoints.restore(tag, self.load_whole)
+        state = self.checkpoints.restore(tag, self._load_without_code)
         self.forward_seed = state.get("seed", self.forward_seed)
         self._loss = float(state.get("loss", math.nan))
         self._reached = self.global_steps
@@ -40,6 +41,10 @@ class RestoredEngine(CatchingUpEngine):
         self.session.log("fatal_restore", step=self._reached, path=self._restored, seconds=seconds)
         self.script_writes.go_back(written)
         self._phase = Phase.OUTSIDE
+
+    def _load_without_code(self, directory: str, *, tag: str) -> tuple[str | None, Any]:
+        with no_code_from_files(self):
+            return self.load_whole(directory, tag=tag)
 
     @property
     def _is_behind(self) -> bool:

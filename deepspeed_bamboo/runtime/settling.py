@@ -12,20 +12,18 @@ step hands that in with the agreement of the iteration. Finding that costs no me
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.runtime.for_scripts import ScriptEngine
+from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.membership.starting import refuse_unlike
 from deepspeed_bamboo.runtime.recovery.stage_state import checksum
-from deepspeed_bamboo.runtime.recovery.state_transfer import copy_shadows, refresh_shadows
+from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 from deepspeed_bamboo.runtime.stock.gradients import master_weights
 from deepspeed_bamboo.runtime.stock.hosting import StageHost
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
-
-if TYPE_CHECKING:
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 
 CHANGED = "changed by hand"
 """Under which name a worker hands in that its script has changed weights between two steps."""
@@ -37,11 +35,13 @@ class Settling:
     """One worker's part of it; see the module.
 
     Args:
-        engine: whose shadows follow.
+        worker: whose shadows follow.
+        transfer: brings state to them.
     """
 
-    def __init__(self, engine: BambooPipelineEngine) -> None:
-        self._engine = engine
+    def __init__(self, worker: Worker, *, transfer: StateTransfer) -> None:
+        self._worker = worker
+        self._transfer = transfer
         self._looks = 0
         self._by_hand = False
         self._known: dict[Coordinate, tuple[str, int, int]] = {}
@@ -49,26 +49,26 @@ class Settling:
 
     def note(self) -> None:
         """Owners and shadows are alike now."""
-        engine = self._engine
+        worker = self._worker
         if self._looks < _LOOKS or self._by_hand:
-            self._known = {c: self._now(r) for c, r in engine.host.owned.items()}
-        self._versions = {c: _version(r) for c, r in engine.host.owned.items()}
+            self._known = {c: self._now(r) for c, r in worker.host.owned.items()}
+        self._versions = {c: _version(r) for c, r in worker.host.owned.items()}
 
     def settle(self) -> None:
         """Before a step, on every worker: bring shadows to what their owners have become; collective at first."""
-        engine = self._engine
-        if not engine.protects or (self._looks >= _LOOKS and not self._by_hand):
+        worker = self._worker
+        if not worker.protects or (self._looks >= _LOOKS and not self._by_hand):
             return
         first = self._looks == 0
         self._looks += 1
         weights: set[Coordinate] = set()
         structure: set[Coordinate] = set()
-        for value in engine.agree_on("settle", self._changes).values():
+        for value in worker.agree_on("settle", self._changes).values():
             weights.update(value["weights"])
             structure.update(value["structure"])
         if weights and not first and not self._by_hand:
             self._by_hand = True
-            tell_once(engine, f"{_BY_HAND}: before each step shadows get what has changed")
+            tell_once(worker, f"{_BY_HAND}: before each step shadows get what has changed")
         if weights or structure:
             self._bring(structure)
         self.note()
@@ -83,7 +83,7 @@ class Settling:
         if not self._by_hand and any(value.get(CHANGED) for value in agreed.values()):
             self._by_hand = True
             tell_once(
-                self._engine,
+                self._worker,
                 f"{_BY_HAND}: from now on shadows get what has changed before each step (they had not yet before the "
                 "last one)",
             )
@@ -97,7 +97,7 @@ class Settling:
         self._looks, self._by_hand = int(value["looks"]), bool(value["by_hand"])
 
     def _changes(self) -> dict[str, list[Coordinate]]:
-        owned = self._engine.host.owned
+        owned = self._worker.host.owned
         if self._looks > _LOOKS:
             return {"structure": [], "weights": self._changed_since()}
         now = {c: self._now(replica) for c, replica in owned.items()}
@@ -115,29 +115,29 @@ class Settling:
         return self._described(replica), weights, checksum(list(replica.module.buffers()))
 
     def _changed_since(self) -> list[Coordinate]:
-        owned = self._engine.host.owned
+        owned = self._worker.host.owned
         return [c for c, version in self._versions.items() if c in owned and _version(owned[c]) != version]
 
     def _bring(self, rebuilt: set[Coordinate]) -> None:
-        engine = self._engine
+        worker = self._worker
         problems: list[str] = []
 
         def copy() -> tuple[str, ...]:
-            label = f"{engine.activity.index}/settle"
-            shadows = {c: holder for c, holder in dict(engine.placement.shadows).items() if c in rebuilt}
-            for coordinate in shadows.keys() & engine.host.shadows.keys():
-                engine.host.shadows[coordinate].settle()
-            unlike = copy_shadows(engine, engine.placement, shadows=shadows, label=label)
-            if not unlike and len(shadows) < len(engine.placement.shadows):
-                refresh_shadows(engine, label=f"{label}/all")
+            label = f"{worker.activity.index}/settle"
+            shadows = {c: holder for c, holder in dict(worker.placement.shadows).items() if c in rebuilt}
+            for coordinate in shadows.keys() & worker.host.shadows.keys():
+                worker.host.shadows[coordinate].settle()
+            unlike = self._transfer.copy_shadows(worker.placement, shadows=shadows, label=label)
+            if not unlike and len(shadows) < len(worker.placement.shadows):
+                self._transfer.refresh_shadows(label=f"{label}/all")
             return unlike
 
-        for value in engine.agree_on("refresh", copy).values():
+        for value in worker.agree_on("refresh", copy).values():
             problems += value
-        refuse_unlike(engine, problems)
+        refuse_unlike(worker, problems)
 
     def _described(self, replica: StageReplica) -> str:
-        described = self._engine.host.description(replica)
+        described = self._worker.host.description(replica)
         for module in described["modules"].values():
             # A forward may change them (a counter, a cache); hooks and structure it does not.
             module.pop("attributes")

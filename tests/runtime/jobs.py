@@ -24,6 +24,9 @@ from deepspeed_bamboo.coordination.server import PrivateEtcd
 from deepspeed_bamboo.protocol import EXIT_DRAINED
 
 Body = Callable[..., Any]
+AWAITED = "awaited"
+"""The file in a job's directory that a worker writes when it waits for workers to join."""
+
 _PRELOAD = ["deepspeed_bamboo.runtime.preloaded", "tests.runtime.scenarios"]
 
 
@@ -89,6 +92,7 @@ class Jobs:
         ``sites`` has a "node/zone" for each; without it all are on one node in one zone.
         ``joining`` more workers come as soon as the job has its first epoch and ``joining_after_deaths`` workers have
         died, as those of further agents would. However fast they start they are not taken in before that.
+        Where the body is given ``waits``, they come when a worker waits for them (:data:`AWAITED`): at a known step.
         """
         self._count += 1
         directory = self.directory / f"job{self._count}"
@@ -120,7 +124,15 @@ class Jobs:
             )
             for rank in range(world, world + joining)
         ]
-        self._watch(processes, late, directory, after_deaths=joining_after_deaths, timeout_seconds=timeout_seconds)
+        awaited = [directory / AWAITED] if arguments.get("waits") else []
+        self._watch(
+            processes,
+            late,
+            directory,
+            after_deaths=joining_after_deaths,
+            after_files=awaited,
+            timeout_seconds=timeout_seconds,
+        )
         stuck = [rank for rank, process in enumerate(processes) if process.exitcode is None]
         for process in processes:
             if process.exitcode is None:
@@ -137,17 +149,20 @@ class Jobs:
         directory: Path,
         *,
         after_deaths: int,
+        after_files: Sequence[Path],
         timeout_seconds: float,
     ) -> None:
         """What agents do: tell the job who died, and why it fails, until all processes have ended.
 
-        Those of ``late`` are started, and added to ``processes``, when there is something to join and so many are dead.
+        Those of ``late`` start, and are added to ``processes``, when there is something to join, enough are dead, and
+        all of ``after_files`` are there.
         """
         store = EtcdStore([self._etcd.endpoint])
         deadline = time.monotonic() + timeout_seconds
         running, deaths = dict(enumerate(processes)), 0
         while running and time.monotonic() < deadline:
-            if late and deaths >= after_deaths and self._has_epoch(store, directory):
+            ready = deaths >= after_deaths and all(path.exists() for path in after_files)
+            if late and ready and self._has_epoch(store, directory):
                 for process in late:
                     running[len(processes)] = process
                     processes.append(process)

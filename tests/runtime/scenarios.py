@@ -26,6 +26,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed_bamboo.runtime.iteration.offload import HostOffload
 from deepspeed_bamboo.runtime.membership.reconfiguration import Reconfiguration
 from tests.runtime import late_arrivals, models
+from tests.runtime.jobs import AWAITED
 
 ADAM = {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
@@ -180,7 +181,7 @@ def train(training: Training) -> dict[str, Any]:
         result["skipped"] = engine.skipped_steps
         events = engine.event_log.recent()[1]
         result["modes"] = [[e["step"], e["before"], e["mode"], e["reason"]] for e in events if e["event"] == "mode"]
-        result["mode"] = engine.failover.modes.mode.value
+        result["mode"] = engine.modes.mode.value
         engine.close()
     return result
 
@@ -297,6 +298,8 @@ def wait_for_joiner(engine: Any, count: int) -> None:
 def wait_for_joiners(engine: Any, count: int) -> None:
     """On the reporter: return when ``count`` workers are there that have yet to be taken in."""
     deadline = time.monotonic() + 60.0
+    if count and engine.is_reporter:
+        Path(os.environ["TEST_DIRECTORY"], AWAITED).touch()
     while count and engine.is_reporter:
         present, members = engine.session.present, engine.session.interruption.active.members
         if len([w for w, member in present.items() if member.joining and w not in members]) >= count:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepspeed_bamboo.core.checkpointing import FileFact, newest
 from deepspeed_bamboo.core.grid import Coordinate
@@ -16,32 +16,40 @@ from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.errors import CheckpointError
 from deepspeed_bamboo.runtime.checkpoint.checking_together import choose_together
 from deepspeed_bamboo.runtime.checkpoint.rounds import CheckpointRounds
-from deepspeed_bamboo.runtime.checkpoint.safe_loading import no_code_from_files
+from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell, tell_once
 from deepspeed_bamboo.runtime.recovery.agreed_digest import agreed_digest
 from deepspeed_bamboo.storage.checking import Choice, Survey
 from deepspeed_bamboo.storage.folders import Fill, open_folder
-from deepspeed_bamboo.storage.place import CheckpointPlace, step_of, tag_of
+from deepspeed_bamboo.storage.place import CheckpointPlace, step_of
 
-if TYPE_CHECKING:
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
-    from deepspeed_bamboo.runtime.job.session import WorkerSession
-
-_STATE = "bamboo"  # the plugin's own state in a checkpoint
+STATE = "bamboo"
+"""Under which name a checkpoint has the plugin's own state."""
+Copy = Callable[[Coordinate, int], dict[str, Fill]]
+"""The files of a coordinate that this worker owns, from a copy on the host, in the checkpoint of a step."""
 
 
 class AutomaticCheckpoints:
-    """One worker's part in them: :attr:`rounds` in training, the rest before and after."""
+    """One worker's part in them: :attr:`rounds` in training, the rest before and after.
+
+    Args:
+        worker: whose stages are kept.
+        place: where.
+        copy: copies a stage. Raises CheckpointError for lack of memory.
+        interval_seconds: between two checkpoints.
+        keep: how many whole ones there are at most.
+    """
 
     def __init__(
-        self, engine: BambooPipelineEngine, *, place: CheckpointPlace, interval_seconds: float, keep: int
+        self, worker: Worker, *, place: CheckpointPlace, copy: Copy, interval_seconds: float, keep: int
     ) -> None:
-        self._engine = engine
+        self._worker = worker
         self._place = place
+        self._copy = copy
         self._keep = keep
         self._digest: str | None = None  # of the state that the job goes on from, where it is known
         self.rounds = CheckpointRounds(
-            _OfEngine(engine), place=place, grid=engine.job_grid, interval_seconds=interval_seconds, keep=keep
+            _OfWorker(worker, copy), place=place, grid=worker.grid, interval_seconds=interval_seconds, keep=keep
         )
 
     # -- at the start ------------------------------------------------------------------------------
@@ -52,9 +60,11 @@ class AutomaticCheckpoints:
         Raises CheckpointError when it can't be written, when some workers see another place than the others, and when
         there are checkpoints of which none is whole. Nothing is removed. Warnings are told.
         """
-        engine, place, worker = self._engine, self._place, self._engine.session.worker
-        _raise_first(engine.agree_on("checkpoint place", lambda: _problem(place.take) if engine.leads else ""))
-        _raise_first(engine.agree_on("checkpoint seen", lambda: _problem(lambda: place.check_visible(worker=worker))))
+        worker, place = self._worker, self._place
+        _raise_first(worker.agree_on("checkpoint place", lambda: _problem(place.take) if worker.leads else ""))
+        _raise_first(
+            worker.agree_on("checkpoint seen", lambda: _problem(lambda: place.check_visible(worker=worker.me)))
+        )
         seen: list[Survey] = []
 
         def survey() -> Survey:
@@ -62,15 +72,15 @@ class AutomaticCheckpoints:
             return seen[-1]
 
         choice = choose_together(
-            engine, survey=survey, look=lambda found, share: place.problems_of(found, share=share), where=place.name
+            worker, survey=survey, look=lambda found, share: place.problems_of(found, share=share), where=place.name
         )
         for warning in choice.warnings:
-            tell_once(engine, f"checkpoints: {warning}")
+            tell_once(worker, f"checkpoints: {warning}")
         for tag, problems in choice.damaged.items():
-            engine.log_event("checkpoint", action="damaged", path=f"{place.name}/{tag}", reason="; ".join(problems))
+            worker.log_event("checkpoint", action="damaged", path=f"{place.name}/{tag}", reason="; ".join(problems))
         if choice.error:
             raise CheckpointError(choice.error)
-        grid = (engine.job_grid.pipelines, engine.job_grid.stages)
+        grid = (worker.grid.pipelines, worker.grid.stages)
         if choice.grid not in (None, grid):
             raise CheckpointError(
                 f"checkpoint {choice.tag!r} in bamboo.checkpoint.dir {place.name!r} is of a grid of "
@@ -81,15 +91,15 @@ class AutomaticCheckpoints:
         self.rounds.start_from(() if choice.tag is None else self._agreed_kept(choice))
         kept, interval_seconds = self.rounds.progress.kept, self.rounds.interval_seconds
         last_step = kept[-1] if kept else step_of(choice.tag or "")
-        engine.log_event("checkpoint", action="expected", interval_seconds=interval_seconds, last_step=last_step)
+        worker.log_event("checkpoint", action="expected", interval_seconds=interval_seconds, last_step=last_step)
         return choice.tag
 
     def _agreed_kept(self, choice: Choice) -> tuple[int, ...]:
         """Have ``latest`` name ``choice``; returns the steps of the checkpoints that count as whole."""
-        engine, place = self._engine, self._place
+        worker, place = self._worker, self._place
 
         def settle() -> tuple[str, list[int]]:
-            if not engine.leads:
+            if not worker.leads:
                 return "", []
             kept: list[int] = []
 
@@ -99,22 +109,22 @@ class AutomaticCheckpoints:
 
             return _problem(look), kept
 
-        settled = engine.agree_on("checkpoint chosen", settle)
+        settled = worker.agree_on("checkpoint chosen", settle)
         _raise_first({worker: problem for worker, (problem, _) in settled.items()})
         return newest((step for _, kept in settled.values() for step in kept), keep=self._keep)
 
     def check_visible(self) -> None:
         """On a worker that joins: raise CheckpointError unless it sees the place that the others write to."""
-        self._place.check_visible(worker=self._engine.session.worker)
+        self._place.check_visible(worker=self._worker.me)
 
     def restore(self, tag: str, load: Callable[..., tuple[str | None, Any]]) -> dict[str, Any]:
         """Read the checkpoint ``tag`` by ``load`` (the engine's); returns the plugin's own state in it. Collective.
 
-        No code from its files is run. Raises CheckpointError when it can't be read, and when what was read is not the
-        state whose digest the manifest has.
+        ``load`` runs no code from its files. Raises CheckpointError when it can't be read, and when what was read is
+        not the state whose digest the manifest has.
         """
         try:
-            with self._place.local(tag) as directory, no_code_from_files(self._engine):
+            with self._place.local(tag) as directory:
                 _, client_state = load(directory, tag=tag)
         except (CheckpointError, RuntimeError, KeyError, ValueError) as error:
             raise CheckpointError(
@@ -128,26 +138,26 @@ class AutomaticCheckpoints:
                 f"digest is {found}, and {self._digest} in the manifest, though every file is as it was written. Have "
                 "the file latest name an earlier one"
             )
-        return dict((client_state or {}).get(_STATE, {}))
+        return dict((client_state or {}).get(STATE, {}))
 
     def _agreed_digest(self) -> str:
-        engine = self._engine
-        return agreed_digest(host=engine.host, grid=engine.job_grid, agree_on=engine.agree_on)
+        worker = self._worker
+        return agreed_digest(host=worker.host, grid=worker.grid, agree_on=worker.agree_on)
 
     # -- with each iteration -----------------------------------------------------------------------
 
     def contribution(self) -> dict[str, Any]:
         """What this worker hands in with the agreement of an iteration."""
-        return self.rounds.contribution(step=self._engine.global_steps + 1)
+        return self.rounds.contribution(step=self._worker.step + 1)
 
     def note(self) -> None:
         """After an iteration: take in what all have handed in, and do what follows from it."""
-        self.rounds.note(self._engine.activity.previous[0])
+        self.rounds.note(self._worker.activity.previous[0])
 
     def take_if_due(self) -> None:
         """At the boundary after an iteration: copy what this worker owns, and begin to write it."""
         self.rounds.take_if_due()
-        self._engine.activate_first()
+        self._worker.host.activate_shown()
 
     def wait(self) -> None:
         """Until what this worker has begun to write is there, or can't be; others hear of it in the next iteration."""
@@ -160,7 +170,7 @@ class AutomaticCheckpoints:
 
         A job that was told to stop goes on from there. What can't be written is told, and changes nothing else.
         """
-        engine, rounds, step = self._engine, self.rounds, self._engine.global_steps
+        worker, rounds, step = self._worker, self.rounds, self._worker.step
         kept = rounds.progress.kept
         if kept and kept[-1] == step:
             return
@@ -170,8 +180,8 @@ class AutomaticCheckpoints:
         def write_owned() -> None:
             if not rounds.is_quiet():
                 raise CheckpointError("the checkpoint before is still being written, and takes too long")
-            for coordinate in [c for c in engine.host.owned if c not in written]:
-                files = copied(engine, coordinate, step=step)
+            for coordinate in [c for c in worker.host.owned if c not in written]:
+                files = self._copy(coordinate, step)
                 written[coordinate] = {name: self._place.write(name, fill) for name, fill in files.items()}
 
         def write() -> tuple[str, dict[str, list[Any]]]:
@@ -179,69 +189,60 @@ class AutomaticCheckpoints:
             facts = {name: fact for part in written.values() for name, fact in part.items()}
             return problem, {name.rpartition("/")[2]: [fact.size, fact.sha256] for name, fact in facts.items()}
 
-        parts = engine.agree_on("last checkpoint", write)
-        engine.activate_first()
+        parts = worker.agree_on("last checkpoint", write)
+        worker.host.activate_shown()
         failure = _first({worker: problem for worker, (problem, _) in parts.items()})
         if not failure:
             files = {name: FileFact(*fact) for _, facts in parts.values() for name, fact in facts.items()}
             manifest = rounds.manifest(step, files, digest=self._agreed_digest())
 
             def name() -> str:
-                if not engine.leads:
+                if not worker.leads:
                     return ""
                 return _problem(lambda: self._place.name_last(manifest, kept=kept, keep=self._keep))
 
-            failure = _first(engine.agree_on("last checkpoint named", name))
+            failure = _first(worker.agree_on("last checkpoint named", name))
         if failure:
-            tell_once(engine, f"the state after step {step} is not kept: {failure}")
+            tell_once(worker, f"the state after step {step} is not kept: {failure}")
         else:
             rounds.on_named(step)
 
 
-class _OfEngine:
-    """What :class:`CheckpointRounds` needs of an engine; see :class:`Copier`."""
+class _OfWorker:
+    """What :class:`CheckpointRounds` needs of a worker; see :class:`Copier`."""
 
-    def __init__(self, engine: BambooPipelineEngine) -> None:
-        self._engine = engine
+    def __init__(self, worker: Worker, copy: Copy) -> None:
+        self._worker = worker
+        self._copy = copy
 
     @property
     def worker(self) -> WorkerId:
-        return self._engine.session.worker
+        return self._worker.me
 
     @property
     def is_reporter(self) -> bool:
-        return self._engine.leads
+        return self._worker.leads
 
     @property
     def owned(self) -> tuple[Coordinate, ...]:
-        return tuple(self._engine.host.owned)
+        return tuple(self._worker.host.owned)
 
     def copy(self, coordinate: Coordinate, *, step: int) -> dict[str, Fill]:
-        return copied(self._engine, coordinate, step=step)
+        return self._copy(coordinate, step)
 
     def tell(self, text: str) -> None:
-        tell_once(self._engine, text)
+        tell_once(self._worker, text)
 
     def warn(self, text: str) -> None:
-        tell(self._engine, text)
+        tell(self._worker, text)
 
     def log(self, action: str, **fields: Any) -> None:
-        self._engine.log_event("checkpoint", action=action, **fields)
+        self._worker.log_event("checkpoint", action=action, **fields)
 
 
-def copied(engine: BambooPipelineEngine, coordinate: Coordinate, *, step: int) -> dict[str, Fill]:
-    """The files of ``coordinate``, which this worker owns, in the checkpoint of ``step``, from a copy on the host."""
-    own = {"seed": engine.forward_seed, "loss": engine.mean_loss}
-    try:
-        return engine.capture(engine.host.owned[coordinate], tag_of(step), client_state={_STATE: own})
-    except (MemoryError, RuntimeError) as error:
-        raise CheckpointError(f"stage {coordinate} can't be copied into host memory ({error}); is there enough?") from (
-            error
-        )
-
-
-def automatic_checkpoints(engine: BambooPipelineEngine, session: WorkerSession) -> AutomaticCheckpoints | None:
+def automatic_checkpoints(worker: Worker, *, copy: Copy) -> AutomaticCheckpoints | None:
     """As ``bamboo.checkpoint`` says; None where it names no place. Raises CheckpointError as ``open_folder`` does."""
+    session = worker.session
     settings = session.config.checkpoint
     if settings.dir is None:
         return None
@@ -249,7 +250,7 @@ def automatic_checkpoints(engine: BambooPipelineEngine, session: WorkerSession) 
     owner = json.dumps({"job": session.identity.job, "started_seconds": session.coordinator.started_seconds()})
     place = CheckpointPlace(open_folder(settings.dir), name=settings.dir, owner=owner, watch=session.works.watch_bytes)
     interval_seconds = settings.interval_minutes * 60.0
-    return AutomaticCheckpoints(engine, place=place, interval_seconds=interval_seconds, keep=settings.keep)
+    return AutomaticCheckpoints(worker, place=place, copy=copy, interval_seconds=interval_seconds, keep=settings.keep)
 
 
 def _problem(call: Callable[[], Any]) -> str:

@@ -3,59 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepspeed_bamboo.errors import CheckpointError
+from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.storage.checking import Candidate, Choice, Survey, choose
-
-if TYPE_CHECKING:
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 
 Look = Callable[[Candidate, tuple[int, int]], list[str] | None]
 """What is wrong with share (i, n) of a checkpoint's files, as sentences; None: no file of it can be seen from here."""
 
 
-def choose_together(engine: BambooPipelineEngine, *, survey: Callable[[], Survey], look: Look, where: str) -> Choice:
+def choose_together(worker: Worker, *, survey: Callable[[], Survey], look: Look, where: str) -> Choice:
     """The checkpoint that all workers load; collective, and the same value on all.
 
     The reporter's ``survey`` counts. Raises CheckpointError on all workers when it can't be made.
     """
 
     def seen() -> tuple[str, Any]:
-        if not engine.leads:
+        if not worker.leads:
             return "", None
         try:
             return "", survey().to_json()
         except CheckpointError as error:
             return str(error), None
 
-    surveys = engine.agree_on("checkpoints there", seen)
+    surveys = worker.agree_on("checkpoints there", seen)
     problem = next((problem for problem, _ in surveys.values() if problem), "")
     if problem:
         raise CheckpointError(problem)
     agreed = Survey.from_json(next(value for _, value in surveys.values() if value is not None))
 
     def check(candidate: Candidate) -> list[str] | None:
-        return _problems_together(engine, candidate, look=look, where=where)
+        return _problems_together(worker, candidate, look=look, where=where)
 
     return choose(agreed, check=check, where=where)
 
 
-def _problems_together(
-    engine: BambooPipelineEngine, candidate: Candidate, *, look: Look, where: str
-) -> list[str] | None:
+def _problems_together(worker: Worker, candidate: Candidate, *, look: Look, where: str) -> list[str] | None:
     """What is wrong with the files of ``candidate``; collective, and the same value on all workers.
 
     Raises CheckpointError when some workers see none of them: they are not damaged, but out of reach.
     """
 
     def share() -> list[str] | None:
-        record = engine.session.interruption.active
-        members = (engine.session.worker,) if record is None else record.members
-        return look(candidate, (members.index(engine.session.worker), len(members)))
+        members = worker.record.members
+        return look(candidate, (members.index(worker.me), len(members)))
 
-    found = engine.agree_on("checkpoint checked", share)
-    blind = sorted(worker for worker, problems in found.items() if problems is None)
+    found = worker.agree_on("checkpoint checked", share)
+    blind = sorted(name for name, problems in found.items() if problems is None)
     if blind and len(blind) < len(found):
         raise CheckpointError(
             f"workers {', '.join(blind)} found no checkpoint in {where}, others did ({candidate.tag}); every worker "

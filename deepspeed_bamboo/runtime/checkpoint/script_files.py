@@ -6,18 +6,16 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepspeed_bamboo.core.checkpointing import FileFact
 from deepspeed_bamboo.errors import CheckpointError
 from deepspeed_bamboo.runtime.checkpoint.checking_together import choose_together
+from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.storage.checking import LATEST, Survey, candidate_of, described, problems_of, survey
 from deepspeed_bamboo.storage.folders import Fill, LocalFolder
 from deepspeed_bamboo.storage.manifest import NAMES, Manifest
-
-if TYPE_CHECKING:
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 
 _CHUNK_BYTES = 4 * 2**20
 
@@ -53,7 +51,7 @@ def name_checkpoint(folder: Path, manifest: Manifest | None, *, tag: str, latest
         place.write(LATEST, _text(tag))
 
 
-def tag_to_load(engine: BambooPipelineEngine, load_dir: str | os.PathLike[str], tag: str | None) -> str | None:
+def tag_to_load(worker: Worker, load_dir: str | os.PathLike[str], tag: str | None) -> str | None:
     """The tag of the checkpoint in ``load_dir`` that is whole: ``tag``, or if that is None the newest one.
 
     None where there is nothing to load. Collective. Raises CheckpointError when ``tag`` is damaged, and when there are
@@ -65,13 +63,13 @@ def tag_to_load(engine: BambooPipelineEngine, load_dir: str | os.PathLike[str], 
         return survey(folder) if tag is None else Survey(str(tag), (candidate_of(folder, str(tag)),))
 
     choice = choose_together(
-        engine, survey=seen, look=lambda found, share: problems_of(folder, found, share=share), where=where
+        worker, survey=seen, look=lambda found, share: problems_of(folder, found, share=share), where=where
     )
     for warning in choice.warnings:
-        tell_once(engine, f"load_checkpoint: {warning}")
+        tell_once(worker, f"load_checkpoint: {warning}")
     for damaged, problems in choice.damaged.items():
         path = os.fspath(Path(load_dir) / damaged)
-        engine.log_event("checkpoint", action="damaged", path=path, reason="; ".join(problems))
+        worker.log_event("checkpoint", action="damaged", path=path, reason="; ".join(problems))
     if choice.error and tag is not None:
         raise CheckpointError(
             f"in {where} {described(choice.damaged)}; pass the tag of another one, or none for the newest whole one"
@@ -79,8 +77,8 @@ def tag_to_load(engine: BambooPipelineEngine, load_dir: str | os.PathLike[str], 
     if choice.error:
         raise CheckpointError(choice.error)
     if choice.tag is None:
-        tell_once(engine, f"load_checkpoint: there is no checkpoint in {where}; nothing is loaded")
-        engine.log_event("checkpoint", action="nothing", path=os.fspath(load_dir))
+        tell_once(worker, f"load_checkpoint: there is no checkpoint in {where}; nothing is loaded")
+        worker.log_event("checkpoint", action="nothing", path=os.fspath(load_dir))
     return choice.tag
 
 

@@ -20,15 +20,16 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed_bamboo.core.checkpointing import FileFact, facts_to_json
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.errors import CheckpointError
+from deepspeed_bamboo.runtime.checkpoint.automatic import STATE
 from deepspeed_bamboo.runtime.checkpoint.safe_loading import files_named_in_errors
 from deepspeed_bamboo.runtime.checkpoint.script_files import SavedFiles, facts_of_parts, name_checkpoint, tag_to_load
-from deepspeed_bamboo.runtime.recovery.state_transfer import refresh_shadows
 from deepspeed_bamboo.runtime.stock.attributes import COUNTERS
 from deepspeed_bamboo.runtime.stock.captured import CapturedFiles
 from deepspeed_bamboo.runtime.stock.patches.tied_weights import tied_weights_from_files
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 from deepspeed_bamboo.storage.folders import Fill
 from deepspeed_bamboo.storage.manifest import Manifest
+from deepspeed_bamboo.storage.place import tag_of
 
 
 class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
@@ -63,7 +64,7 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
         if not decoupled:
             self._name(Path(save_dir), tag, latest=save_latest)
         self._tell("saved", Path(save_dir) / tag, started)
-        self.failover.protect_again()  # if somebody was lost meanwhile
+        self.protection.protect_again()  # if somebody was lost meanwhile
         return True
 
     def _name(self, folder: Path, tag: str, *, latest: bool) -> None:
@@ -79,7 +80,7 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
                 return str(error)
             return ""
 
-        problem = next((problem for _, problem in sorted(self.agree_on("latest", write).items()) if problem), "")
+        problem = next((problem for _, problem in sorted(self.worker.agree_on("latest", write).items()) if problem), "")
         if problem:
             raise CheckpointError(f"checkpoint {tag!r} is saved, but not named: {problem}")
 
@@ -100,13 +101,13 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
         if not stock.is_decoupled():
             self.checkpoint_engine = files
         try:
-            self._saved_facts = facts_of_parts(self.agree_on("save", save_owned))
+            self._saved_facts = facts_of_parts(self.worker.agree_on("save", save_owned))
         finally:
             self.checkpoint_engine = stock
         self.activate_first()
 
     def _save_replica(self, replica: StageReplica, save_dir: str, tag: str, **options: Any) -> None:
-        self.strike_if_scripted(replica.coordinate, "save", None)
+        self.worker.strike_if_scripted(replica.coordinate, "save")
         with self.host.hosting(replica):
             self._create_checkpoint_file(save_dir, tag, False)
             super()._save_checkpoint(save_dir, tag, **options)
@@ -125,6 +126,18 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
         finally:
             self.checkpoint_engine = stock
         return captured.files
+
+    def copy_of(self, coordinate: Coordinate, step: int) -> dict[str, Fill]:
+        """The files of ``coordinate``, which this worker owns, in the plugin's own checkpoint of ``step``; a copy.
+
+        Raises CheckpointError for lack of memory.
+        """
+        own = {"seed": self.forward_seed, "loss": self.mean_loss}
+        try:
+            return self.capture(self.host.owned[coordinate], tag_of(step), client_state={STATE: own})
+        except (MemoryError, RuntimeError) as error:
+            problem = f"stage {coordinate} can't be copied into host memory ({error}); is there enough?"
+            raise CheckpointError(problem) from error
 
     def _copy_recovery_script(self, save_path: str) -> None:
         """Stock's; it writes into the directory itself, which what is captured does not have."""
@@ -147,7 +160,7 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
         checkpoint and others none, or another one.
         """
         if not self.load_universal_checkpoint():
-            tag = tag_to_load(self, load_dir, tag)
+            tag = tag_to_load(self.worker, load_dir, tag)
             if tag is None:
                 return None, None
         with files_named_in_errors(self):
@@ -164,16 +177,16 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
             owned = list(self.host.owners())
             with self.session.works.watch(f"loading from {load_dir}", total=len(owned), unit="stages") as work:
                 for replica in owned:
-                    self.strike_if_scripted(replica.coordinate, "load", None)
+                    self.worker.strike_if_scripted(replica.coordinate, "load")
                     replica.settle()
                     with self.host.hosting(replica), tied_weights_from_files(self, replica.module):
                         loaded.append(load(os.fspath(load_dir), *arguments, **options))
                     work.add(1)
             self.host.save()
-            refresh_shadows(self, label=f"{self.activity.index}/load")
+            self.transfer.refresh_shadows(label=f"{self.activity.index}/load")
             return self._reading(loaded)
 
-        readings = self.agree_on("load", load_owned)
+        readings = self.worker.agree_on("load", load_owned)
         self.activate_first()
         _check_readings(readings, load_dir)
         first = next((value for _, value in sorted(readings.items()) if value is not None), None)
@@ -185,7 +198,7 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
         if path is not None:
             self.data.resume_at(self.global_steps)
             self._tell("loaded", path, started)
-        self.failover.protect_again()
+        self.protection.protect_again()
         self.settling.note()
         return path, client_state
 
@@ -195,7 +208,7 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
         Needed only where a script changes weights or optimizer state itself after ``initialize``: training and
         ``load_checkpoint`` keep shadows up to date.
         """
-        self.agree_on("refresh", lambda: refresh_shadows(self, label=f"{self.activity.index}/refresh"))
+        self.worker.agree_on("refresh", lambda: self.transfer.refresh_shadows(label=f"{self.activity.index}/refresh"))
         self.settling.note()
 
     def _tell(self, action: str, path: str | os.PathLike[str], started: float) -> None:
@@ -207,7 +220,7 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
         if not loaded:
             return None
         path, client_state = loaded[0]
-        wanted = not set(self.session.interruption.active.members) <= set(self.placement.workers)
+        wanted = not set(self.view.now.members) <= set(self.placement.workers)
         return {
             "path": None if any(path is None for path, _ in loaded) else str(path),
             "counters": {name: self.__dict__[name] for name in COUNTERS},

@@ -35,10 +35,12 @@ def go_on_as_others(engine: BambooPipelineEngine, iterator: Iterator[Any] | None
     A late worker's ``iterator`` goes on where the others' are, which have served evaluations before. Otherwise inputs
     and labels of different samples would meet, if it hosts one end of a pipeline and not the other. Collective.
     """
-    own, supply = engine.evaluated.of(iterator), DataSupply(engine, data=lambda: data)
-    told = engine.agree_on("evaluation position", lambda: (own, supply.own()))
+    own = engine.evaluated.of(iterator)
+    given: dict[str, Any] = {"data": lambda: data, "transform": lambda: engine.batch_fn}
+    supply = DataSupply(engine.worker, **given)
+    told = engine.worker.agree_on("evaluation position", lambda: (own, supply.own()))
     engine.evaluated.skip(iterator, max(position for position, _ in told.values()) - own)
-    return DataSupply(engine, data=lambda: data, table={worker: has for worker, (_, has) in told.items()})
+    return DataSupply(engine.worker, **given, table={worker: has for worker, (_, has) in told.items()})
 
 
 def evaluate(engine: BambooPipelineEngine, request: EvaluationRequest) -> Any:
@@ -64,7 +66,7 @@ def evaluate(engine: BambooPipelineEngine, request: EvaluationRequest) -> Any:
 
     _prepare(engine, request)
     engine.evaluated_micro_batches = request.micro_batches
-    engine.agree_on("evaluate", outputs_here)
+    engine.worker.agree_on("evaluate", outputs_here)
     if engine.protects and engine.evaluation_data is not None:
         # Every worker's iterator goes on by as much, since each may have to feed a stage the next time.
         engine.evaluation_data.complete(request.micro_batches, step=engine.global_steps, transform=engine.batch_fn)
@@ -84,11 +86,11 @@ def _prepare(engine: BambooPipelineEngine, request: EvaluationRequest) -> None:
 def _run_forwards(engine: BambooPipelineEngine, request: EvaluationRequest) -> None:
     for replica in engine.host.owners():
         engine.host.restart(replica, micro_batches=request.micro_batches, training=False)
-    context = engine.context(training=False, micro_batches=request.micro_batches)
+    context = engine.programs.context(training=False, micro_batches=request.micro_batches)
     if engine.evaluation_supply is not None:
         engine.evaluation_supply.deliver(micro_batches=request.micro_batches, beforehand=False)
     with torch.no_grad():
-        for instruction in engine.instructions(training=False):
+        for instruction in engine.programs.own(training=False):
             engine.executor.execute(instruction, context)
     engine.host.save()
 

@@ -70,7 +70,7 @@ class IterationEnd:
             self._reduce(self._engine._exec_reduce_tied_grads, label=f"{context.activity}/tied", context=context)
         elif instruction.op is Op.REDUCE:
             for replica in self._engine.host.owners():
-                self._engine.strike_if_scripted(replica.coordinate, "reduce", None)
+                self._engine.worker.strike_if_scripted(replica.coordinate, "reduce")
             self._reduce(self._engine._exec_reduce_grads, label=f"{context.activity}/reduce", context=context)
         elif instruction.op is Op.MIRROR:
             self._cancel_steps()
@@ -85,11 +85,11 @@ class IterationEnd:
         engine, activity, calls = self._engine, self._engine.activity, self._step_calls
         if calls is None:
             raise RuntimeError("a step without an agreement")
-        engine.failover.count_on_rebuilt(activity.rounds[0])
+        engine.protection.count_on_rebuilt(activity.rounds[0])
         self._forget_steps_of_others(calls)
         if activity.delivered == 0:
             for replica in engine.host.owners():
-                engine.strike_if_scripted(replica.coordinate, "step", None)
+                engine.worker.strike_if_scripted(replica.coordinate, "step")
         self._accept_arrived()
         late = self._may_be_late(calls)
         if activity.delivered == 0:
@@ -106,9 +106,9 @@ class IterationEnd:
                     label=f"{activity.index}/{activity.delivered}",
                 )
                 for coordinate in [c for c in self._gathered if c in engine.host.owned]:
-                    engine.strike_if_scripted(coordinate, "gather", None)
+                    engine.worker.strike_if_scripted(coordinate, "gather")
                 value = {"contributions": self._contributions(calls)}
-                activity.rounds.append(engine.agree(value, among=engine.placement.holders))
+                activity.rounds.append(engine.worker.agree(value, among=engine.placement.holders))
             agreed = _contributed(activity.rounds[activity.delivered])
             activity.delivered += 1
             told = {c: request for c, request in pending.items() if c not in self._gathered}
@@ -293,7 +293,7 @@ class IterationEnd:
         engine.complete_data()
         calls = self._start_steps(engine.host.owned)
         value: dict[str, Any] = {"contributions": self._contributions(calls), "losses": stage_losses(engine)}
-        value.update(engine.failover.modes.contribution())
+        value.update(engine.modes.contribution())
         value.update(engine.settling.contribution())
         value.update(engine.checkpoints.contribution() if engine.checkpoints is not None else {})
         value.update(engine.reconfiguration.balancing.contribution())
@@ -308,12 +308,12 @@ class IterationEnd:
         value.update(engine.rebuilding.contribution())
         value.update(engine.failover.contribution())
         for replica in engine.host.owners():
-            engine.strike_if_scripted(replica.coordinate, "commit", None)
+            engine.worker.strike_if_scripted(replica.coordinate, "commit")
         if self._shadow_steps.active:
-            engine.activity.rounds.append(engine.agree(value, meanwhile=self._prepare_step))
+            engine.activity.rounds.append(engine.worker.agree(value, meanwhile=self._prepare_step))
         else:
             self._prepare_step()
-            engine.activity.rounds.append(engine.agree(value))
+            engine.activity.rounds.append(engine.worker.agree(value))
 
     def _prepare_step(self) -> None:
         """What is left to do here before the step, while this worker waits for the others' agreement."""

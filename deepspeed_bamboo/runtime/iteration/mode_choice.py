@@ -9,14 +9,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from deepspeed.utils import logger
 
 from deepspeed_bamboo.core.choosing import Choice, Figures, choose, loss_rate, middle, predict
-from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.schedule import Mode
-from deepspeed_bamboo.runtime.job.session import WorkerSession
+from deepspeed_bamboo.runtime.iteration.worker import Worker
 
 AUTO = "auto"
 
@@ -30,27 +29,12 @@ _WINDOW_SECONDS = 3600.0
 _LEAST_SECONDS = 60.0
 
 
-class ChoosingEngine(Protocol):
-    """What the choice depends on."""
-
-    session: WorkerSession
-    placement: Placement
-    micro_batches: int
-
-    @property
-    def is_reporter(self) -> bool:
-        """True on the one worker that decides."""
-
-    def log_event(self, event: str, **fields: Any) -> None:
-        """Write to this worker's event log."""
-
-
 class ModeChoice:
     """One worker's view of it. ``mode`` is the same on all workers in any one iteration."""
 
-    def __init__(self, engine: ChoosingEngine) -> None:
-        self._engine = engine
-        redundancy = engine.session.config.redundancy
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        redundancy = worker.session.config.redundancy
         self.automatic = redundancy.mode == AUTO
         self.mode = Mode.LAZY if self.automatic else Mode(redundancy.mode)
         self._eager = Mode.planned(Mode.EAGER.value, offload=redundancy.offload, overlap=redundancy.overlap)
@@ -96,7 +80,7 @@ class ModeChoice:
         value: dict[str, Any] = {}
         if self._own_repeating is not None:
             value["repeated"] = self._own_repeating
-        if self._engine.is_reporter and self._is_due():
+        if self._worker.is_reporter and self._is_due():
             value["mode"] = self._choice()
         return value
 
@@ -124,9 +108,9 @@ class ModeChoice:
         if choice.mode is not before:
             # The first of a new mode sets things up.
             self.disturb()
-        if (first or choice.mode is not before) and self._engine.is_reporter:
+        if (first or choice.mode is not before) and self._worker.is_reporter:
             logger.info("redundancy mode %s", choice.reason)
-            self._engine.log_event("mode", mode=choice.mode.value, before=before.value, reason=choice.reason)
+            self._worker.log_event("mode", mode=choice.mode.value, before=before.value, reason=choice.reason)
 
     def _is_due(self) -> bool:
         if len(self._iterations[self.mode]) < _WARM_UP:
@@ -134,8 +118,8 @@ class ModeChoice:
         return self._look_soon or self._since_look >= _LOOK_EVERY
 
     def _choice(self) -> Choice:
-        engine = self._engine
-        predicted = predict(engine.placement, micro_batches=engine.micro_batches, eager=self._eager)
+        worker = self._worker
+        predicted = predict(worker.placement, micro_batches=worker.micro_batches, eager=self._eager)
         lazy, eager = (middle(self._iterations[mode]) for mode in (Mode.LAZY, Mode.EAGER))
         measured = lazy is not None and eager is not None
         if lazy is None:

@@ -15,19 +15,34 @@ from deepspeed_bamboo.core.supplying import Delivery, Table, deliveries, feeders
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.runtime.comm.channel import Message
 from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData, missing_data
+from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.coordination import EpochRecord
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 
 
 class DataSupply:
-    """One worker's side of it, for training or for one evaluation. ``data`` returns what this worker has itself."""
+    """One worker's side of it, for training or for one evaluation.
 
-    def __init__(self, engine: BambooPipelineEngine, *, data: Callable[[], PipelineData], table: Table | None = None):
-        self._engine = engine
+    Args:
+        worker: whose placement counts.
+        data: returns what this worker has itself.
+        transform: returns what the script has the engine do to each batch, or None.
+        table: the pipelines that each worker has the data of, where that is known.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        data: Callable[[], PipelineData],
+        transform: Callable[[], Callable[[Any], Any] | None],
+        table: Table | None = None,
+    ) -> None:
+        self._worker = worker
         self._data = data
+        self._transform = transform
         self._table: dict[str, Any] = dict(table or {})
         self._expected: dict[int, Delivery] = {}
         self._taken: dict[tuple[int, int], Any] = {}
@@ -36,22 +51,21 @@ class DataSupply:
     def own(self) -> tuple[int, ...]:
         """The pipelines that this worker has the data of."""
         data = self._data()
-        return tuple(pipeline for pipeline in range(self._engine.job_grid.pipelines) if data.has(pipeline))
+        return tuple(pipeline for pipeline in range(self._worker.grid.pipelines) if data.has(pipeline))
 
     def agree(self) -> None:
         """Before an iteration: know who has data, once and again when workers have come; then on all workers alike.
 
         Raises ConfigError on all of them when a loss could not be survived for want of data.
         """
-        engine = self._engine
-        record = self._record()
-        if not engine.protects:
+        record = self._worker.record
+        if not self._worker.protects:
             return
         if not set(record.members) <= self._table.keys():
             first = not self._table
-            self._table = dict(engine.agree_on("data", self.own))
+            self._table = dict(self._worker.agree_on("data", self.own))
             if first:
-                self._check(self._record())
+                self._check(self._worker.record)
         self._say_who_is_the_last()
 
     def _check(self, record: EpochRecord) -> None:
@@ -70,12 +84,12 @@ class DataSupply:
         return hosted[0].pipeline if hosted else -1
 
     def _say_who_is_the_last(self) -> None:
-        record = self._record()
-        for pipeline in range(self._engine.job_grid.pipelines):
+        record = self._worker.record
+        for pipeline in range(self._worker.grid.pipelines):
             left = feeders(pipeline, self._table, members=record.members)
             if len(left) == 1 and len(record.members) > 1 and pipeline not in self._said:
                 self._said.add(pipeline)
-                tell_once(self._engine, f"only {left[0]} has the data of pipeline {pipeline}: its loss ends the job")
+                tell_once(self._worker, f"only {left[0]} has the data of pipeline {pipeline}: its loss ends the job")
             elif len(left) > 1:
                 self._said.discard(pipeline)
 
@@ -84,13 +98,13 @@ class DataSupply:
 
         Raises BambooError's ConfigError where nobody is left who has what somebody needs.
         """
-        engine, me = self._engine, self._engine.session.worker
+        worker, me = self._worker, self._worker.me
         self._expected, self._taken = {}, {}
-        if not engine.protects:
+        if not worker.protects:
             return
-        record = self._record()
+        record = self._worker.record
         try:
-            planned = deliveries(engine.placement, self._table, members=record.members, beforehand=beforehand)
+            planned = deliveries(worker.placement, self._table, members=record.members, beforehand=beforehand)
         except LookupError as error:
             raise ConfigError(
                 f"nobody is left who has the data of {error.args[0]} (pipeline.stage): the workers whose iterators had "
@@ -104,13 +118,13 @@ class DataSupply:
                 self._send(delivery, micro_batches)
 
     def _send(self, delivery: Delivery, micro_batches: int) -> None:
-        engine, data = self._engine, self._data()
+        worker, data = self._worker, self._data()
         for micro_batch in range(micro_batches):
-            batch = data.get(delivery.pipeline, micro_batch, step=engine.global_steps, transform=engine.batch_fn)
+            batch = data.get(delivery.pipeline, micro_batch, step=worker.step, transform=self._transform())
             part = (batch[0] if delivery.inputs else None, batch[1] if delivery.labels else None)
             tensors: list[torch.Tensor] = []
             form = _form(part, tensors, where=f"micro-batch {micro_batch} of pipeline {delivery.pipeline}")
-            engine.links.send(delivery.receiver, Message(self._key(delivery, micro_batch), form, tensors))
+            worker.links.send(delivery.receiver, Message(self._key(delivery, micro_batch), form, tensors))
 
     def has(self, pipeline: int) -> bool:
         """Whether this worker is sent the data of ``pipeline``."""
@@ -120,19 +134,13 @@ class DataSupply:
         """The micro-batch, with None for the part that is not needed here. Raises what interrupts a wait."""
         if (pipeline, micro_batch) not in self._taken:
             delivery = self._expected[pipeline]
-            message = self._engine.links.receive(delivery.feeder, self._key(delivery, micro_batch))
-            device = self._engine.device
+            message = self._worker.links.receive(delivery.feeder, self._key(delivery, micro_batch))
+            device = self._worker.device
             self._taken[pipeline, micro_batch] = _value(message.data, [t.to(device) for t in message.tensors])
         return self._taken[pipeline, micro_batch]
 
     def _key(self, delivery: Delivery, micro_batch: int) -> str:
-        return f"{self._engine.activity.index}/data/{delivery.pipeline}/{micro_batch}"
-
-    def _record(self) -> EpochRecord:
-        record = self._engine.session.interruption.active
-        if record is None:
-            raise RuntimeError("no epoch has been entered")
-        return record
+        return f"{self._worker.activity.index}/data/{delivery.pipeline}/{micro_batch}"
 
 
 def _form(value: Any, tensors: list[torch.Tensor], *, where: str) -> Any:

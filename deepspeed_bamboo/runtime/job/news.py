@@ -9,9 +9,11 @@ from deepspeed_bamboo.runtime.job.session import WorkerSession
 
 
 class Speaker(Protocol):
-    """Who has something to say: an speaker."""
+    """Who has something to say: a worker."""
 
-    session: WorkerSession
+    @property
+    def session(self) -> WorkerSession:
+        """Its connection to the job."""
 
     @property
     def is_reporter(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepspeed.utils import logger
 
@@ -20,10 +20,9 @@ from deepspeed_bamboo.coordination import EpochRecord
 from deepspeed_bamboo.core.measuring import Measured
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.timing import Profile, with_handover
+from deepspeed_bamboo.runtime.iteration.pass_times import PassTimes
+from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
-
-if TYPE_CHECKING:
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 
 _PASSES = "passes"
 _DRAIN_SECONDS = 60.0
@@ -32,10 +31,16 @@ _MOST_PASSES = 5_000  # in an iteration, for its time to be simulated on the way
 
 
 class Balancing:
-    """One worker's view of it."""
+    """One worker's view of it.
 
-    def __init__(self, engine: BambooPipelineEngine) -> None:
-        self._engine = engine
+    Args:
+        worker: whose placement counts.
+        times: what this worker measures of its passes.
+    """
+
+    def __init__(self, worker: Worker, *, times: PassTimes) -> None:
+        self._worker = worker
+        self._times = times
         self._measured = Measured()
         self._placement: Placement | None = None
         self._timed: Placement | None = None  # the placement of which spans are
@@ -47,7 +52,7 @@ class Balancing:
     @property
     def profile(self) -> Profile | None:
         """What is measured, once every stage is."""
-        profile = self._measured.profile(self._engine.job_grid.stages)
+        profile = self._measured.profile(self._worker.grid.stages)
         return profile if profile is None or self._handover is None else replace(profile, handover=self._handover)
 
     @property
@@ -58,7 +63,7 @@ class Balancing:
     @property
     def _simulated(self) -> bool:
         """Whether an iteration is small enough to be simulated now and then."""
-        return bool(2 * len(self._engine.job_grid) * self._engine.micro_batches <= _MOST_PASSES)
+        return bool(2 * len(self._worker.grid) * self._worker.micro_batches <= _MOST_PASSES)
 
     def is_due(self, record: EpochRecord) -> bool:
         """Whether something has changed since the last call: who takes part, or what is known."""
@@ -69,11 +74,11 @@ class Balancing:
 
     def contribution(self) -> dict[str, Any]:
         """What this worker hands in with the agreement of an iteration."""
-        engine = self._engine
-        if engine.placement is not self._placement:
-            self._placement = engine.placement
-            engine.executor.times.disturb()
-        sample = engine.executor.times.sample()
+        placement = self._worker.placement
+        if placement is not self._placement:
+            self._placement = placement
+            self._times.disturb()
+        sample = self._times.sample()
         return {} if sample is None else {_PASSES: sample}
 
     def note(self, agreed: Mapping[WorkerId, Mapping[str, Any]]) -> None:
@@ -92,30 +97,30 @@ class Balancing:
 
     def _note_span(self, seconds: float) -> None:
         """What all passes of an iteration have taken: once it is known of a placement, it shows what messages cost."""
-        engine = self._engine
-        if engine.placement is not self._timed:
-            self._timed, self._spans = engine.placement, []
+        placement = self._worker.placement
+        if placement is not self._timed:
+            self._timed, self._spans = placement, []
         self._spans.append(seconds)
-        profile = self._measured.profile(engine.job_grid.stages)
+        profile = self._measured.profile(self._worker.grid.stages)
         if len(self._spans) == _SPANS and profile is not None and self._simulated and not profile.speeds:
             self._handover = with_handover(
-                profile, engine.placement, micro_batches=engine.micro_batches, seconds=median(self._spans)
+                profile, placement, micro_batches=self._worker.micro_batches, seconds=median(self._spans)
             ).handover
 
     def _tell_changes(self, before: Mapping[WorkerId, float], now: Mapping[WorkerId, float]) -> None:
-        engine = self._engine
         for worker in sorted(now.keys() - before.keys()):
             tell_once(
-                engine, f"worker {worker} is slow: its passes take {1.0 / now[worker]:.1f} times as long as before"
+                self._worker,
+                f"worker {worker} is slow: its passes take {1.0 / now[worker]:.1f} times as long as before",
             )
-            if engine.is_reporter:
-                engine.log_event("slow_worker", worker=worker, speed=now[worker])
+            if self._worker.is_reporter:
+                self._worker.log_event("slow_worker", worker=worker, speed=now[worker])
                 self._drain(worker)
         for worker in sorted(before.keys() - now.keys()):
-            tell_once(engine, f"worker {worker} is as fast as before")
+            tell_once(self._worker, f"worker {worker} is as fast as before")
 
     def _drain(self, worker: WorkerId) -> None:
-        session = self._engine.session
+        session = self._worker.session
         member = session.present.get(worker)
         if session.config.topology.slow_workers == "drain" and member is not None:
             reason = f"worker {worker} is slow"
@@ -125,8 +130,8 @@ class Balancing:
 
     def _write(self) -> None:
         """As the reporter: keep the profile where ``bamboo.profile`` says. What can't be written ends nothing."""
-        path, profile = self._engine.session.config.profile, self.profile
-        if path is None or profile is None or not self._engine.is_reporter:
+        path, profile = self._worker.session.config.profile, self.profile
+        if path is None or profile is None or not self._worker.is_reporter:
             return
         if self._written is not None and self._written.speeds == profile.speeds:
             return

@@ -8,23 +8,21 @@ others (``reconfiguration.py`` has their side, ``late_engine.py`` the moment).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
 
-from deepspeed_bamboo.coordination import EpochRecord, JobCoordinator, Member
+from deepspeed_bamboo.coordination import JobCoordinator, Member
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.reconfiguring import Target
 from deepspeed_bamboo.errors import BambooError, ConfigError, ExpelledError, JobStoppedError
 from deepspeed_bamboo.runtime.comm.c10d import c10d
-from deepspeed_bamboo.runtime.job.session import WorkerIdentity
-from deepspeed_bamboo.runtime.membership.reconfiguration import WELCOME, expected_coordinate
+from deepspeed_bamboo.runtime.iteration.worker import Worker
+from deepspeed_bamboo.runtime.job.session import WorkerIdentity, WorkerSession
+from deepspeed_bamboo.runtime.membership.common_state import CommonState
+from deepspeed_bamboo.runtime.membership.reconfiguration import WELCOME, Reconfiguration, expected_coordinate
 from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
 from deepspeed_bamboo.runtime.stock.world import AloneGroup, replace_default_group
-
-if TYPE_CHECKING:
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 
 # How often a worker that waits looks whether the job has ended meanwhile.
 _LOOK_SECONDS = 0.5
@@ -56,14 +54,14 @@ def alone_in_the_group(
         c10d.init_process_group = stock
 
 
-def join(engine: BambooPipelineEngine) -> None:
+def join(worker: Worker, *, reconfiguration: Reconfiguration, common: CommonState, known: Callable[[], None]) -> None:
     """Register, wait to be taken in, and take part in that; returns when this worker is one of the job's.
 
-    The engine is at the job's global step then. Raises JobStoppedError when the job ends first, and as the job's own
-    activities do.
+    ``common`` is at the job's global step then; ``known`` is called as soon as it is. Raises JobStoppedError when the
+    job ends first, and as the job's own activities do.
     """
-    session, interruption = engine.session, engine.session.interruption
-    engine.host.set_aside()
+    session, interruption = worker.session, worker.session.interruption
+    worker.host.set_aside()
     session.register(rank=int(os.environ.get("RANK", "0")), home=c10d.get_rank())
     while not interruption.wait_until(lambda: interruption.record is not None, timeout_seconds=_LOOK_SECONDS):
         if session.finished:
@@ -75,36 +73,25 @@ def join(engine: BambooPipelineEngine) -> None:
     if welcome is None:
         raise ExpelledError(f"worker {session.worker} came too late for epoch {record.number}")
     target = Target.from_json(welcome["target"])
-    _take_over_facts(engine, record=record, welcome=welcome)
-    engine.links.enter(
+    worker.view.adopt(record, Placement.from_json(welcome["placement"]))
+    worker.activity.index = welcome["activity"]
+    common.take(welcome["known"])
+    worker.host.save()
+    known()
+    worker.links.enter(
         members=session.coordinator.members(), order=record.members, name=f"{session.identity.job}/{record.number}"
     )
     # The others have had an agreement before this worker came.
-    engine.activity.rounds.append({})
-    engine.reconfiguration.carry_out(record.number, target)
+    worker.activity.rounds.append({})
+    reconfiguration.carry_out(record.number, target)
 
 
-def check_grid(engine: BambooPipelineEngine, built: Grid) -> None:
+def check_grid(session: WorkerSession, built: Grid) -> None:
     """Raise ConfigError for a script with other arguments, before the job hears of this worker."""
-    record = engine.session.coordinator.epoch()
+    record = session.coordinator.epoch()
     needed = built if record is None else record.placement.grid
     if built != needed:
         raise ConfigError(
             f"this script builds a grid of {built.pipelines} x {built.stages} (pipelines x stages), but the job that "
             f"it joins has {needed.pipelines} x {needed.stages}; run the same script with the same arguments"
         )
-
-
-def _take_over_facts(engine: BambooPipelineEngine, *, record: EpochRecord, welcome: Mapping[str, Any]) -> None:
-    placement = Placement.from_json(welcome["placement"])
-    engine.session.interruption.enter(record)
-    engine.placement = placement
-    engine.forward_seed = welcome["seed"]
-    engine.activity.index = welcome["activity"]
-    engine.__dict__.update(welcome["counters"])
-    engine.failover.modes.take(welcome["modes"])
-    if engine.checkpoints is not None and welcome["checkpoints"] is not None:
-        engine.checkpoints.rounds.take(welcome["checkpoints"])
-    engine.settling.take(welcome["settling"])
-    engine.host.save()
-    engine.data.start_at(engine.global_steps, micro_batches=engine.micro_batches)

@@ -15,9 +15,9 @@ iteration brings another. After 3 a loss is a loss in the new placement.
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepspeed.utils import logger
 
@@ -29,19 +29,13 @@ from deepspeed_bamboo.core.reconfiguring import Target, next_target, transfers
 from deepspeed_bamboo.core.roles import proposer
 from deepspeed_bamboo.errors import DrainedError, JobStoppedError
 from deepspeed_bamboo.runtime.comm.all_gather import tree_neighbours
+from deepspeed_bamboo.runtime.iteration.mode_choice import ModeChoice
+from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell, tell_once
 from deepspeed_bamboo.runtime.membership.balancing import Balancing
 from deepspeed_bamboo.runtime.recovery.regroup import peers_of, tensor_peers
-from deepspeed_bamboo.runtime.recovery.state_transfer import (
-    receive_replica,
-    send_description,
-    send_replica,
-    take_described,
-)
-from deepspeed_bamboo.runtime.stock.attributes import COUNTERS
-
-if TYPE_CHECKING:
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
+from deepspeed_bamboo.runtime.recovery.world_entry import WorldEntry
 
 _UNKNOWN_ZONE = "unknown"
 _FINAL = "final"
@@ -61,10 +55,32 @@ class Wish:
 
 
 class Reconfiguration:
-    """Both sides of it in one worker: having wishes, and carrying out those of all."""
+    """Both sides of it in one worker: having wishes, and carrying out those of all.
 
-    def __init__(self, engine: BambooPipelineEngine) -> None:
-        self._engine = engine
+    Args:
+        worker: whose placement changes.
+        transfer: moves the state.
+        balancing: what is measured, by which work is shared.
+        modes: is told that an iteration is no measure.
+        world: makes the process group of the new epoch.
+        known: returns what those who join have to know besides.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        transfer: StateTransfer,
+        balancing: Balancing,
+        modes: ModeChoice,
+        world: WorldEntry,
+        known: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._worker = worker
+        self._transfer = transfer
+        self._modes = modes
+        self._world = world
+        self._known = known
         self._wish: Wish | None = None
         self._arranged = False
         # Workers that were taken in once. One of them that is no member any more was lost, and never comes back.
@@ -72,50 +88,50 @@ class Reconfiguration:
         self._noticed_at: float | None = None
         self._said_why_not = False
         self.stop_agreed = False
-        self.balancing = Balancing(engine)
+        self.balancing = balancing
         self._moved_seconds = 0.0
 
     # -- wishes ------------------------------------------------------------------------------------
 
     def wish(self) -> Wish | None:
         """What this worker hands in with the agreement of an iteration; only the epoch's first member ever wishes."""
-        engine, session = self._engine, self._engine.session
+        worker, session = self._worker, self._worker.session
         self._log_notice()
-        record = session.interruption.active
-        self._taken_in.update(() if record is None else record.members)
-        if record is None or record.members[0] != session.worker:
+        record = worker.record
+        self._taken_in.update(record.members)
+        if record.members[0] != worker.me:
             return None
         if session.stop_reason is not None:
             return Wish(record.number, stop=session.stop_reason)
         present, draining = session.present, session.draining
-        members = [site_of(present[worker]) for worker in record.members if worker in present]
+        members = [site_of(present[member]) for member in record.members if member in present]
         if len(members) < len(record.members):
             return None  # somebody is about to be found lost
-        waiting = [m for worker, m in sorted(present.items()) if m.joining and worker not in self._taken_in]
-        if engine.confined:
+        waiting = [m for name, m in sorted(present.items()) if m.joining and name not in self._taken_in]
+        if worker.confined:
             self._say_why_not(waiting, draining)
             return None
-        movable = engine.protects
+        movable = worker.protects
         # The launcher's ranks know nothing of zones; once, at the start of a job, that is put right.
         first, self._arranged = not self._arranged and record.number == 0, True
         profile = self.balancing.profile
         target = next_target(
-            engine.placement,
+            worker.placement,
             members=members,
             joining=[site_of(member) for member in waiting] if movable else [],
             draining=draining,
-            protected=engine.protects,
+            protected=worker.protects,
             rearrange=first and movable,
             profile=profile,
-            micro_batches=engine.micro_batches,
+            micro_batches=worker.micro_batches,
             look=self.balancing.is_due(record) and movable,
         )
         return None if target is None else Wish(record.number, target=target)
 
     def _say_why_not(self, waiting: Sequence[Member], draining: Container[str]) -> None:
         """Whoever got a coordinate of another pipeline would find no data for it, so everybody stays where he is."""
-        engine = self._engine
-        leaving = [worker for worker, member in engine.session.present.items() if member.node in draining]
+        worker = self._worker
+        leaving = [name for name, member in worker.session.present.items() if member.node in draining]
         told = [
             *([f"workers {', '.join(member.worker for member in waiting)} are not taken in"] if waiting else []),
             *([f"what {', '.join(sorted(leaving))} hold is not moved elsewhere"] if leaving else []),
@@ -123,26 +139,26 @@ class Reconfiguration:
         if told and not self._said_why_not:
             self._said_why_not = True
             logger.warning(
-                f"{' and '.join(told)}: with {engine.job_grid.pipelines} pipelines others may get a coordinate of any, "
+                f"{' and '.join(told)}: with {worker.grid.pipelines} pipelines others may get a coordinate of any, "
                 "and an iterator has the data of one only. Call engine.set_data_source(lambda pipeline, step: "
                 "iterator) on every rank before training, or pass training_data to initialize"
             )
 
     def _log_notice(self) -> None:
         """Write the event of a notice that this worker's node has been given, once."""
-        session = self._engine.session
+        session = self._worker.session
         drain = session.draining.get(session.identity.node)
         if drain is not None and drain.time_seconds != self._noticed_at:
             self._noticed_at = drain.time_seconds
-            self._engine.log_event(
+            self._worker.log_event(
                 "notice", node=drain.node, deadline_seconds=drain.deadline_seconds, reason=drain.reason
             )
 
     def note(self) -> None:
         """Remember what was wished in the iteration that just ended, the same on every worker."""
-        self._engine.failover.modes.note(value for _, value in sorted(self._engine.activity.previous[0].items()))
-        self.balancing.note(self._engine.activity.previous[0])
-        wishes = [value.get("wish") for _, value in sorted(self._engine.activity.previous[0].items())]
+        self._modes.note(value for _, value in sorted(self._worker.activity.previous[0].items()))
+        self.balancing.note(self._worker.activity.previous[0])
+        wishes = [value.get("wish") for _, value in sorted(self._worker.activity.previous[0].items())]
         self._wish = next((Wish(*wish) for wish in wishes if wish is not None), None)
         self.stop_agreed = self._wish is not None and self._wish.stop is not None
 
@@ -167,34 +183,32 @@ class Reconfiguration:
 
     def carry_out(self, epoch: int, target: Target) -> None:
         """Bring the job from ``epoch`` to ``target``, or leave it as it is when somebody is lost meanwhile."""
-        engine = self._engine
+        worker = self._worker
         started = time.perf_counter()
-        engine.failover.modes.disturb()
+        self._modes.disturb()
         try:
-            engine.perform("reconfigure", lambda: self._body(epoch, target))
+            worker.perform("reconfigure", lambda: self._body(epoch, target))
         finally:
-            engine.session.interruption.expect(None)
-        record = engine.activity.previous[-1]
+            worker.session.interruption.expect(None)
+        record = worker.activity.previous[-1]
         final = next((value[_FINAL] for value in record.values() if value.get(_FINAL) is not None), None)
         if final is not None:
             self._tell(target, seconds=time.perf_counter() - started)
-        if final is not None and engine.session.worker in target.leaving:
+        if final is not None and worker.me in target.leaving:
             raise DrainedError(f"this worker was drained ({final.reason}); everything it held is elsewhere")
 
     def _body(self, epoch: int, target: Target) -> None:
-        engine = self._engine
-        if engine.activity.rounds and any(_FINAL in value for value in engine.activity.rounds[-1].values()):
+        worker = self._worker
+        if worker.activity.rounds and any(_FINAL in value for value in worker.activity.rounds[-1].values()):
             return
-        current = engine.session.interruption.active
-        if current is None:
-            raise RuntimeError("no epoch has been entered")
+        current = worker.record
         if current.number != epoch:
-            engine.activity.rounds.append(engine.agree({_FINAL: None}))
+            worker.activity.rounds.append(worker.agree({_FINAL: None}))
             return
         self._reach(current, target)
 
     def _reach(self, current: EpochRecord, target: Target) -> None:
-        engine, session = self._engine, self._engine.session
+        worker, session = self._worker, self._worker.session
         session.interruption.expect(target.members, target.placement)
         record = current
         if target.joining and session.worker not in target.joining:
@@ -202,38 +216,34 @@ class Reconfiguration:
         started = time.perf_counter()
         self._move(record, target)
         self._moved_seconds = time.perf_counter() - started
-        engine.activity.rounds.append(engine.agree({"copied": True}))
+        worker.activity.rounds.append(worker.agree({"copied": True}))
         final = self._propose(record, members=target.members, reason=target.reason, target=target)
         if final is None:
             final = session.interruption.wait_for_expected(after=record.number)
-        engine.activity.rounds.append({session.worker: {_FINAL: final}})
+        worker.activity.rounds.append({session.worker: {_FINAL: final}})
         self._adopt(final, target)
 
     def _take_in(self, current: EpochRecord, target: Target) -> EpochRecord:
         """Make those who join members. They hear of it through the coordinator, with what they need to know."""
-        engine, session = self._engine, self._engine.session
+        worker, session = self._worker, self._worker.session
         proposed = None
         if current.members[0] == session.worker:
             welcome = {
                 "target": target.to_json(),
-                "activity": engine.activity.index,
-                "seed": engine.forward_seed,
-                "modes": engine.failover.modes.to_json(),
-                "settling": engine.settling.to_json(),
-                "placement": engine.placement.to_json(),
-                "counters": {name: engine.__dict__[name] for name in COUNTERS},
-                "checkpoints": None if engine.checkpoints is None else engine.checkpoints.rounds.to_json(),
+                "activity": worker.activity.index,
+                "placement": worker.placement.to_json(),
+                "known": self._known(),
             }
             number = self._newest_number(current) + 1
             session.insist(lambda: session.coordinator.publish_progress(number, WELCOME, welcome))
             members = (*current.members, *target.joining)
             proposed = self._propose(current, members=members, reason=f"to join: {', '.join(target.joining)}")
-        agreed = engine.agree({"joined": proposed})
-        engine.activity.rounds.append(agreed)
+        agreed = worker.agree({"joined": proposed})
+        worker.activity.rounds.append(agreed)
         record: EpochRecord = next(value["joined"] for value in agreed.values() if value["joined"] is not None)
         self._taken_in.update(target.joining)
-        session.interruption.enter(record)
-        engine.links.extend(
+        worker.view.adopt(record, worker.placement)
+        worker.links.extend(
             members=session.insist(session.coordinator.members),
             order=record.members,
             name=f"{session.identity.job}/{record.number}",
@@ -244,14 +254,14 @@ class Reconfiguration:
         self, base: EpochRecord, *, members: tuple[WorkerId, ...], reason: str, target: Target | None = None
     ) -> EpochRecord | None:
         """As the first member: make the next epoch. When somebody else made one first, wait to be interrupted by it."""
-        engine, session = self._engine, self._engine.session
+        worker, session = self._worker, self._worker.session
         if proposer(base.members) != session.worker:
             return None
         number = self._newest_number(base)
         record = EpochRecord(
             number=number + 1,
             members=members,
-            placement=engine.placement if target is None else target.placement,
+            placement=worker.placement if target is None else target.placement,
             reason=reason,
             lost=(),
             proposer=session.worker,
@@ -266,72 +276,69 @@ class Reconfiguration:
 
     def _newest_number(self, base: EpochRecord) -> int:
         """Of the epoch that is ``base`` but for new shadows. Raises what interrupts when there is another one."""
-        newest = self._engine.session.insist(self._engine.session.coordinator.epoch)
+        newest = self._worker.session.insist(self._worker.session.coordinator.epoch)
         if newest is None:
             raise RuntimeError("the job has no epoch any more")
-        self._engine.session.interruption.announce_epoch(newest)
-        self._engine.session.interruption.check()
+        self._worker.session.interruption.announce_epoch(newest)
+        self._worker.session.interruption.check()
         return newest.number
 
     def _move(self, record: EpochRecord, target: Target) -> None:
         """Send and receive the state that has to move, over channels that are made first."""
-        engine, me = self._engine, self._engine.session.worker
-        moves = transfers(engine.placement, target.placement)
+        worker, me = self._worker, self._worker.me
+        moves = transfers(worker.placement, target.placement)
         partners = {m.source for m in moves if m.destination == me} | {m.destination for m in moves if m.source == me}
-        engine.links.connect(self._peers(record, target, partners), with_lanes=partners)
-        engine.host.save()
-        label = f"{engine.activity.index}/reconfigure"
+        worker.links.connect(self._peers(record, target, partners), with_lanes=partners)
+        worker.host.save()
+        label = f"{worker.activity.index}/reconfigure"
         for move in moves:
             if move.source == me:
-                send_description(engine, move.coordinate, to=move.destination, label=label)
+                self._transfer.send_description(move.coordinate, to=move.destination, label=label)
         for move in moves:
             if move.destination == me:
-                replica = take_described(engine, move.coordinate, source=move.source, label=label)
-                engine.host.shadows[move.coordinate] = replica
+                replica = self._transfer.take_described(move.coordinate, source=move.source, label=label)
+                worker.host.shadows[move.coordinate] = replica
         for move in moves:
             if move.source == me:
-                send_replica(engine, move.coordinate, to=move.destination, label=label)
+                self._transfer.send_replica(move.coordinate, to=move.destination, label=label)
         for move in moves:
             if move.destination == me:
-                receive_replica(engine, move.coordinate, source=move.source, label=label)
+                self._transfer.receive_replica(move.coordinate, source=move.source, label=label)
 
     def _peers(self, record: EpochRecord, target: Target, partners: Iterable[WorkerId]) -> list[WorkerId]:
         """Those that state comes from or goes to, and those through which the agreements with who joins go."""
-        above, below = tree_neighbours(record.members, self._engine.session.worker)
+        above, below = tree_neighbours(record.members, self._worker.me)
         through = below if above is None else (above, *below)
-        return sorted({*partners, *through} - {self._engine.session.worker})
+        return sorted({*partners, *through} - {self._worker.me})
 
     def _adopt(self, record: EpochRecord, target: Target) -> None:
         """Everybody has agreed: roles change, and the channels of the new placement are made."""
-        engine, session = self._engine, self._engine.session
-        engine.host.take_roles(
+        worker, session = self._worker, self._worker.session
+        worker.host.take_roles(
             owned=record.placement.hosted_by(session.worker), shadows=record.placement.shadowed_by(session.worker)
         )
-        engine.placement = record.placement
-        engine.activate_first()
-        session.interruption.enter(record)
+        worker.view.adopt(record, record.placement)
+        worker.host.activate_shown()
         session.interruption.expect(None)
         if session.worker in target.leaving:
             return
-        engine.links.extend(
+        worker.links.extend(
             members=session.insist(session.coordinator.members),
             order=record.members,
             name=f"{session.identity.job}/{record.number}",
         )
-        engine.links.connect(
+        worker.links.connect(
             peers_of(record.placement, session.worker, members=record.members),
             with_lanes=tensor_peers(record.placement, session.worker),
         )
-        engine.failover.enter_world(record)
+        self._world.enter(record)
 
     def _tell(self, target: Target, *, seconds: float) -> None:
-        engine = self._engine
-        hosted = [str(c) for c in target.placement.hosted_by(engine.session.worker)]
-        tell_once(
-            engine, f"step {engine.global_steps}: {target.reason}; {len(target.members)} workers, {seconds:.2f} s"
-        )
-        if engine.session.worker in target.joining and not hosted:
-            tell(engine, "stands by: every stage has a worker; it takes over for one that is lost or leaves")
+        worker = self._worker
+        hosted = [str(c) for c in target.placement.hosted_by(worker.me)]
+        tell_once(worker, f"step {worker.step}: {target.reason}; {len(target.members)} workers, {seconds:.2f} s")
+        if worker.me in target.joining and not hosted:
+            tell(worker, "stands by: every stage has a worker; it takes over for one that is lost or leaves")
         fields: dict[str, Any] = {
             "reason": target.reason,
             "joining": list(target.joining),
@@ -340,7 +347,7 @@ class Reconfiguration:
             "transfer_seconds": self._moved_seconds,
             "hosted": hosted,
         }
-        engine.log_event("joined" if engine.session.worker in target.joining else "reconfigured", **fields)
+        worker.log_event("joined" if worker.me in target.joining else "reconfigured", **fields)
 
 
 WELCOME = "welcome"

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from deepspeed import comm as deepspeed_comm
 
 from deepspeed_bamboo.config.section import BambooConfig
 from deepspeed_bamboo.coordination import EpochRecord, Member
-from deepspeed_bamboo.core.grid import Grid
+from deepspeed_bamboo.core.job_facts import JobFacts
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.errors import BambooError, ConfigError
 from deepspeed_bamboo.runtime.comm.all_gather import agree
 from deepspeed_bamboo.runtime.comm.epoch_monitor import PeerLostError
+from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell, tell_once
 from deepspeed_bamboo.runtime.job.standalone import is_standalone
-from deepspeed_bamboo.runtime.membership.own_facts import common_facts, own_facts
+from deepspeed_bamboo.runtime.membership.own_facts import common_facts
 from deepspeed_bamboo.runtime.recovery.regroup import peers_of, tensor_peers
-from deepspeed_bamboo.runtime.recovery.state_transfer import copy_shadows
-from deepspeed_bamboo.runtime.stock.optimizers import problem_with
-
-if TYPE_CHECKING:
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
-
+from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 
 _LAST_MESSAGES_SECONDS = 5.0
 
@@ -38,29 +35,46 @@ def agreed_seed(configured: int | None, *, device: torch.device) -> int:
     return int(seed.item())
 
 
-def enter_first_epoch(engine: BambooPipelineEngine, grid: Grid) -> Placement:
-    """Meet the other workers, make shadows, enter epoch 0; collective. Raises BambooError when one does not come."""
-    session, start = engine.session, engine.session.start
+@dataclass(frozen=True)
+class Built:
+    """What the start has to know of what stock has built here.
+
+    ``alike``: pipelines hold the same whole state. ``facts`` returns what workers are compared by, ``problem`` why no
+    other worker can make the optimizer, or None.
+    """
+
+    alike: bool
+    facts: Callable[[], JobFacts]
+    problem: Callable[[], str | None]
+
+
+def enter_first_epoch(
+    worker: Worker, *, transfer: StateTransfer, built: Built, enter_world: Callable[[EpochRecord], None]
+) -> None:
+    """Meet the other workers, make shadows, enter epoch 0; collective. Raises BambooError when one does not come.
+
+    ``enter_world`` makes the members of an epoch torch's default process group.
+    """
+    session, start, grid = worker.session, worker.session.start, worker.grid
     rank = deepspeed_comm.get_rank()
     session.register(rank=rank if start is None else start.seat.index, home=rank)
     members = session.members(expected=len(grid) if start is None else start.seat.workers)
     order = tuple(sorted(members, key=lambda worker: members[worker].rank))
-    record = _build_initial_shadows(engine, members=members, order=order, grid=grid)
-    session.interruption.enter(record)
+    record = _build_initial_shadows(worker, transfer=transfer, built=built, members=members, order=order)
+    worker.view.adopt(record, record.placement)
     if not record.placement.hosted_by(session.worker):
-        engine.host.set_aside()
+        worker.host.set_aside()
     # Stock's groups have done their work; none of them may be left to hang on a lost peer.
     if not is_standalone(os.environ):
-        engine.failover.enter_world(record)
+        enter_world(record)
     if start is not None:
         start.workers.close()
-    if engine.protects and not record.placement.shadows:
+    if worker.protects and not record.placement.shadows:
         tell_once(
-            engine,
+            worker,
             f"redundancy is {session.config.redundancy.mode}, but one worker hosts everything, and nobody can stand in "
             "for it: its loss ends the job. Start two workers or more, or set checkpoint.dir to go on from there",
         )
-    return record.placement
 
 
 def _paths(config: BambooConfig) -> dict[str, str | None]:
@@ -68,24 +82,24 @@ def _paths(config: BambooConfig) -> dict[str, str | None]:
     return {"checkpoint.dir": config.checkpoint.dir, "event_log": config.event_log}
 
 
-def _say_where_paths_differ(engine: BambooPipelineEngine, told: Mapping[WorkerId, Mapping[str, str | None]]) -> None:
+def _say_where_paths_differ(worker: Worker, told: Mapping[WorkerId, Mapping[str, str | None]]) -> None:
     """Settings are the same everywhere, but ``~``, variables and relative paths mean what they mean on each node."""
     first = next(iter(told))
     for name, expected in told[first].items():
-        others = {worker: paths[name] for worker, paths in told.items() if paths[name] != expected}
-        if others and engine.session.worker == first:
-            found = ", ".join(f"{path} on {worker}" for worker, path in others.items())
+        others = {other: paths[name] for other, paths in told.items() if paths[name] != expected}
+        if others and worker.me == first:
+            found = ", ".join(f"{path} on {other}" for other, path in others.items())
             tell(
-                engine,
+                worker,
                 f"{name} is {expected} on {first}, but {found}; give a path that means the same on every node, for "
                 "workers write what others read",
             )
 
 
-def refuse_unlike(engine: BambooPipelineEngine, problems: Sequence[str]) -> None:
+def refuse_unlike(worker: Worker, problems: Sequence[str]) -> None:
     """Raise ConfigError, the same on all workers, where a replica can't be made what its owner is."""
     if problems:
-        engine.links.flush(within_seconds=_LAST_MESSAGES_SECONDS)  # the others are to hear of it, not of a lost worker
+        worker.links.flush(within_seconds=_LAST_MESSAGES_SECONDS)  # the others are to hear of it, not of a lost worker
         raise ConfigError(
             *problems,
             "do what makes the difference in the layer's own constructor (its LayerSpec), or in a function given as "
@@ -95,17 +109,20 @@ def refuse_unlike(engine: BambooPipelineEngine, problems: Sequence[str]) -> None
 
 
 def _build_initial_shadows(
-    engine: BambooPipelineEngine, *, members: Mapping[WorkerId, Member], order: tuple[WorkerId, ...], grid: Grid
+    worker: Worker,
+    *,
+    transfer: StateTransfer,
+    built: Built,
+    members: Mapping[WorkerId, Member],
+    order: tuple[WorkerId, ...],
 ) -> EpochRecord:
     """Make every worker's first shadows and the job's first epoch; collective. Returns the epoch.
 
     Raises BambooError when a worker dies meanwhile: nothing has been trained, so nothing is lost.
     """
-    session = engine.session
-    # Without shadows too: where another pipeline holds the same, nothing has to be kept for a loss. As ZeRO does,
-    # DeepSpeed's bf16 optimizer spreads its fp32 weights and moments over the pipelines.
-    alike = not engine.zero_optimization() and not engine.using_bf16_optimizer
-    placement = Placement.initial(grid, order, protected=engine.protects, alike=alike)
+    session = worker.session
+    # Without shadows too: where another pipeline holds the same, nothing has to be kept for a loss.
+    placement = Placement.initial(worker.grid, order, protected=worker.protects, alike=built.alike)
     record = EpochRecord(
         number=0,
         members=order,
@@ -115,28 +132,28 @@ def _build_initial_shadows(
         proposer=session.worker,
         time_seconds=time.time(),
     )
-    engine.links.enter(members=members, order=order, name=f"{session.identity.job}/start")
+    worker.links.enter(members=members, order=order, name=f"{session.identity.job}/start")
     try:
-        engine.links.connect(
+        worker.links.connect(
             peers_of(placement, session.worker, members=order), with_lanes=tensor_peers(placement, session.worker)
         )
-        unlike = copy_shadows(engine, placement, shadows=dict(placement.shadows), label="start")
+        unlike = transfer.copy_shadows(placement, shadows=dict(placement.shadows), label="start")
         everybody: dict[str, Any] = {"me": session.worker, "workers": order}
         # First what was started otherwise: it makes replicas differ, too, and is the better word for it.
-        common = common_facts(agree(own_facts(engine), links=engine.links, **everybody, label="start/copied"))
-        problem = problem_with(engine.optimizer_source) if engine.protects else None
+        common = common_facts(agree(built.facts(), links=worker.links, **everybody, label="start/copied"))
+        problem = built.problem() if worker.protects else None
         unlike = unlike if problem is None else (*unlike, f"the optimizer of worker {session.worker}: {problem}")
-        found = agree(unlike, links=engine.links, **everybody, label="start/alike")
-        refuse_unlike(engine, [text for worker in order for text in found[worker]])
+        found = agree(unlike, links=worker.links, **everybody, label="start/alike")
+        refuse_unlike(worker, [text for other in order for text in found[other]])
         _say_where_paths_differ(
-            engine, agree(_paths(session.config), links=engine.links, **everybody, label="start/paths")
+            worker, agree(_paths(session.config), links=worker.links, **everybody, label="start/paths")
         )
         if order[0] == session.worker:
             session.coordinator.publish_facts(common.to_json())
         if order[0] == session.worker and not session.coordinator.propose(record, expected=None):
             raise BambooError(f"job {session.identity.job} has an epoch already; give this job another name (--job)")
-        agree(None, links=engine.links, me=session.worker, workers=order, label="start/proposed")
-        engine.links.drain()
+        agree(None, links=worker.links, me=session.worker, workers=order, label="start/proposed")
+        worker.links.drain()
     except PeerLostError as error:
         raise BambooError(f"a worker was lost before training began: {error}") from error
     return record

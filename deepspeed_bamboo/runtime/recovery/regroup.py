@@ -19,6 +19,7 @@ from deepspeed_bamboo.runtime.comm.all_gather import tree_neighbours
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.comm.peers import Links
 from deepspeed_bamboo.runtime.job.session import WorkerSession
+from deepspeed_bamboo.runtime.job.view import CurrentView
 from deepspeed_bamboo.runtime.recovery.reports import exchange_reports
 
 # A watch tells of new epochs at once; this bounds the damage of a lost one.
@@ -75,6 +76,7 @@ class Recovery:
     Args:
         session: the worker's job.
         links: the channels, dropped and rebuilt here.
+        view: where the newest epoch is entered, with the placement before, until its own is planned.
         report: what this worker has to report, asked for once per epoch.
         suspicion_seconds: how long a failed transfer waits for the verdict of the lease or the agent
             before this worker proposes the loss itself.
@@ -86,12 +88,14 @@ class Recovery:
         session: WorkerSession,
         *,
         links: Links,
+        view: CurrentView,
         report: Callable[[], Report],
         suspicion_seconds: float,
         point: Callable[[str], None],
     ) -> None:
         self._session = session
         self._links = links
+        self._view = view
         self._report = report
         self._suspicion_seconds = suspicion_seconds
         self._point = point
@@ -117,7 +121,7 @@ class Recovery:
                     raise BambooError(f"interrupted without a new epoch: {cause}")
                 if self._session.worker not in record.members:
                     raise ExpelledError(f"epoch {record.number} does not include this worker: {record.reason}")
-                interruption.enter(record)
+                self._view.adopt(record, placement)
                 clock.epoch_seen = clock.epoch_seen or interruption.seen_seconds
                 self._point("interrupted")
                 self._links.close()

@@ -20,13 +20,13 @@ from deepspeed_bamboo.core.script_ranks import own_rank, parties, ranks_of
 from deepspeed_bamboo.errors import BambooError
 from deepspeed_bamboo.runtime.comm.board import Board
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerLostError
+from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.stock.collectives import combine
 from deepspeed_bamboo.runtime.stock.logical import GATHER, GroupKey
 from deepspeed_bamboo.runtime.stock.served_group import Part, alone
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.coordination import EpochRecord
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 
 T = TypeVar("T")
 
@@ -35,18 +35,24 @@ class ScriptServer:
     """One worker's side of it; see :class:`deepspeed_bamboo.runtime.stock.script_groups.Server`.
 
     Args:
-        engine: whose activities and placement count.
+        worker: whose activities and placement count.
         recover: brings this worker into the newest epoch.
+        catching_up: True while the script does what the job has done before.
     """
 
     def __init__(
-        self, engine: BambooPipelineEngine, *, recover: Callable[[EpochChangedError | PeerLostError], None]
+        self,
+        worker: Worker,
+        *,
+        recover: Callable[[EpochChangedError | PeerLostError], None],
+        catching_up: Callable[[], bool],
     ) -> None:
-        self._engine = engine
+        self._worker = worker
         self._recover = recover
-        session = engine.session
+        self._catching_up = catching_up
+        session = worker.session
         self._me = session.worker
-        self._board = Board(session.store, links=engine.links, me=self._me, interruption=session.interruption)
+        self._board = Board(session.store, links=worker.links, me=self._me, interruption=session.interruption)
         self._calls: Counter[tuple[int, str]] = Counter()
         self._laid_out: list[tuple[int, str]] = []
         self._messages: Counter[tuple[str, WorkerId, WorkerId, int]] = Counter()
@@ -66,15 +72,14 @@ class ScriptServer:
 
     def gather_world(self, tensor: torch.Tensor) -> list[Part]:
         """Everybody's tensor, with the ranks that each stood for when it handed in."""
-        engine = self._engine
         _require_main_thread()
-        if engine.catching_up:
-            return alone(tensor, len(engine.job_grid))  # the others did this before it came
+        if self._catching_up():
+            return alone(tensor, len(self._worker.grid))  # the others did this before it came
 
         def value() -> tuple[tuple[int, ...], torch.Tensor]:
             return tuple(self.ranks_here()), tensor.detach().to("cpu", copy=True)
 
-        agreed = engine.agree_on("user collective", value)
+        agreed = self._worker.agree_on("user collective", value)
         parts = [Part(ranks, part.to(tensor.device)) for ranks, part in agreed.values()]
         return sorted(parts, key=lambda part: part.ranks)
 
@@ -86,19 +91,18 @@ class ScriptServer:
         self, name: str, ranks: Sequence[int], holders: frozenset[str] | None, tensor: torch.Tensor
     ) -> list[Part]:
         """See the protocol. Raises what ends the job."""
-        engine = self._engine
         _require_main_thread()
-        if engine.catching_up:
+        if self._catching_up():
             return [Part((rank,), tensor.detach().clone()) for rank in ranks]
-        index = engine.activity.index
+        index = self._worker.activity.index
         key = f"script/{index}/{name}/{self._calls[index, name]}"
         self._calls[index, name] += 1
         parts = self._through_losses(lambda again: self._gather_once(key, ranks, holders, tensor, again=again))
         return [Part(part.ranks, part.tensor.to(tensor.device)) for part in parts]
 
     def exchange(self, group: GroupKey, operation: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Serve a collective that the script calls on a group of ``engine.grid``, see :class:`Exchange`."""
-        ranks = [self._engine.job_grid.rank(member) for member in group.members]
+        """Serve a collective that the script calls on a group of the engine's grid, see :class:`Exchange`."""
+        ranks = [self._worker.grid.rank(member) for member in group.members]
         parts = self.gather(f"{group.kind}:{','.join(map(str, ranks))}", ranks, None, tensor)
         name, _, root = operation.partition(":")
         if name not in ("broadcast", GATHER):
@@ -138,7 +142,7 @@ class ScriptServer:
     def leave_for(self, name: str, rank: int, tensor: torch.Tensor, tag: int) -> None:
         """See the protocol."""
         _require_main_thread()
-        if self._engine.catching_up:
+        if self._catching_up():
             return
         receiver = self._owner(rank)
         self._board.lay_out(self._message_key(name, self._me, receiver, tag), [tensor])
@@ -146,7 +150,7 @@ class ScriptServer:
     def take_from(self, name: str, rank: int, tag: int) -> torch.Tensor:
         """See the protocol. Raises BambooError when the worker that would have sent was lost."""
         _require_main_thread()
-        if self._engine.catching_up:
+        if self._catching_up():
             raise BambooError("a message between ranks can't be received for a step that was done before this worker")
         keys: dict[WorkerId, str] = {}
 
@@ -161,7 +165,7 @@ class ScriptServer:
 
     def tidy(self) -> None:
         """An activity has ended, which took everybody: what was laid out before it is of no more use."""
-        index = self._engine.activity.index
+        index = self._worker.activity.index
         if self._laid_out:
             self._board.take_in([key for at, key in self._laid_out if at < index])
             self._laid_out = [(at, key) for at, key in self._laid_out if at >= index]
@@ -172,16 +176,15 @@ class ScriptServer:
         again = False
         while True:
             try:
-                self._engine.session.interruption.check()
+                self._worker.session.interruption.check()
                 return attempt(again)
             except (EpochChangedError, PeerLostError) as cause:
-                with self._engine.working():
-                    self._recover(cause)
+                self._recover(cause)
                 again = True
 
     def _lay_out(self, key: str, tensors: Sequence[torch.Tensor]) -> None:
         self._board.lay_out(key, tensors)
-        self._laid_out.append((self._engine.activity.index, key))
+        self._laid_out.append((self._worker.activity.index, key))
 
     def _message_key(self, name: str, sender: WorkerId, receiver: WorkerId, tag: int) -> str:
         number = self._messages[name, sender, receiver, tag]
@@ -189,7 +192,7 @@ class ScriptServer:
         return f"script/message/{name}/{sender}/{receiver}/{tag}/{number}"
 
     def _owner(self, rank: int) -> WorkerId:
-        grid = self._engine.job_grid
+        grid = self._worker.grid
         if not 0 <= rank < len(grid):
             raise BambooError(f"rank {rank} is outside the job's {len(grid)} ranks; pass one from 0 to {len(grid) - 1}")
         return self._record().placement.owner(grid.coordinate(rank))
@@ -205,14 +208,11 @@ class ScriptServer:
             )
 
     def _record(self) -> EpochRecord:
-        record = self._engine.session.interruption.active
-        if record is None:
-            raise RuntimeError("no epoch has been entered")
-        return record
+        return self._worker.record
 
     def _homes(self) -> Mapping[WorkerId, int]:
         """The rank that each member's script had when it began."""
-        return {worker: member.home for worker, member in self._engine.links.members.items()}
+        return {worker: member.home for worker, member in self._worker.links.members.items()}
 
 
 def _pairs(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -3,55 +3,41 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from deepspeed_bamboo.errors import ShadowError
-from deepspeed_bamboo.runtime.iteration.activity import Round
+from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.stock.gradients import master_weights, scale_state
-from deepspeed_bamboo.runtime.stock.hosting import StageHost
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
 Hashes = dict[str, str]
 
 
-class CheckedEngine(Protocol):
-    """What a check uses of an engine."""
-
-    global_steps: int
-
-    @property
-    def host(self) -> StageHost:
-        """The stages that this worker holds."""
-
-    def agree_on(self, kind: str, value: Callable[[], Any]) -> Round:
-        """Everybody's value, as an activity of its own."""
-
-
-def check_shadows(engine: CheckedEngine) -> None:
+def check_shadows(worker: Worker) -> None:
     """Compare every shadow with its owner; collective. Raises ShadowError, on every worker, for any difference."""
 
     def hashes_here() -> dict[str, dict[str, Hashes]]:
-        engine.host.save()
+        worker.host.save()
         return {
-            "owned": {str(r.coordinate): state_hashes(r) for r in engine.host.owners()},
-            "shadows": {str(c): state_hashes(r) for c, r in engine.host.shadows.items()},
+            "owned": {str(r.coordinate): state_hashes(r) for r in worker.host.owners()},
+            "shadows": {str(c): state_hashes(r) for c, r in worker.host.shadows.items()},
         }
 
-    seen = engine.agree_on("check shadows", hashes_here)
-    owned = {c: (worker, hashes) for worker, value in seen.items() for c, hashes in value["owned"].items()}
+    seen = worker.agree_on("check shadows", hashes_here)
+    owned = {c: (holder, hashes) for holder, value in seen.items() for c, hashes in value["owned"].items()}
     differences = [
         f"{coordinate} {name}: worker {owned[coordinate][0]} has {owned[coordinate][1].get(name, 'nothing')[:12]}, "
-        f"its shadow on {worker} {hashes.get(name, 'nothing')[:12]}"
-        for worker, value in seen.items()
+        f"its shadow on {holder} {hashes.get(name, 'nothing')[:12]}"
+        for holder, value in seen.items()
         for coordinate, hashes in value["shadows"].items()
         for name in _differing(owned[coordinate][1], hashes)
     ]
     if differences:
         raise ShadowError(
-            f"after step {engine.global_steps - 1} shadows differ from their owners, though both apply the same "
+            f"after step {worker.step - 1} shadows differ from their owners, though both apply the same "
             "gradients with the same optimizer: " + "; ".join(differences) + ". Look for computing that depends on "
             "more than its inputs (nondeterministic kernels, another number of threads, state outside the module)."
         )

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from deepspeed.utils import logger
@@ -28,12 +28,10 @@ from deepspeed_bamboo.runtime.comm.channel import Message, Meter
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption, PeerLostError
 from deepspeed_bamboo.runtime.comm.peers import Links
 from deepspeed_bamboo.runtime.iteration.activity import Round
+from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.recovery.stage_state import PackedState, checksum, pack_state
-from deepspeed_bamboo.runtime.recovery.state_transfer import build_alike, checked_alike, complete_replica
+from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer, checked_alike
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
-
-if TYPE_CHECKING:
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 
 REBUILT = "rebuilt"
 """Under which name a holder hands in what it has rebuilt: the epoch, and coordinates."""
@@ -89,47 +87,49 @@ class Rebuilding:
     """One worker's part of it. All methods are called in the main thread.
 
     Args:
-        engine: whose ``placement`` lacks shadows.
+        worker: whose ``placement`` lacks shadows.
+        transfer: builds replicas and completes them.
     """
 
-    def __init__(self, engine: BambooPipelineEngine) -> None:
-        self._engine = engine
+    def __init__(self, worker: Worker, *, transfer: StateTransfer) -> None:
+        self._worker = worker
+        self._transfer = transfer
         self._work: _Work | None = None
 
     def begin(self) -> None:
         """At the start of an iteration, or of what is left of one: send and receive what is missing, once an epoch."""
-        engine = self._engine
-        record = engine.session.interruption.active
-        if record is None or not engine.protects or self._work is not None:
+        worker = self._worker
+        if not worker.view.entered or not worker.protects or self._work is not None:
             return
-        target = engine.protected(record.members)
-        if target == engine.placement:
+        record = worker.record
+        target = worker.protected(record.members)
+        if target == worker.placement:
             return
         self._work = self._planned(record, target)
         if self._work.partners:
             threading.Thread(target=self._exchange, args=(self._work,), name="bamboo-rebuilding", daemon=True).start()
-        for replica in engine.host.owners():
-            engine.strike_if_scripted(replica.coordinate, "protect", None)
+        for replica in worker.host.owners():
+            worker.strike_if_scripted(replica.coordinate, "protect")
 
     def _planned(self, record: EpochRecord, target: Placement) -> _Work:
-        engine, me = self._engine, self._engine.session.worker
-        missing = target.shadows_beyond(engine.placement)
-        engine.host.save()
+        worker, me = self._worker, self._worker.me
+        missing = target.shadows_beyond(worker.placement)
+        worker.host.save()
         interruption = Interruption()
         interruption.enter(record)
         return _Work(
             record=record,
             target=target,
-            links=engine.links.beside(interruption, name="state"),
+            links=worker.links.beside(interruption, name="state"),
             interruption=interruption,
-            ready=torch.cuda.current_stream().record_event() if engine.device.type == "cuda" else None,
+            ready=torch.cuda.current_stream().record_event() if worker.device.type == "cuda" else None,
             sending=[
-                (coordinate, holder, pack_state(engine.host.owned[coordinate]))
+                (coordinate, holder, pack_state(worker.host.owned[coordinate]))
                 for coordinate, holder in missing.items()
                 if target.owner(coordinate) == me
             ],
             descriptions={
-                coordinate: engine.host.description(engine.host.owned[coordinate])
+                coordinate: worker.host.description(worker.host.owned[coordinate])
                 for coordinate in missing
                 if target.owner(coordinate) == me
             },
@@ -143,19 +143,19 @@ class Rebuilding:
     def prepare(self) -> None:
         """When this worker's passes are done: build the replicas, and channels for their gradients. Raises what
         interrupts that."""
-        engine, work = self._engine, self._work
+        worker, work = self._worker, self._work
         if work is None or work.prepared:
             return
         if work.partners:
-            engine.links.connect(sorted(work.partners), with_lanes=work.partners)
+            worker.links.connect(sorted(work.partners), with_lanes=work.partners)
         for coordinate, state in work.arriving.items():
-            engine.session.interruption.wait_until(partial(_is_described, state, work))
+            worker.session.interruption.wait_until(partial(_is_described, state, work))
             if state.description is None:
                 continue
-            replica = checked_alike(coordinate, *build_alike(engine, coordinate, state.description))
-            engine.host.restart(replica, micro_batches=engine.micro_batches)
+            replica = checked_alike(coordinate, *self._transfer.build_alike(coordinate, state.description))
+            worker.host.restart(replica, micro_batches=worker.micro_batches)
             work.built[coordinate] = replica
-        engine.activate_first()
+        worker.host.activate_shown()
         work.prepared = True
 
     def mirrored(self, placement: Placement) -> Placement:
@@ -164,29 +164,29 @@ class Rebuilding:
 
     def finish(self) -> None:
         """Before gradients are mirrored: make shadows of what has arrived. Raises what interrupts the wait."""
-        engine, work = self._engine, self._work
+        worker, work = self._worker, self._work
         if work is None:
             return
         started = time.perf_counter()
         for coordinate, state in work.arriving.items():
             if coordinate not in work.built or not self._await(work, state):
                 logger.warning(
-                    f"{engine.session.worker}: {state.share:.0%} of the new shadow of {coordinate} was there when the "
+                    f"{worker.me}: {state.share:.0%} of the new shadow of {coordinate} was there when the "
                     "iteration ended; it is copied before the next one"
                 )
                 continue
             replica = work.built.pop(coordinate)
-            complete_replica(engine, replica, PackedState(state.structure, state.tensors))
+            self._transfer.complete_replica(replica, PackedState(state.structure, state.tensors))
             state.tensors = []
-            engine.host.shadows[coordinate] = replica
+            worker.host.shadows[coordinate] = replica
             work.rebuilt.append(coordinate)
         work.waited_seconds = time.perf_counter() - started
 
     def _await(self, work: _Work, state: _Arriving) -> bool:
         """Whether the state is there. Where copying it again would not be faster, what is missing is waited for."""
-        patient = self._engine.device.type == "cpu" or state.share >= _WORTH_WAITING_FOR
+        patient = self._worker.device.type == "cpu" or state.share >= _WORTH_WAITING_FOR
         if patient:
-            self._engine.session.interruption.wait_until(lambda: state.complete or work.stopped)
+            self._worker.session.interruption.wait_until(lambda: state.complete or work.stopped)
         return state.complete
 
     def contribution(self) -> dict[str, Any]:
@@ -207,24 +207,24 @@ class Rebuilding:
     # ---- in a thread of its own -----------------------------------------------------------------------
 
     def _exchange(self, work: _Work) -> None:
-        session = self._engine.session
+        interruption, me = self._worker.session.interruption, self._worker.me
         try:
             work.links.connect(work.partners)
             for coordinate, holder, packed in work.sending:
-                _send(work, coordinate, holder, packed, device=self._engine.device)
+                _send(work, coordinate, holder, packed, device=self._worker.device)
             for coordinate, state in work.arriving.items():
-                with session.works.watch(f"new shadow of {coordinate} from worker {state.source}") as meter:
+                with self._worker.session.works.watch(f"new shadow of {coordinate} from worker {state.source}") as meter:
                     _receive(work, coordinate, state, meter=meter)
-                session.interruption.notify()
+                interruption.notify()
         except ExpelledError:
             work.links.close()  # the main thread has given it up
         except (PeerLostError, RuntimeError, ValueError, MemoryError) as error:
             # The iteration goes on, and what is missing is copied at its end, where errors count.
             work.links.close()  # so that the others do not wait
-            logger.warning(f"{session.worker}: new shadows can't be copied beside the iteration ({error})")
+            logger.warning(f"{me}: new shadows can't be copied beside the iteration ({error})")
         finally:
             work.stopped = True
-            session.interruption.notify()
+            interruption.notify()
 
 
 def _is_described(state: _Arriving, work: _Work) -> bool:

@@ -2,69 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Container, Mapping
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.replica_differences import differences
 from deepspeed_bamboo.errors import ShadowError
 from deepspeed_bamboo.runtime.comm.channel import Message
+from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.recovery.stage_state import PackedState, checksum, pack_state, unpack_state
 from deepspeed_bamboo.runtime.stock.description import Description
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
-
-if TYPE_CHECKING:
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
-
-
-def copy_shadows(
-    engine: BambooPipelineEngine, placement: Placement, *, shadows: Mapping[Coordinate, WorkerId], label: str
-) -> tuple[str, ...]:
-    """Build the replicas in ``shadows`` that are for this worker, and move state from owners to holders.
-
-    Returns in what the replicas made here are not what their owners are; their state is not taken then.
-    """
-    host, me = engine.host, engine.session.worker
-    host.save()
-    for coordinate, holder in shadows.items():
-        if placement.owner(coordinate) == me:
-            send_description(engine, coordinate, to=holder, label=label)
-    problems: list[str] = []
-    unlike: set[Coordinate] = set()
-    for coordinate, holder in shadows.items():
-        if holder == me:
-            source = placement.owner(coordinate)
-            replica, found = build_described(engine, coordinate, source=source, label=label)
-            if replica is not None:
-                host.shadows[coordinate] = replica
-            unlike.update([coordinate] if found else ())
-            problems += [f"{coordinate} (of {source}, its shadow on {me}): {text}" for text in found]
-    _hand_over(engine, placement, shadows=shadows, label=label, unlike=unlike)
-    return tuple(problems)
-
-
-def send_description(engine: BambooPipelineEngine, coordinate: Coordinate, *, to: WorkerId, label: str) -> None:
-    """Say what ``coordinate``, which this worker owns, is, to a worker that will hold a replica of it."""
-    described = engine.host.description(engine.host.owned[coordinate])
-    engine.links.send(to, Message(f"{label}/description/{coordinate}", described))
-
-
-def build_described(
-    engine: BambooPipelineEngine, coordinate: Coordinate, *, source: WorkerId, label: str
-) -> tuple[StageReplica | None, tuple[str, ...]]:
-    """Build a replica of ``coordinate`` as its owner describes it; and in what it differs. Raises what interrupts the
-    wait."""
-    described = engine.links.receive(source, f"{label}/description/{coordinate}").data
-    return build_alike(engine, coordinate, described)
-
-
-def take_described(
-    engine: BambooPipelineEngine, coordinate: Coordinate, *, source: WorkerId, label: str
-) -> StageReplica:
-    """As :func:`build_described`. Raises ShadowError where it is not alike, which the start of the job has excluded."""
-    replica, found = build_described(engine, coordinate, source=source, label=label)
-    return checked_alike(coordinate, replica, found)
 
 
 def checked_alike(coordinate: Coordinate, replica: StageReplica | None, found: tuple[str, ...]) -> StageReplica:
@@ -74,93 +22,146 @@ def checked_alike(coordinate: Coordinate, replica: StageReplica | None, found: t
     return replica
 
 
-def build_alike(
-    engine: BambooPipelineEngine, coordinate: Coordinate, described: Description
-) -> tuple[StageReplica | None, tuple[str, ...]]:
-    """Build a replica of ``coordinate`` that is as ``described``; and in what it differs; None if there is none."""
-    try:
-        with engine.session.works.watch(f"building {coordinate}"):
-            replica = engine.host.build(coordinate, process_rank=int(engine.global_rank), description=described)
-    except LookupError as error:
-        return None, (str(error),)
-    return replica, differences(described, engine.host.description(replica))
+class StateTransfer:
+    """One worker's side of every transfer of state.
 
-
-def _hand_over(
-    engine: BambooPipelineEngine,
-    placement: Placement,
-    *,
-    shadows: Mapping[Coordinate, WorkerId],
-    label: str,
-    unlike: Container[Coordinate] = (),
-) -> None:
-    """Move state from owners to the replicas in ``shadows``, which their holders have, but for those in ``unlike``."""
-    me = engine.session.worker
-    engine.host.save()
-    for coordinate, holder in shadows.items():
-        if placement.owner(coordinate) == me:
-            send_replica(engine, coordinate, to=holder, label=label)
-    for coordinate, holder in shadows.items():
-        if holder == me and coordinate not in unlike:
-            receive_replica(engine, coordinate, source=placement.owner(coordinate), label=label)
-
-
-def send_replica(engine: BambooPipelineEngine, coordinate: Coordinate, *, to: WorkerId, label: str) -> None:
-    """Send the state of ``coordinate``, which this worker owns; it must not change before the next agreement."""
-    packed = pack_state(engine.host.owned[coordinate])
-    data = (packed.structure, checksum(packed.tensors))
-    engine.links.send(to, Message(f"{label}/state/{coordinate}", data, packed.tensors))
-
-
-def receive_replica(engine: BambooPipelineEngine, coordinate: Coordinate, *, source: WorkerId, label: str) -> None:
-    """Bring this worker's shadow of ``coordinate`` to the state that its owner sends.
-
-    Raises ShadowError when what arrives is not what was sent, and what interrupts the wait.
+    Args:
+        worker: whose stages these are.
+        written: called with a replica that got its state, which is not what the script wrote here.
+        process_rank: returns the rank that this process has now.
     """
-    with engine.session.works.watch(f"state of {coordinate} from worker {source}") as work:
-        message = engine.links.receive(source, f"{label}/state/{coordinate}", meter=work)
-    structure, expected = message.data
-    arrived = checksum(message.tensors)
-    if arrived != expected:
-        raise ShadowError(
-            f"the state of {coordinate} from worker {source} arrived damaged: checksum {arrived}, sent with {expected}"
-            "; suspect the network or the memory of one of the two machines"
-        )
-    complete_replica(engine, engine.host.shadows[coordinate], PackedState(structure, message.tensors))
 
+    def __init__(
+        self, worker: Worker, *, written: Callable[[StageReplica], None], process_rank: Callable[[], int]
+    ) -> None:
+        self._worker = worker
+        self._written = written
+        self._process_rank = process_rank
 
-def refresh_shadows(engine: BambooPipelineEngine, *, label: str) -> None:
-    """Bring every shadow to its owner's state, which has changed otherwise than by a step; collective.
+    def copy_shadows(
+        self, placement: Placement, *, shadows: Mapping[Coordinate, WorkerId], label: str
+    ) -> tuple[str, ...]:
+        """Build the replicas in ``shadows`` that are for this worker, and move state from owners to holders.
 
-    Raises what interrupts the wait; then it is for the caller to do it again before the next agreement.
-    """
-    for shadow in engine.host.shadows.values():
-        shadow.settle()
-    _hand_over(engine, engine.placement, shadows=dict(engine.placement.shadows), label=label)
+        Returns in what the replicas made here are not what their owners are; their state is not taken then.
+        """
+        host, me = self._worker.host, self._worker.me
+        host.save()
+        for coordinate, holder in shadows.items():
+            if placement.owner(coordinate) == me:
+                self.send_description(coordinate, to=holder, label=label)
+        problems: list[str] = []
+        unlike: set[Coordinate] = set()
+        for coordinate, holder in shadows.items():
+            if holder == me:
+                source = placement.owner(coordinate)
+                replica, found = self.build_described(coordinate, source=source, label=label)
+                if replica is not None:
+                    host.shadows[coordinate] = replica
+                unlike.update([coordinate] if found else ())
+                problems += [f"{coordinate} (of {source}, its shadow on {me}): {text}" for text in found]
+        self._hand_over(placement, shadows=shadows, label=label, unlike=unlike)
+        return tuple(problems)
 
+    def send_description(self, coordinate: Coordinate, *, to: WorkerId, label: str) -> None:
+        """Say what ``coordinate``, which this worker owns, is, to a worker that will hold a replica of it."""
+        described = self._worker.host.description(self._worker.host.owned[coordinate])
+        self._worker.links.send(to, Message(f"{label}/description/{coordinate}", described))
 
-def copy_from_other_pipeline(engine: BambooPipelineEngine, coordinate: Coordinate) -> None:
-    """Become the owner of ``coordinate``, lost with its shadow, from the same stage of another pipeline here.
+    def build_described(
+        self, coordinate: Coordinate, *, source: WorkerId, label: str
+    ) -> tuple[StageReplica | None, tuple[str, ...]]:
+        """Build a replica of ``coordinate`` as its owner describes it; and in what it differs.
 
-    Parameters, optimizer state, scheduler and counters are equal in all pipelines between two steps. Buffers
-    that a forward changes (batch statistics) are not: they go on from the other pipeline's.
-    """
-    host = engine.host
-    source = engine.placement.copied_from(coordinate, held=host.owned)
-    if source is None:
-        raise RuntimeError(f"nothing here to copy {coordinate} from: the placement is wrong")
-    described = host.description(host.owned[source])
-    replica = host.build(coordinate, process_rank=int(engine.global_rank), description=described)
-    host.save()
-    complete_replica(engine, replica, pack_state(host.owned[source]))
-    host.owned[coordinate] = replica
+        Raises what interrupts the wait.
+        """
+        described = self._worker.links.receive(source, f"{label}/description/{coordinate}").data
+        return self.build_alike(coordinate, described)
 
+    def take_described(self, coordinate: Coordinate, *, source: WorkerId, label: str) -> StageReplica:
+        """As :meth:`build_described`. Raises ShadowError where it is not alike; the job's start has excluded that."""
+        replica, found = self.build_described(coordinate, source=source, label=label)
+        return checked_alike(coordinate, replica, found)
 
-def complete_replica(engine: BambooPipelineEngine, replica: StageReplica, packed: PackedState) -> None:
-    """Bring ``replica`` to the state ``packed``. From then on it may stand for its stage."""
-    unpack_state(replica, packed)
-    replica.complete = True
-    engine.script_writes.note(replica)
-    # The engine shows a replica's attributes while it is active; make it read what was just written.
-    if engine.host.active is replica:
-        engine.__dict__.update(replica.attributes)
+    def build_alike(
+        self, coordinate: Coordinate, described: Description
+    ) -> tuple[StageReplica | None, tuple[str, ...]]:
+        """Build a replica of ``coordinate`` that is as ``described``; and in what it differs; None if there is none."""
+        try:
+            with self._worker.session.works.watch(f"building {coordinate}"):
+                replica = self._worker.host.build(coordinate, process_rank=self._process_rank(), description=described)
+        except LookupError as error:
+            return None, (str(error),)
+        return replica, differences(described, self._worker.host.description(replica))
+
+    def _hand_over(
+        self,
+        placement: Placement,
+        *,
+        shadows: Mapping[Coordinate, WorkerId],
+        label: str,
+        unlike: Container[Coordinate] = (),
+    ) -> None:
+        """Move state from owners to the replicas in ``shadows`` that their holders have; not to ``unlike`` ones."""
+        me = self._worker.me
+        self._worker.host.save()
+        for coordinate, holder in shadows.items():
+            if placement.owner(coordinate) == me:
+                self.send_replica(coordinate, to=holder, label=label)
+        for coordinate, holder in shadows.items():
+            if holder == me and coordinate not in unlike:
+                self.receive_replica(coordinate, source=placement.owner(coordinate), label=label)
+
+    def send_replica(self, coordinate: Coordinate, *, to: WorkerId, label: str) -> None:
+        """Send the state of ``coordinate``, which this worker owns; it must not change before the next agreement."""
+        packed = pack_state(self._worker.host.owned[coordinate])
+        data = (packed.structure, checksum(packed.tensors))
+        self._worker.links.send(to, Message(f"{label}/state/{coordinate}", data, packed.tensors))
+
+    def receive_replica(self, coordinate: Coordinate, *, source: WorkerId, label: str) -> None:
+        """Bring this worker's shadow of ``coordinate`` to the state that its owner sends.
+
+        Raises ShadowError when what arrives is not what was sent, and what interrupts the wait.
+        """
+        with self._worker.session.works.watch(f"state of {coordinate} from worker {source}") as work:
+            message = self._worker.links.receive(source, f"{label}/state/{coordinate}", meter=work)
+        structure, expected = message.data
+        arrived = checksum(message.tensors)
+        if arrived != expected:
+            raise ShadowError(
+                f"the state of {coordinate} from worker {source} arrived damaged: checksum {arrived}, sent with "
+                f"{expected}; suspect the network or the memory of one of the two machines"
+            )
+        self.complete_replica(self._worker.host.shadows[coordinate], PackedState(structure, message.tensors))
+
+    def refresh_shadows(self, *, label: str) -> None:
+        """Bring every shadow to its owner's state, which has changed otherwise than by a step; collective.
+
+        Raises what interrupts the wait; then it is for the caller to do it again before the next agreement.
+        """
+        for shadow in self._worker.host.shadows.values():
+            shadow.settle()
+        self._hand_over(self._worker.placement, shadows=dict(self._worker.placement.shadows), label=label)
+
+    def copy_from_other_pipeline(self, coordinate: Coordinate) -> None:
+        """Become the owner of ``coordinate``, lost with its shadow, from the same stage of another pipeline here.
+
+        Parameters, optimizer state, scheduler and counters are equal in all pipelines between two steps. Buffers
+        that a forward changes (batch statistics) are not: they go on from the other pipeline's.
+        """
+        host = self._worker.host
+        source = self._worker.placement.copied_from(coordinate, held=host.owned)
+        if source is None:
+            raise RuntimeError(f"nothing here to copy {coordinate} from: the placement is wrong")
+        described = host.description(host.owned[source])
+        replica = host.build(coordinate, process_rank=self._process_rank(), description=described)
+        host.save()
+        self.complete_replica(replica, pack_state(host.owned[source]))
+        host.owned[coordinate] = replica
+
+    def complete_replica(self, replica: StageReplica, packed: PackedState) -> None:
+        """Bring ``replica`` to the state ``packed``. From then on it may stand for its stage."""
+        unpack_state(replica, packed)
+        replica.complete = True
+        self._written(replica)
+        self._worker.host.show_again(replica)

@@ -127,6 +127,11 @@ class StageHost:
         deepspeed_groups.mpu = replica.attributes["grid"]
         self._active = replica
 
+    def show_again(self, replica: StageReplica) -> None:
+        """Make the engine read the attributes of ``replica``, which have changed, if it is the active one."""
+        if self._active is replica:
+            self._engine.__dict__.update(replica.attributes)
+
     def save(self) -> None:
         """Bring the active replica's ``attributes`` up to date."""
         if self._active is not None:

@@ -1,0 +1,132 @@
+"""After a loss: every coordinate gets a shadow again (architecture 5, point 6)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from deepspeed_bamboo.coordination import EpochRecord
+from deepspeed_bamboo.core.consensus import Settlement
+from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.runtime.iteration.activity import Round
+from deepspeed_bamboo.runtime.iteration.worker import Worker
+from deepspeed_bamboo.runtime.job.news import tell_once
+from deepspeed_bamboo.runtime.recovery.shadow_rebuild import Rebuilding, with_rebuilt
+from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
+
+
+class Protection:
+    """One worker's part of it.
+
+    Args:
+        worker: whose placement lacks shadows.
+        rebuilding: brings shadows back beside an iteration.
+        transfer: brings the rest at its end.
+        last_loss: returns what survivors concluded after the last loss, None before the first.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        rebuilding: Rebuilding,
+        transfer: StateTransfer,
+        last_loss: Callable[[], Settlement | None],
+    ) -> None:
+        self._worker = worker
+        self._rebuilding = rebuilding
+        self._transfer = transfer
+        self._last_loss = last_loss
+
+    def _strike(self, at: str) -> None:
+        for replica in self._worker.host.owners():
+            self._worker.strike_if_scripted(replica.coordinate, at)
+
+    def count_on_rebuilt(self, agreed: Round) -> None:
+        """After the agreement of an iteration: the shadows that were rebuilt beside it are shadows, step included."""
+        worker = self._worker
+        before = worker.placement
+        worker.view.place(with_rebuilt(before, agreed, epoch=worker.epoch))
+        complete = worker.protected(worker.record.members) == worker.placement
+        if complete and worker.placement != before and worker.is_reporter:
+            self._propose(worker.record)
+
+    def protect_again(self) -> None:
+        """Give every unprotected coordinate a shadow on another live worker, if there is one; collective.
+
+        Done at an iteration boundary. Mostly that has happened beside the iteration, see :class:`Rebuilding`; what is
+        missing still is copied now. Becomes part of the epoch only once every copy is complete; a loss meanwhile
+        leaves things as they were, and the next iteration tries again.
+        """
+        worker = self._worker
+        beside = self._rebuilding.end()
+        record = worker.record
+        if not worker.protects or not self._takes_part():
+            return
+        if worker.protected(record.members) == worker.placement:
+            if beside is not None:
+                self._say(record, seconds=beside[0], waited_seconds=beside[1])
+            return
+        copied: list[tuple[EpochRecord, Placement]] = []
+        started = time.perf_counter()
+
+        def copy() -> None:
+            copied.clear()
+            current = worker.record
+            self._strike("protect")
+            self._drop_unlisted_shadows()
+            target = worker.protected(current.members)
+            missing = target.shadows_beyond(worker.placement)
+            self._transfer.copy_shadows(worker.placement, shadows=missing, label=str(worker.activity.index))
+            copied.append((current, target))
+
+        worker.agree_on("protect", copy)
+        if not copied or worker.record is not copied[0][0]:
+            return
+        current, target = copied[0]
+        worker.view.place(target)
+        seconds = time.perf_counter() - started
+        self._say(current, seconds=seconds, waited_seconds=seconds)
+        if worker.is_reporter:
+            self._propose(current)
+
+    def _takes_part(self) -> bool:
+        """The same answer on every worker that comes to this boundary, though some may have passed it before a loss."""
+        index, settlement = self._worker.activity.index, self._last_loss()
+        if settlement is None or index > settlement.activity:
+            return True
+        return index == settlement.activity and settlement.kind == "protect"
+
+    def _say(self, current: EpochRecord, *, seconds: float, waited_seconds: float) -> None:
+        worker = self._worker
+        self._strike("protected")
+        worker.log_event("protected", seconds=seconds, waited_seconds=waited_seconds)
+        alone = len(current.members) == 1
+        state = "no other worker is left, another loss ends the job" if alone else "another loss is survived again"
+        tell_once(
+            worker,
+            f"step {worker.step}: shadows rebuilt in {seconds:.2f} s, {waited_seconds:.2f} s of it waited for, "
+            + state,
+        )
+
+    def _propose(self, current: EpochRecord) -> None:
+        worker = self._worker
+        session = worker.session
+        record = replace(
+            current,
+            number=current.number + 1,
+            placement=worker.placement,
+            reason="shadows rebuilt",
+            lost=(),
+            proposer=session.worker,
+            time_seconds=time.time(),
+        )
+        if not session.insist(lambda: session.coordinator.propose(record, expected=current.number)):
+            session.interruption.notify()  # somebody proposed a loss first; it will interrupt us
+
+    def _drop_unlisted_shadows(self) -> None:
+        worker = self._worker
+        listed = worker.placement.shadowed_by(worker.me)
+        for coordinate in [c for c in worker.host.shadows if c not in listed]:
+            worker.host.shadows.pop(coordinate).settle()

@@ -1,0 +1,58 @@
+"""The parts by which a worker survives the losses of others, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerLostError
+from deepspeed_bamboo.runtime.iteration.mode_choice import ModeChoice
+from deepspeed_bamboo.runtime.iteration.worker import Worker
+from deepspeed_bamboo.runtime.recovery.protection import Protection
+from deepspeed_bamboo.runtime.recovery.script_server import ScriptServer
+from deepspeed_bamboo.runtime.recovery.shadow_rebuild import Rebuilding
+from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
+from deepspeed_bamboo.runtime.recovery.take_over import Failover
+from deepspeed_bamboo.runtime.recovery.world_entry import WorldEntry
+from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the parts call of the engine.
+
+    ``recover`` brings the worker into the newest epoch, for what the script calls between iterations. ``catching_up``
+    is true while the script does what the job has done before. ``abandon`` undoes the end of an iteration.
+    ``evaluated`` returns how many micro-batches the evaluation in progress has. ``on_rank`` takes the process's rank.
+    """
+
+    recover: Callable[[EpochChangedError | PeerLostError], None]
+    catching_up: Callable[[], bool]
+    abandon: Callable[[], None]
+    evaluated: Callable[[], int]
+    on_rank: Callable[[int], None]
+
+
+class Survival:
+    """One worker's parts; each is described where it is defined."""
+
+    def __init__(self, worker: Worker, *, transfer: StateTransfer, groups: ScriptGroups, hooks: Hooks) -> None:
+        self.modes = ModeChoice(worker)
+        self.rebuilding = Rebuilding(worker, transfer=transfer)
+        self.script_server = ScriptServer(worker, recover=hooks.recover, catching_up=hooks.catching_up)
+        self.world = WorldEntry(worker, groups=groups, server=self.script_server, on_rank=hooks.on_rank)
+        self.failover = Failover(
+            worker,
+            transfer=transfer,
+            rebuilding=self.rebuilding,
+            modes=self.modes,
+            world=self.world,
+            abandon=hooks.abandon,
+            evaluated_micro_batches=hooks.evaluated,
+        )
+        self.protection = Protection(
+            worker,
+            rebuilding=self.rebuilding,
+            transfer=transfer,
+            last_loss=lambda: self.failover.settlement,
+        )
