@@ -23,8 +23,8 @@ from deepspeed_bamboo.runtime.iteration.activity import ActivityState
 from deepspeed_bamboo.runtime.iteration.evaluation import EvaluationRequest, evaluate, go_on_as_others
 from deepspeed_bamboo.runtime.iteration.evaluation_position import EvaluationPositions
 from deepspeed_bamboo.runtime.iteration.executor import FAULT_POINTS, Executor
-from deepspeed_bamboo.runtime.iteration.iteration_end import IterationEnd
-from deepspeed_bamboo.runtime.iteration.losses import aggregate_losses, agreed_losses
+from deepspeed_bamboo.runtime.iteration.iteration_end import Contributors, IterationEnd
+from deepspeed_bamboo.runtime.iteration.losses import aggregate_losses, agreed_losses, stage_losses
 from deepspeed_bamboo.runtime.iteration.micro_batches import DataFactory, PipelineData
 from deepspeed_bamboo.runtime.iteration.monitoring import follow_reporter, note_step
 from deepspeed_bamboo.runtime.iteration.programs import Programs
@@ -34,7 +34,7 @@ from deepspeed_bamboo.runtime.iteration.supply import DataSupply
 from deepspeed_bamboo.runtime.iteration.worker import Numbers, Worker
 from deepspeed_bamboo.runtime.job import garbage
 from deepspeed_bamboo.runtime.job.mismatched_calls import Where, Whereabouts
-from deepspeed_bamboo.runtime.job.news import tell, tell_once
+from deepspeed_bamboo.runtime.job.news import tell
 from deepspeed_bamboo.runtime.job.session import WorkerSession
 from deepspeed_bamboo.runtime.job.view import CurrentView
 from deepspeed_bamboo.runtime.membership.balancing import Balancing
@@ -52,8 +52,10 @@ from deepspeed_bamboo.runtime.stock.hosting import StageHost
 from deepspeed_bamboo.runtime.stock.logical import Exchange
 from deepspeed_bamboo.runtime.stock.optimizers import problem_with
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
+from deepspeed_bamboo.runtime.stock.running_calls import RunningCalls
 from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
 from deepspeed_bamboo.runtime.stock.script_writes import ScriptWrites
+from deepspeed_bamboo.runtime.stock.stock_steps import StockSteps
 from deepspeed_bamboo.runtime.survival import Hooks, Survival
 
 _OPERATION_TIMEOUT_SECONDS = 1800.0  # one transfer may wait for a peer that computes
@@ -72,7 +74,6 @@ class BambooPipelineEngine(SettlingEngine):
     fwd_outputs: list[Any]
     # True on a worker that joined late and whose script has not come to the job's step yet.
     catching_up = False
-    _said_confined = False
 
     def __init__(self, *args: Any, session: WorkerSession, script_groups: ScriptGroups, **kwargs: Any) -> None:
         # Until the grid is known, every iterator is that of the pipeline in which this worker starts.
@@ -82,6 +83,7 @@ class BambooPipelineEngine(SettlingEngine):
         self.next_micro_batch = 0
         self.session = session
         self.script_groups = script_groups
+        self.running = RunningCalls()
         self._stage_host: StageHost | None = None
         self._training_set: Any = None
         self.trains_only_trainable = kwargs.get("model_parameters") is not None
@@ -99,7 +101,7 @@ class BambooPipelineEngine(SettlingEngine):
             device=self.device,
             secret=session.identity.secret,
         )
-        self._stage_host = StageHost(self, grid=grid, exchange=self.exchange, gate=self.pass_gate)
+        self._stage_host = StageHost(self, grid=grid, exchange=self.exchange, gate=self.running.pass_gate)
         self.evaluated_micro_batches = self.micro_batches
         self._evaluation_factory: DataFactory | None = None
         self.last_losses: list[Any] = []
@@ -113,7 +115,19 @@ class BambooPipelineEngine(SettlingEngine):
         )
         self.settling = Settling(self.worker, transfer=self.transfer)
         self.forward_seed = agreed_seed(session.config.seed, device=self.device)
-        self.iteration_end = IterationEnd(self)
+        self.iteration_end = IterationEnd(
+            self.worker,
+            stock=StockSteps(self),
+            running=self.running,
+            writes=self.script_writes,
+            contributors=Contributors(
+                prepare=self.complete_data,
+                first=self._first_contribution,
+                last=lambda: {**self.rebuilding.contribution(), **self.failover.contribution()},
+                counts=lambda agreed: self.protection.count_on_rebuilt(agreed),
+                rebuilt=lambda: self.rebuilding,
+            ),
+        )
         redundant = RedundantForwards(session.config.redundancy, device=self.device)
         self.host_offload = redundant.host_offload
         self.executor = Executor(
@@ -197,6 +211,15 @@ class BambooPipelineEngine(SettlingEngine):
             parts["checkpoints"] = self.checkpoints.rounds
         return CommonState(self.__dict__, names=(*COUNTERS, "forward_seed"), parts=parts)
 
+    def _first_contribution(self) -> dict[str, Any]:
+        return {
+            "losses": stage_losses(self),
+            **self.modes.contribution(),
+            **self.settling.contribution(),
+            **(self.checkpoints.contribution() if self.checkpoints is not None else {}),
+            **self.reconfiguration.contribution(),
+        }
+
     def _where(self) -> Where | None:
         kind = self.activity.kind
         return None if kind is None or self.epoch < 0 else Where(self.epoch, self.activity.index, kind)
@@ -248,8 +271,7 @@ class BambooPipelineEngine(SettlingEngine):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """As stock's. Reductions and steps of several stages interleave, so the one flag of stock can't tell."""
-        running = self.host is not None and self.iteration_end.is_running
-        return running or bool(super().is_gradient_accumulation_boundary())
+        return self.running.any or bool(super().is_gradient_accumulation_boundary())
 
     def _report_progress(self, step: int) -> None:
         if self._stage_host is None or self.is_shown(self.host.active):
@@ -360,6 +382,7 @@ class BambooPipelineEngine(SettlingEngine):
         if self.checkpoints is not None:
             self.checkpoints.note()
         self.iteration_end.forget()
+        self.host_offload.start_iteration()
         self.failover.log_if_any()
         self.data.forget()
         self.activate_first()
@@ -390,20 +413,6 @@ class BambooPipelineEngine(SettlingEngine):
         self.iteration_end.step(self.programs.context(training=True, micro_batches=self.micro_batches))
         self.failover.copy_lost()
 
-    # ---- who stands in for whom -----------------------------------------------------------------------
-
-    def _warn_if_confined(self) -> None:
-        """Say once, before the first step, what a script with several pipelines has to tell for all of it to work."""
-        if not self._said_confined and self.protects and self.confined:
-            tell_once(
-                self.worker,
-                f"with {self.job_grid.pipelines} pipelines, and data from iterators alone, a lost worker's first or "
-                "last stage can be taken over only in its own pipeline, and nobody can join: call "
-                "engine.set_data_source(lambda pipeline, step: iterator) on every rank before training, or pass "
-                "training_data to initialize",
-            )
-        self._said_confined = True
-
     def activate_first(self) -> None:
         """Between iterations the engine shows one stage, see ``StageHost.shown``."""
         self.host.activate_shown()
@@ -417,7 +426,7 @@ class BambooPipelineEngine(SettlingEngine):
     # ---- collectives and faults -----------------------------------------------------------------------
 
     def exchange(self) -> Exchange:
-        call = self.iteration_end.current_call() if hasattr(self, "iteration_end") else None
+        call = self.running.current
         if self.host.building:
             # A replica under construction gets its values from the owner afterwards.
             return lambda group, operation, tensor: tensor
@@ -426,12 +435,6 @@ class BambooPipelineEngine(SettlingEngine):
         if call is None:
             raise RuntimeError("a collective of stock DeepSpeed outside of an iteration's end is not supported")
         return call.exchange  # type: ignore[return-value]
-
-    def pass_gate(self) -> None:
-        """In a step: go on only once everybody has agreed that all take it."""
-        call = self.iteration_end.current_call() if hasattr(self, "iteration_end") else None
-        if call is not None and call.requests == 0:
-            call.exchange(None, "gate", None)
 
     def _before_instruction(self, instruction: Instruction, replica: StageReplica) -> None:
         at = FAULT_POINTS.get(instruction.op)

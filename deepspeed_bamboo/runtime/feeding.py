@@ -10,6 +10,8 @@ from deepspeed_bamboo.runtime.checkpoint.stage_files import CheckpointedEngine
 from deepspeed_bamboo.runtime.iteration.micro_batches import DataFactory, PipelineData, check_complete, missing_data
 from deepspeed_bamboo.runtime.iteration.supply import DataSupply
 from deepspeed_bamboo.runtime.iteration.training_data import data_set_factory
+from deepspeed_bamboo.runtime.iteration.worker import Worker
+from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.job.session import WorkerSession
 
 
@@ -25,6 +27,8 @@ class FedEngine(CheckpointedEngine):
     home: int
     next_micro_batch: int
     job_grid: Grid
+    worker: Worker
+    _said_confined = False
 
     @property
     def protects(self) -> bool:
@@ -76,6 +80,18 @@ class FedEngine(CheckpointedEngine):
     def confined(self) -> bool:
         """True where a worker has the data of its own pipeline only: nobody else can do its first and last stages."""
         return self.job_grid.pipelines > 1 and not self.data.covers_every_pipeline
+
+    def _warn_if_confined(self) -> None:
+        """Say once, before the first step, what a script with several pipelines has to tell for all of it to work."""
+        if not self._said_confined and self.protects and self.confined:
+            tell_once(
+                self.worker,
+                f"with {self.job_grid.pipelines} pipelines, and data from iterators alone, a lost worker's first or "
+                "last stage can be taken over only in its own pipeline, and nobody can join: call "
+                "engine.set_data_source(lambda pipeline, step: iterator) on every rank before training, or pass "
+                "training_data to initialize",
+            )
+        self._said_confined = True
 
     def complete_data(self) -> None:
         """Pull what others need of this iteration's data. Before the step: an iterator may look at the global step."""

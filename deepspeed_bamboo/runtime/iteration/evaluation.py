@@ -4,18 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.runtime.iteration.evaluation_position import EvaluationPositions
+from deepspeed_bamboo.runtime.iteration.executor import Executor
 from deepspeed_bamboo.runtime.iteration.losses import mean_over_pipelines, to_host
 from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
+from deepspeed_bamboo.runtime.iteration.programs import Programs
 from deepspeed_bamboo.runtime.iteration.supply import DataSupply
+from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
-if TYPE_CHECKING:
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+class EvaluatedEngine(Protocol):
+    """What an evaluation uses of an engine, most of it stock's."""
+
+    worker: Worker
+    programs: Programs
+    executor: Executor
+    monitor: Any
+    evaluated: EvaluationPositions
+    evaluation_data: PipelineData | None
+    evaluation_supply: DataSupply | None
+    evaluated_micro_batches: int
+    is_data_parallel: bool
+    batch_fn: Any
+    global_samples: int
+    eval_return_logits: bool
+    _compute_loss: bool
+    fwd_outputs: list[Any]
+    outputs: Any
+
+    def _reduce_outputs(self, outputs: Any, *, reduce: str | None, reduce_dp: bool, micro_batches: int) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -29,7 +52,7 @@ class EvaluationRequest:
     broadcast: bool
 
 
-def go_on_as_others(engine: BambooPipelineEngine, iterator: Iterator[Any] | None, *, data: PipelineData) -> DataSupply:
+def go_on_as_others(engine: EvaluatedEngine, iterator: Iterator[Any] | None, *, data: PipelineData) -> DataSupply:
     """Before an evaluation with ``data``: learn who has data for it, and give late workers the others' position.
 
     A late worker's ``iterator`` goes on where the others' are, which have served evaluations before. Otherwise inputs
@@ -43,7 +66,7 @@ def go_on_as_others(engine: BambooPipelineEngine, iterator: Iterator[Any] | None
     return DataSupply(engine.worker, **given, table={worker: has for worker, (_, has) in told.items()})
 
 
-def evaluate(engine: BambooPipelineEngine, request: EvaluationRequest) -> Any:
+def evaluate(engine: EvaluatedEngine, request: EvaluationRequest) -> Any:
     """Evaluate one batch; collective. Returns what stock's ``eval_batch`` returns for these arguments.
 
     The result goes to everybody only if it is asked for (``broadcast``) or pipelines are averaged; else
@@ -57,7 +80,7 @@ def evaluate(engine: BambooPipelineEngine, request: EvaluationRequest) -> Any:
         kept.clear()
         _run_forwards(engine, request)
         for replica in _last_stages(engine):
-            engine.host.activate(replica)
+            engine.worker.host.activate(replica)
             outputs = engine.fwd_outputs
             kept[replica.coordinate] = engine._reduce_outputs(
                 outputs, reduce=request.reduce_output, reduce_dp=False, micro_batches=request.micro_batches
@@ -67,9 +90,9 @@ def evaluate(engine: BambooPipelineEngine, request: EvaluationRequest) -> Any:
     _prepare(engine, request)
     engine.evaluated_micro_batches = request.micro_batches
     engine.worker.agree_on("evaluate", outputs_here)
-    if engine.protects and engine.evaluation_data is not None:
+    if engine.worker.protects and engine.evaluation_data is not None:
         # Every worker's iterator goes on by as much, since each may have to feed a stage the next time.
-        engine.evaluation_data.complete(request.micro_batches, step=engine.global_steps, transform=engine.batch_fn)
+        engine.evaluation_data.complete(request.micro_batches, step=engine.worker.step, transform=engine.batch_fn)
     result = _result(engine, request, kept=kept, shared=shared)
     logits = next((replica.attributes.get("outputs") for replica in _last_stages(engine)), None)
     _clean_up(engine, request)
@@ -78,41 +101,43 @@ def evaluate(engine: BambooPipelineEngine, request: EvaluationRequest) -> Any:
     return (result, logits) if request.return_logits else result
 
 
-def _prepare(engine: BambooPipelineEngine, request: EvaluationRequest) -> None:
+def _prepare(engine: EvaluatedEngine, request: EvaluationRequest) -> None:
     engine.eval_return_logits = request.return_logits
     engine._compute_loss = request.compute_loss
 
 
-def _run_forwards(engine: BambooPipelineEngine, request: EvaluationRequest) -> None:
-    for replica in engine.host.owners():
-        engine.host.restart(replica, micro_batches=request.micro_batches, training=False)
+def _run_forwards(engine: EvaluatedEngine, request: EvaluationRequest) -> None:
+    for replica in engine.worker.host.owners():
+        engine.worker.host.restart(replica, micro_batches=request.micro_batches, training=False)
     context = engine.programs.context(training=False, micro_batches=request.micro_batches)
     if engine.evaluation_supply is not None:
         engine.evaluation_supply.deliver(micro_batches=request.micro_batches, beforehand=False)
     with torch.no_grad():
         for instruction in engine.programs.own(training=False):
             engine.executor.execute(instruction, context)
-    engine.host.save()
+    engine.worker.host.save()
 
 
-def _last_stages(engine: BambooPipelineEngine) -> list[StageReplica]:
-    return [replica for replica in engine.host.owners() if replica.coordinate.stage == engine.num_stages - 1]
+def _last_stages(engine: EvaluatedEngine) -> list[StageReplica]:
+    return [
+        replica for replica in engine.worker.host.owners() if replica.coordinate.stage == engine.worker.grid.stages - 1
+    ]
 
 
-def _result(
-    engine: BambooPipelineEngine, request: EvaluationRequest, *, kept: dict[Coordinate, Any], shared: bool
-) -> Any:
+def _result(engine: EvaluatedEngine, request: EvaluationRequest, *, kept: dict[Coordinate, Any], shared: bool) -> Any:
     own = next(iter(kept.values()), None)
     if shared:
         agreed: dict[Coordinate, Any] = {}
-        for value in engine.activity.previous[0].values():
+        for value in engine.worker.activity.previous[0].values():
             agreed.update(value.get("outputs", {}))
-        contributed = [agreed[Coordinate(d, engine.num_stages - 1)] for d in range(engine.job_grid.pipelines)]
+        contributed = [
+            agreed[Coordinate(d, engine.worker.grid.stages - 1)] for d in range(engine.worker.grid.pipelines)
+        ]
         everywhere = request.compute_loss and (request.broadcast or engine.monitor.wanted)
         if request.reduce_output is not None and (everywhere or own is not None):
-            own = _to_device(mean_over_pipelines(contributed), engine.device)
+            own = _to_device(mean_over_pipelines(contributed), engine.worker.device)
         elif everywhere and own is None:
-            own = _to_device(contributed[0], engine.device)
+            own = _to_device(contributed[0], engine.worker.device)
     return own
 
 
@@ -120,15 +145,15 @@ def _to_device(value: Any, device: torch.device) -> Any:
     return [_to_device(item, device) for item in value] if isinstance(value, list) else value.to(device)
 
 
-def _clean_up(engine: BambooPipelineEngine, request: EvaluationRequest) -> None:
+def _clean_up(engine: EvaluatedEngine, request: EvaluationRequest) -> None:
     engine.eval_return_logits = False
-    engine.links.drain()
-    for replica in engine.host.replicas():
+    engine.worker.links.drain()
+    for replica in engine.worker.host.replicas():
         # Stock counts evaluated micro-batches like trained ones where it seeds layers; and goes on so.
         replica.micro_offset += request.micro_batches
         replica.attributes["outputs"] = None
         replica.start_iteration()
-        with engine.host.hosting(replica):
+        with engine.worker.host.hosting(replica):
             engine.outputs = None
             engine.fwd_outputs = []
-    engine.activate_first()
+    engine.worker.host.activate_shown()

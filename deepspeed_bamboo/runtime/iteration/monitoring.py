@@ -10,17 +10,35 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from deepspeed.monitor.monitor import MonitorMaster
 
-if TYPE_CHECKING:
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+from deepspeed_bamboo.runtime.iteration.worker import Worker
 
 Event = tuple[str, float, int]
 """Name, value, and global samples."""
 
 _KEPT = 2  # lists of events: workers are one activity apart at most
+
+
+class MonitoredEngine(Protocol):
+    """What is written of an engine, most of it stock's."""
+
+    worker: Worker
+    monitor: Any
+    global_rank: int
+    global_samples: int
+    mean_loss: float
+    _config: Any
+
+    def get_lr(self) -> list[float]:
+        """The learning rates of now."""
+
+    def fp16_enabled(self) -> bool:
+        """Whether losses are scaled."""
+
+    def _get_optimizer_loss_scale(self) -> float | None: ...
 
 
 class FollowingMonitor:
@@ -86,21 +104,21 @@ def _last_step(file: Path) -> int | None:
     return numbers[-1] if numbers else -1
 
 
-def follow_reporter(engine: BambooPipelineEngine) -> FollowingMonitor:
+def follow_reporter(engine: MonitoredEngine) -> FollowingMonitor:
     """Put a :class:`FollowingMonitor` in the place of what stock has made in ``engine``."""
     made = FollowingMonitor(
         engine.monitor,
         config=engine._config.monitor_config,
-        reports=lambda: engine.is_reporter,
+        reports=lambda: engine.worker.is_reporter,
         wrote_first=bool(engine.global_rank == 0),
     )
     engine.monitor = made
     return made
 
 
-def note_step(engine: BambooPipelineEngine) -> None:
+def note_step(engine: MonitoredEngine) -> None:
     """What DeepSpeed writes after a step."""
-    if not engine.monitor.wanted or not engine.host.replicas():
+    if not engine.monitor.wanted or not engine.worker.host.replicas():
         return
     samples = engine.global_samples
     events: list[Event] = [("Train/Samples/lr", engine.get_lr()[0], samples)]

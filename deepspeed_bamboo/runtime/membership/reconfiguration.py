@@ -128,6 +128,11 @@ class Reconfiguration:
         )
         return None if target is None else Wish(record.number, target=target)
 
+    def contribution(self) -> dict[str, Any]:
+        """What this worker adds to the agreement of an iteration: its measurements, and what it wishes."""
+        wish = self.wish()
+        return {**self.balancing.contribution(), **({} if wish is None else {"wish": wish.to_plain()})}
+
     def _say_why_not(self, waiting: Sequence[Member], draining: Container[str]) -> None:
         """Whoever got a coordinate of another pipeline would find no data for it, so everybody stays where he is."""
         worker = self._worker

@@ -1,0 +1,99 @@
+"""What the end of an iteration has stock DeepSpeed do, for the stage that its engine shows, and what it reads there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepspeed_bamboo.runtime.stock.gradients import (
+    accept_gradients,
+    gradient_flags,
+    gradient_tensors,
+    remember_gradients,
+)
+from deepspeed_bamboo.runtime.stock.hyperparameters import accept_values, values_of
+from deepspeed_bamboo.runtime.stock.replica import StageReplica
+
+if TYPE_CHECKING:
+    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+
+Mirrored = tuple[int, Any, Any]
+"""How many of the tensors are gradients, their flags, and the values of the optimizer's groups."""
+
+
+class StockSteps:
+    """The methods of stock's engine that reduce gradients and take steps.
+
+    Args:
+        engine: whose active stage they act on.
+    """
+
+    def __init__(self, engine: BambooPipelineEngine) -> None:
+        self._engine = engine
+
+    def reduce_tied(self) -> None:
+        """Add up the gradients of tied weights over the stages that share them."""
+        self._engine._exec_reduce_tied_grads()
+
+    def reduce(self) -> None:
+        """Average the gradients over the pipelines."""
+        self._engine._exec_reduce_grads()
+
+    def remember_gradients(self) -> Callable[[], None]:
+        """Returns what puts the gradients back to what they are now, before they are reduced."""
+        engine = self._engine
+        touched: Sequence[torch.Tensor | None] = []
+        if engine.is_data_parallel:
+            touched = gradient_tensors(engine.optimizer, engine.module)
+        elif engine.module.tied_comms:
+            touched = [
+                weight._hp_grad if engine.using_bf16_optimizer else weight.grad
+                for weight, _ in engine.module.get_tied_weights_and_groups()
+            ]
+        return remember_gradients(
+            engine.optimizer, engine.module, touched=[tensor for tensor in touched if tensor is not None]
+        )
+
+    def mirrored(self) -> tuple[Mirrored, list[torch.Tensor]]:
+        """What a shadow needs to take the same step: gradients and buffers, as they are on this device."""
+        engine = self._engine
+        gradients = gradient_tensors(engine.optimizer, engine.module)
+        tensors = [tensor.detach() for tensor in (*gradients, *engine.module.buffers())]
+        return (len(gradients), gradient_flags(engine.optimizer), values_of(engine.basic_optimizer)), tensors
+
+    def accept(self, replica: StageReplica, data: Mirrored, tensors: Sequence[torch.Tensor]) -> None:
+        """Put what an owner has mirrored where the step of ``replica``, the active one, looks for it."""
+        engine = self._engine
+        count, flags, values_now = data
+        values = [tensor.to(engine.device) for tensor in tensors]
+        accept_gradients(engine.optimizer, engine.module, values[:count], flags)
+        accept_values(engine.basic_optimizer, values_now)
+        replica.pending_buffers = values[count:]
+        replica.mirrored = True
+
+    def take_quiet_step(self) -> None:
+        """Stock's step, of which neither console nor monitor hears."""
+        self._engine._take_model_step(None)
+
+    def take_step(self, active: StageReplica | None) -> None:
+        """Stock's step of ``active``, which this worker owns; its first stage stands for it on console and monitor."""
+        engine = self._engine
+        if engine.is_shown(active):
+            engine._exec_optimizer_step()
+        else:
+            engine._take_model_step(None)
+        if isinstance(engine._global_grad_norm, torch.Tensor):
+            # For users it is where stock has it.
+            engine._global_grad_norm = engine._global_grad_norm.to(engine.device, non_blocking=True)
+
+
+def apply_buffers(replica: StageReplica) -> None:
+    """With the step, the module's buffers become those that its owner has mirrored."""
+    if replica.pending_buffers is None:
+        return
+    with torch.no_grad():
+        for target, value in zip(replica.module.buffers(), replica.pending_buffers, strict=True):
+            target.copy_(value)
+    replica.pending_buffers = None
