@@ -314,7 +314,7 @@ class BambooPipelineEngine(SettlingEngine):
                 self.total_additional_losses = None
         self.activate_first()
         loss = super().train_batch()
-        mode, slow = self.failover.modes.mode.value, self.reconfiguration.balancing.slow_workers
+        mode, slow = self.modes.mode.value, self.reconfiguration.balancing.slow_workers
         log_step(self, seconds=time.perf_counter() - started, mode=mode, slow=slow)
         note_step(self)
         if self.checkpoints is not None:
