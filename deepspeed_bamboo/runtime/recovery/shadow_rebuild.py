@@ -207,13 +207,16 @@ class Rebuilding:
     # ---- in a thread of its own -----------------------------------------------------------------------
 
     def _exchange(self, work: _Work) -> None:
-        interruption, me = self._worker.session.interruption, self._worker.me
+        session, me = self._worker.session, self._worker.me
+        interruption = session.interruption
         try:
             work.links.connect(work.partners)
             for coordinate, holder, packed in work.sending:
                 _send(work, coordinate, holder, packed, device=self._worker.device)
             for coordinate, state in work.arriving.items():
-                with self._worker.session.works.watch(f"new shadow of {coordinate} from worker {state.source}") as meter:
+                with self._worker.session.works.watch(
+                    f"new shadow of {coordinate} from worker {state.source}"
+                ) as meter:
                     _receive(work, coordinate, state, meter=meter)
                 interruption.notify()
         except ExpelledError:
