@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 
 from deepspeed_bamboo.cli.main import build_parser
-from deepspeed_bamboo.config.section import SECTION, load_bamboo_section
+from deepspeed_bamboo.config.section import SECTION, BambooConfig, load_bamboo_section
 from deepspeed_bamboo.elastic.command_line import parse_command_line
+from tests.config.test_readme_table import keys
 from tests.scripts.loading import load_script
 
 REPOSITORY = Path(__file__).parents[1]
 DOCUMENTS = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").glob("*.md"))]
+README, GUIDE = REPOSITORY / "README.md", REPOSITORY / "docs" / "guide.md"
+PROSE = [README, GUIDE]
 PRESETS = sorted((REPOSITORY / "configs").glob("*.json"))
 _LAUNCH = "--module deepspeed_bamboo.launch "
 
@@ -96,3 +99,36 @@ def test_manifests_are_yaml_and_say_what_they_are() -> None:
     yaml = pytest.importorskip("yaml", reason="PyYAML, which reads the manifests, is not installed")
     found = [part for document in DOCUMENTS for block in blocks(document, "yaml") for part in yaml.safe_load_all(block)]
     assert [part["kind"] for part in found] == ["Service", "StatefulSet"]
+
+
+def offered_by_engine() -> set[str]:
+    """The names of all methods, properties and attributes that the engine's files define, and stock's used here."""
+    found = {"save_checkpoint", "load_checkpoint", "train_batch", "eval_batch", "global_steps"}
+    for path in (REPOSITORY / "deepspeed_bamboo" / "runtime").rglob("*.py"):
+        found |= set(re.findall(r"^    def (\w+)\(", text_of(path), re.MULTILINE))
+    return found
+
+
+@pytest.mark.parametrize("document", PROSE, ids=lambda document: document.name)
+def test_names_in_the_text_are_some_that_there_are(document: Path) -> None:
+    text = text_of(document)
+    assert set(re.findall(r"`engine\.(\w+)", text)) <= offered_by_engine()
+    for script in re.findall(r"\bscripts/[\w.]+", text):
+        assert (REPOSITORY / script).exists(), script
+    known = {*keys(BambooConfig), *BambooConfig.model_fields}
+    for section in BambooConfig.model_fields:
+        for key in re.findall(rf"`({section}\.\w+)`", text):
+            assert key in known, key
+
+
+def test_commands_in_the_text_are_some_that_there_are() -> None:
+    found = [line for document in PROSE for line in re.findall(r"`ds_bamboo ([^`]*)`", text_of(document))]
+    assert len(found) > 5
+    commands = build_parser().format_help()
+    for line in found:
+        assert re.search(rf"^    {line.split()[0]} ", commands, re.MULTILINE), line
+
+
+def test_presets_are_all_listed() -> None:
+    table = text_of(README).partition("| preset in ")[2].partition("\n\n")[0]
+    assert sorted(re.findall(r"`([\w-]+)`", table)) == [path.stem for path in PRESETS]
