@@ -100,6 +100,7 @@ class BambooPipelineEngine(SettlingEngine):
             timeout_seconds=_OPERATION_TIMEOUT_SECONDS,
             device=self.device,
             secret=session.identity.secret,
+            own_store=session.store,
         )
         self._stage_host = StageHost(self, grid=grid, exchange=self.exchange, gate=self.running.pass_gate)
         self.evaluated_micro_batches = self.micro_batches

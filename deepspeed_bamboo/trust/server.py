@@ -14,6 +14,7 @@ from deepspeed_bamboo.trust.handshake import SECONDS, StrangerError, admit, prov
 logger = logging.getLogger(__name__)
 _MOST_UNPROVED = 256
 _PAUSE_SECONDS = 0.05
+_KEEP_ALIVE_SECONDS = 60
 
 
 class GuardedServer:
@@ -78,7 +79,7 @@ class GuardedServer:
     def _handle(self, number: int, connection: socket.socket) -> None:
         with connection:
             try:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _tune(connection)
                 admit(connection, self._secret, purpose=self._purpose)
             except (OSError, StrangerError) as error:
                 logger.info("a connection to %s was refused: %s", self._purpose, error)
@@ -103,7 +104,7 @@ def connect(host: str, port: int, *, secret: str, purpose: str, within_seconds: 
     """A connection to a :class:`GuardedServer` of the same job and purpose. Raises OSError and StrangerError."""
     connection = socket.create_connection((host, port), timeout=within_seconds)
     try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _tune(connection)
         prove(connection, secret, purpose=purpose, within_seconds=within_seconds)
     except BaseException:
         connection.close()
@@ -114,3 +115,11 @@ def connect(host: str, port: int, *, secret: str, purpose: str, within_seconds: 
 def _end(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
+
+
+def _tune(connection: socket.socket) -> None:
+    """Short messages go at once; a connection that nobody uses for hours stays known to what is between its ends."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_SECONDS)

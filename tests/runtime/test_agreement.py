@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from deepspeed_bamboo.runtime.comm.all_gather import agree, tree_neighbours
+from deepspeed_bamboo.core.peers import tree_neighbours
+from deepspeed_bamboo.runtime.comm.all_gather import agree
 from deepspeed_bamboo.runtime.comm.channel import Message
 
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from deepspeed_bamboo.errors import ModelError
-from deepspeed_bamboo.runtime.comm.c10d import c10d
 from deepspeed_bamboo.runtime.comm.channel import Channel, Message
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption
+from deepspeed_bamboo.runtime.comm.proved_group import connect_proved, network_device
+from deepspeed_bamboo.runtime.comm.store_server import StoreServer
 
 
 class Lanes:
@@ -36,18 +37,20 @@ class Lanes:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Channel, Channel]]:
-    store, made = c10d.HashStore(), {}
+    store, made = StoreServer("127.0.0.1", secret="s"), {}
 
     def build(first: bool) -> None:
-        made[first] = Channel(
-            store, first=first, peer="peer", interruption=Interruption(), timeout_seconds=20, secret="s"
+        group = connect_proved(
+            store, name="p", first=first, peer="peer", secret="s", network=network_device(), timeout_seconds=20
         )
+        made[first] = Channel(group, first=first, peer="peer", interruption=Interruption())
 
     threads = [threading.Thread(target=build, args=(first,)) for first in (True, False)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    store.close()
     there: queue.Queue[Any] = queue.Queue()
     back: queue.Queue[Any] = queue.Queue()
     made[True].lanes, made[False].lanes = Lanes(there, back), Lanes(back, there)  # type: ignore[assignment]

@@ -8,32 +8,37 @@ import time
 import pytest
 import torch
 
-from deepspeed_bamboo.runtime.comm.c10d import c10d
-from deepspeed_bamboo.runtime.comm.channel import Channel, Message, network_device
+from deepspeed_bamboo.runtime.comm.channel import Channel, Message
 from deepspeed_bamboo.runtime.comm.connection_errors import cause_of
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption, PeerLostError
+from deepspeed_bamboo.runtime.comm.proved_group import connect_proved, network_device
+from deepspeed_bamboo.runtime.comm.store_server import StoreServer
 
+_SECRET = "of this test"
 _OPERATION_SECONDS = 5.0
 
 
 def _pair() -> tuple[Channel, Channel]:
-    store = c10d.HashStore()
+    store = StoreServer("127.0.0.1", secret=_SECRET)
     ends: dict[bool, Channel] = {}
 
     def make(*, first: bool) -> None:
-        ends[first] = Channel(
+        group = connect_proved(
             store,
+            name="a pair",
             first=first,
             peer=f"other of {first}",
-            interruption=Interruption(),
+            secret=_SECRET,
+            network=network_device(),
             timeout_seconds=_OPERATION_SECONDS,
-            secret="of this test",
         )
+        ends[first] = Channel(group, first=first, peer=f"other of {first}", interruption=Interruption())
 
     other = threading.Thread(target=make, kwargs={"first": False})
     other.start()
     make(first=True)
     other.join()
+    store.close()
     return ends[True], ends[False]
 
 

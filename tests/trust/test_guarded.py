@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 
 from deepspeed_bamboo.coordination import Member
 from deepspeed_bamboo.errors import MessageError
+from deepspeed_bamboo.runtime.comm import proved_group
 from deepspeed_bamboo.runtime.comm.c10d import c10d
 from deepspeed_bamboo.runtime.comm.channel import Message
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption
@@ -26,11 +27,13 @@ from deepspeed_bamboo.runtime.comm.frames import Frames
 from deepspeed_bamboo.runtime.comm.guarded_store import StoreClient
 from deepspeed_bamboo.runtime.comm.pass_words import PASS_WORD_BYTES, PassWords
 from deepspeed_bamboo.runtime.comm.peers import Links
+from deepspeed_bamboo.runtime.comm.proved_group import connect_proved, network_device
 from deepspeed_bamboo.runtime.comm.store_server import StoreServer
 from deepspeed_bamboo.trust import server as server_module
 from deepspeed_bamboo.trust.handshake import GREETING, StrangerError, admit, prove
 from deepspeed_bamboo.trust.server import GuardedServer, connect
 from deepspeed_bamboo.trust.tunnel import Gate, Tunnel
+from tests.coordination.helpers import wait_until
 
 SECRET = "s" * 64
 
@@ -323,25 +326,147 @@ def test_a_stranger_who_connects_to_gloo_in_advance_keeps_nobody_from_the_next_c
         servers[name].close()
 
 
+class Hurried:
+    """A store whose user is kept until ``first`` has been done: where it would find the other side's address."""
+
+    def __init__(self, store: StoreServer, first: Callable[[], None]) -> None:
+        self._store, self._first = store, first
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def fetch(self, key: str, *, within_seconds: float) -> bytes:
+        found = self._store.fetch(key, within_seconds=within_seconds)
+        self._first()
+        return found
+
+
+@pytest.mark.parametrize("habit", ["silent", "gone", "talking"])
+def test_a_stranger_who_takes_the_peers_place_costs_another_attempt_and_no_loss(
+    habit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proved_group, "CONNECTING_SECONDS", 1.0)
+    known = listening_ports()
+    strangers: list[socket.socket] = []
+    one_at_a_time = threading.Lock()
+
+    def take_places() -> None:
+        with one_at_a_time:
+            if strangers:
+                return
+            for port in listening_ports() - known - {store.port}:
+                for number in range(60):
+                    stranger = socket.create_connection(("127.0.0.1", port))
+                    stranger.sendall(number.to_bytes(8, "little") + (b"hello" * 100 if habit == "talking" else b""))
+                    strangers.append(stranger)
+            if habit == "gone":
+                for stranger in strangers:
+                    stranger.close()
+
+    store = StoreServer("127.0.0.1", secret=SECRET)
+    groups: dict[bool, Any] = {}
+    warnings: list[str] = []
+    monkeypatch.setattr(proved_group.logger, "warning", lambda text, *rest: warnings.append(text % rest))
+
+    def meet(first: bool) -> None:
+        groups[first] = connect_proved(
+            Hurried(store, take_places),
+            name="pair",
+            first=first,
+            peer="w1",
+            secret=SECRET,
+            network=network_device({"GLOO_SOCKET_IFNAME": "lo"}),
+            timeout_seconds=20,
+        )
+
+    both = [threading.Thread(target=meet, args=(first,)) for first in (True, False)]
+    for side in both:
+        side.start()
+    for side in both:
+        side.join()
+    assert warnings and "again" in warnings[0]
+    received = torch.zeros(1)
+    sending = groups[True].send([torch.ones(1)], 1, 1)
+    groups[False].recv([received], 0, 1).wait()
+    sending.wait()
+    assert received.item() == 1.0
+    store.close()
+    for stranger in strangers:
+        stranger.close()
+
+
+def listening_ports() -> set[int]:
+    found = psutil.Process().net_connections("tcp")
+    return {connection.laddr.port for connection in found if connection.status == psutil.CONN_LISTEN}
+
+
+def test_whoever_knows_the_others_beforehand_makes_no_connection_to_their_stores_at_a_loss() -> None:
+    names = ("w0", "w1")
+    servers = {name: StoreServer("127.0.0.1", secret=SECRET) for name in names}
+    members = {n: Member(n, n, "z", "127.0.0.1", servers[n].port, os.getpid(), 0) for n in names}
+    links = {
+        n: Links(
+            n,
+            interruption=Interruption(),
+            timeout_seconds=20,
+            device=torch.device("cpu"),
+            secret=SECRET,
+            own_store=servers[n],
+        )
+        for n in names
+    }
+    for name in names:
+        links[name].enter(members=members, order=names, name="epoch 0")
+        links[name].acquaint(lambda: names)
+    for thread in threading.enumerate():
+        if thread.name == "bamboo-acquaintances":
+            thread.join()
+    for name in names:
+        servers[name]._server.stop_listening()
+        links[name].enter(members=members, order=names, name="epoch 1")
+    both = [threading.Thread(target=links[one].connect, args=([other],)) for one, other in (names, names[::-1])]
+    for side in both:
+        side.start()
+    for side in both:
+        side.join()
+    links["w0"].send("w1", Message("hello"))
+    assert links["w1"].receive("w0", "hello").key == "hello"
+    for name in names:
+        links[name].close()
+        servers[name].close()
+
+
 # ---- the first words on a channel --------------------------------------------------------------------
 
 
-def pass_words(store: Any, secrets: tuple[str, str] = (SECRET, SECRET)) -> tuple[PassWords, PassWords]:
-    return PassWords(store, secret=secrets[0], first=True), PassWords(store, secret=secrets[1], first=False)
+def pass_words(secrets: tuple[str, str] = (SECRET, SECRET)) -> tuple[PassWords, PassWords]:
+    one, other = PassWords(secret=secrets[0], first=True), PassWords(secret=secrets[1], first=False)
+    one.hear(other.nonce)
+    other.hear(one.nonce)
+    return one, other
 
 
 def test_both_sides_of_a_channel_know_each_other_by_what_they_say() -> None:
-    one, other = pass_words(c10d.HashStore())
+    one, other = pass_words()
     one.check(other.own(), peer="w1")
     other.check(one.own(), peer="w0")
     assert len(one.own()) == PASS_WORD_BYTES and one.own() != other.own()
 
 
 def test_silence_an_echo_another_secret_and_yesterdays_word_are_refused() -> None:
-    one, other = pass_words(c10d.HashStore())
-    before = pass_words(c10d.HashStore())
-    _, without = pass_words(c10d.HashStore(), (SECRET, "t" * 64))
-    before[0].own()
+    one, other = pass_words()
+    before = pass_words()
+    _, without = pass_words((SECRET, "t" * 64))
     for word in (b"", b"\0" * PASS_WORD_BYTES, one.own(), before[1].own(), without.own(), other.own()[:-1]):
         with pytest.raises(StrangerError, match="in the place of worker w1"):
             one.check(word, peer="w1")
+
+
+def test_a_client_knows_whether_its_server_is_still_there() -> None:
+    server = StoreServer("127.0.0.1", secret=SECRET)
+    client = StoreClient("127.0.0.1", server.port, secret=SECRET, timeout=timedelta(seconds=20))
+    assert client.is_open()
+    client.set("a", b"1")
+    assert client.get("a") == b"1" and client.is_open()
+    server.close()
+    wait_until(lambda: not client.is_open())

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from deepspeed_bamboo.core.peers import FAN_OUT, tree_neighbours
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.errors import MessageError
 from deepspeed_bamboo.runtime.comm.channel import Message
 from deepspeed_bamboo.runtime.comm.encoding import decode, encode
 from deepspeed_bamboo.runtime.comm.epoch_monitor import PeerLostError
 from deepspeed_bamboo.runtime.comm.peers import Links
-
-FAN_OUT = 8
 
 
 def expected_of(me: WorkerId, workers: Sequence[WorkerId]) -> Sequence[WorkerId]:
@@ -72,13 +71,3 @@ def _values(packed: Any, *, sender: WorkerId) -> dict[WorkerId, Any]:
     if not isinstance(values, dict):
         raise PeerLostError(sender, "it sent something else where the values of an agreement belong")
     return values
-
-
-def tree_neighbours(
-    workers: Sequence[WorkerId], me: WorkerId, *, fan_out: int = FAN_OUT
-) -> tuple[WorkerId | None, tuple[WorkerId, ...]]:
-    """The worker above ``me`` in the tree (None for the first one), and those below."""
-    place = workers.index(me)
-    above = workers[(place - 1) // fan_out] if place else None
-    first = place * fan_out + 1
-    return above, tuple(workers[first : first + fan_out])

@@ -8,24 +8,20 @@ is released by the peer's death, or by the peer's farewell message, and its late
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import struct
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 
 from deepspeed_bamboo.errors import MessageError, ModelError
-from deepspeed_bamboo.runtime.comm.c10d import c10d
 from deepspeed_bamboo.runtime.comm.connection_errors import cause_of
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption, PeerLostError
 from deepspeed_bamboo.runtime.comm.header import HEADER_LIMIT_BYTES, Description, Header
 from deepspeed_bamboo.runtime.comm.nccl import Arrival, DeviceLanes
-from deepspeed_bamboo.runtime.comm.pass_words import PASS_WORD_BYTES, PassWords
 
 _Form = tuple[Any, Description]  # plain data, and dtype and shape of every tensor
 
@@ -35,7 +31,7 @@ _LENGTHS = struct.Struct("=qq")
 _LENGTHS_BYTES = _LENGTHS.size
 _PIECE_BYTES = 32 * 2**20  # of a payload that is sent: an operation has a time limit, and a long transfer has many
 _FAREWELL = "the peer has dropped the channel"
-_BLOCK_TAG, _HEADER_TAG, _PAYLOAD_TAG, _PASS_WORD_TAG = 1, 2, 3, 4
+_BLOCK_TAG, _HEADER_TAG, _PAYLOAD_TAG = 1, 2, 3
 
 
 @dataclass
@@ -71,36 +67,19 @@ class Channel:
     and by way of the host where there are none.
 
     Args:
-        store: a store that both sides see, under a prefix that only this pair and epoch use.
+        group: a gloo group with the peer alone, see :mod:`proved_group`.
         first: True on the side with rank 0 of the pair.
         peer: the other worker's id, for errors.
         interruption: ends waits; also notified when a message arrives.
-        timeout_seconds: bound of every single operation.
-        network: gloo's device, which all channels of a process may share; None: one of its own.
-        secret: the job's, which the peer has to know.
-
-    Raises RuntimeError when the peer does not come, and StrangerError when somebody else does.
     """
 
-    def __init__(
-        self,
-        store: Any,
-        *,
-        first: bool,
-        peer: str,
-        interruption: Interruption,
-        timeout_seconds: float,
-        network: Any = None,
-        secret: str,
-    ) -> None:
+    def __init__(self, group: Any, *, first: bool, peer: str, interruption: Interruption) -> None:
         self.peer = peer
         self.lanes: DeviceLanes | None = None
         self._interruption = interruption
         self._other = 1 if first else 0
-        pass_words = PassWords(store, secret=secret, first=first)
-        self._group = _group_of_two(store, 0 if first else 1, timeout_seconds=timeout_seconds, network=network)
+        self._group = group
         self._sending: list[tuple[Any, torch.Tensor]] = []
-        self._prove_to_each_other(pass_words)
         self._sent_before: list[tuple[Any, torch.Tensor]] = []
         self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._arrived: list[Message] = []
@@ -112,13 +91,6 @@ class Channel:
         self._closed = False
         self._reader = threading.Thread(target=self._read, name=f"bamboo-from-{peer}", daemon=True)
         self._reader.start()
-
-    def _prove_to_each_other(self, pass_words: PassWords) -> None:
-        """Gloo takes whoever connects first for the peer. Raises StrangerError unless that knows the pass word."""
-        self._post(torch.frombuffer(bytearray(pass_words.own()), dtype=torch.uint8), _PASS_WORD_TAG)
-        heard = torch.zeros(PASS_WORD_BYTES, dtype=torch.uint8)
-        self._take(heard, _PASS_WORD_TAG)
-        pass_words.check(heard.numpy().tobytes(), peer=self.peer)
 
     def send(self, message: Message) -> None:
         """Queue ``message``; never blocks on the peer. About its tensors see :meth:`drain`."""
@@ -293,27 +265,6 @@ class Channel:
 
     def _take(self, tensor: torch.Tensor, tag: int) -> None:
         self._group.recv([tensor], self._other, tag).wait()
-
-
-def network_device(environment: Mapping[str, str] | None = None) -> Any:
-    """gloo's device on the interface named by GLOO_SOCKET_IFNAME (the first one), as torch's own groups use it.
-
-    Without that variable, which an agent sets, the one that this machine's name leads to: loopback on many. Raises
-    RuntimeError when there is no such interface.
-    """
-    names = (os.environ if environment is None else environment).get("GLOO_SOCKET_IFNAME", "")
-    interface = names.split(",")[0].strip()
-    gloo = c10d.ProcessGroupGloo
-    return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
-
-
-def _group_of_two(store: Any, rank: int, *, timeout_seconds: float, network: Any) -> Any:
-    """A gloo group with the peer. Raises RuntimeError when the peer does not come."""
-    options = c10d.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=timeout_seconds)
-    options._devices = [network or network_device()]
-    options._threads = 1  # for collectives, of which there are none
-    return c10d.ProcessGroupGloo(store, rank, 2, options)
 
 
 def _pieces(payload: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 import time
@@ -39,6 +40,15 @@ class StoreClient(c10d.Store):  # type: ignore[misc,name-defined]
         self._frames = Frames(self._connection)
         self._owed = 0  # answers to what was written, which nobody has waited for
         self._clones: list[StoreClient] = []
+
+    def is_open(self) -> bool:
+        """False once the server has gone, or the connection is broken. Only between two calls."""
+        readable = select.poll()
+        try:
+            readable.register(self._connection, select.POLLIN)
+            return not readable.poll(0) or self._connection.recv(1, socket.MSG_PEEK) != b""
+        except (OSError, ValueError):
+            return False
 
     def _connect(self, *, insist: bool) -> socket.socket:
         (host, port), deadline = self._where, time.monotonic() + self._seconds
@@ -105,6 +115,10 @@ class StoreClient(c10d.Store):  # type: ignore[misc,name-defined]
 
     def get(self, key: str) -> bytes:
         return bytes(self._ask("get", key, self._seconds))
+
+    def fetch(self, key: str, *, within_seconds: float) -> bytes:
+        """As :meth:`get`, with a limit of its own. Raises DistStoreError when there is no value by then."""
+        return bytes(self._ask("get", key, within_seconds, seconds=within_seconds))
 
     def add(self, key: str, amount: int) -> int:
         return int(self._ask("add", key, amount))

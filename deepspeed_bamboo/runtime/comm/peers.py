@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,11 +15,13 @@ import torch
 from deepspeed_bamboo.coordination import Member
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.runtime.comm.c10d import c10d
-from deepspeed_bamboo.runtime.comm.channel import Channel, Message, Meter, network_device
+from deepspeed_bamboo.runtime.comm.channel import Channel, Message, Meter
 from deepspeed_bamboo.runtime.comm.connection_errors import cause_of
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption, PeerLostError
 from deepspeed_bamboo.runtime.comm.guarded_store import StoreClient
 from deepspeed_bamboo.runtime.comm.nccl import DeviceLanes
+from deepspeed_bamboo.runtime.comm.pair_store import SharedStore
+from deepspeed_bamboo.runtime.comm.proved_group import connect_proved, network_device
 from deepspeed_bamboo.trust.handshake import StrangerError
 
 
@@ -30,22 +33,26 @@ class Links:
     """
 
     def __init__(
-        self, me: WorkerId, *, interruption: Interruption, timeout_seconds: float, device: torch.device, secret: str
+        self,
+        me: WorkerId,
+        *,
+        interruption: Interruption,
+        timeout_seconds: float,
+        device: torch.device,
+        secret: str,
+        own_store: SharedStore | None = None,
     ) -> None:
-        """``secret``: the job's, which every peer has to know."""
+        """``secret``: the job's, which every peer has to know. ``own_store``: what this worker serves to them."""
         self._me = me
         self._device = device
         self._interruption = interruption
         self._timeout_seconds = timeout_seconds
         self._secret = secret
+        self._own_store = own_store
         self._members: dict[WorkerId, Member] = {}
         self._order: tuple[WorkerId, ...] = ()
         self._name = ""
         self._channels: dict[WorkerId, Channel] = {}
-        # Gloo's device, of the channels that are made together. It has a thread that wakes up a hundred times a second,
-        # so one for each channel would slow down whoever shares a processor with many workers. A new one each time:
-        # gloo keeps connections of strangers that name a number in advance, and takes them for the peer with that.
-        self._network: Any = None
         # Clients of other workers' stores that nobody is using, by address and port.
         self._idle_clients: dict[tuple[str, int], list[Any]] = defaultdict(list)
         self._aside: dict[WorkerId, dict[str, Message]] = defaultdict(dict)
@@ -61,6 +68,7 @@ class Links:
             timeout_seconds=self._timeout_seconds,
             device=torch.device("cpu"),
             secret=self._secret,
+            own_store=self._own_store,
         )
         other._idle_clients = self._idle_clients
         other.extend(members=self._members, order=self._order, name=f"{self._name}/{name}")
@@ -97,8 +105,8 @@ class Links:
         peers = [peer for peer in dict.fromkeys(peers) if peer != self._me]
         wanted = [peer for peer in peers if peer not in self._channels]
         fast = self._without_lanes(set(peers) & set(with_lanes))
-        if wanted:
-            self._network = network_device()
+        # Only the groups keep it: they end its thread without Python's lock, which takes 10 ms.
+        network = network_device() if wanted else None
         made: dict[WorkerId, Channel] = {}
         lanes: dict[WorkerId, DeviceLanes] = {}
         opening: dict[WorkerId, DeviceLanes] = {}
@@ -112,7 +120,7 @@ class Links:
             self._interruption.notify()
 
         def build_channel(peer: WorkerId) -> None:
-            attempt(peer, lambda: made.update({peer: self._channel_to(peer)}))
+            attempt(peer, lambda: made.update({peer: self._channel_to(peer, network)}))
 
         def build_lanes() -> None:
             # One after the other, in an order common to all workers: a communicator is made by both sides at
@@ -126,7 +134,8 @@ class Links:
 
         for peer in wanted:
             threading.Thread(target=build_channel, args=(peer,), name=f"bamboo-link-{peer}", daemon=True).start()
-        threading.Thread(target=build_lanes, name="bamboo-lanes", daemon=True).start()
+        if fast:
+            threading.Thread(target=build_lanes, name="bamboo-lanes", daemon=True).start()
         try:
             self._interruption.wait_until(lambda: bool(errors) or len(made) + len(lanes) == len(wanted) + len(fast))
         finally:
@@ -164,40 +173,70 @@ class Links:
         with self.store_of(pair[0]) as store:
             yield c10d.PrefixStore(f"{self._name}/{pair[0]}/{pair[1]}", store), pair[0] == self._me
 
+    def acquaint(self, peers: Callable[[], Iterable[WorkerId]]) -> None:
+        """Have a client of the store of each of ``peers()`` that this worker would meet there; never waits or raises.
+
+        ``peers`` is called in another thread.
+        """
+        members, order = self._members, self._order
+
+        def meet() -> None:
+            for peer in peers():
+                host = members.get(peer)
+                if host is None or order.index(peer) >= order.index(self._me):
+                    continue  # they meet at this worker's own
+                with contextlib.suppress(RuntimeError, OSError):
+                    idle = self._idle_clients[host.address, host.store_port]
+                    if not idle:
+                        idle.append(self._new_client(host))
+
+        threading.Thread(target=meet, name="bamboo-acquaintances", daemon=True).start()
+
     @contextmanager
     def store_of(self, worker: WorkerId) -> Iterator[Any]:
         """A client, for this use alone, of the store that ``worker`` serves. Raises RuntimeError when it is gone."""
         host = self._members[worker]
         idle = self._idle_clients[host.address, host.store_port]
-        store = (
-            idle.pop()
-            if idle
-            else StoreClient(
-                host.address,
-                host.store_port,
-                secret=self._secret,
-                timeout=timedelta(seconds=self._timeout_seconds),
-            )
-        )
+        store = None
+        while store is None and idle:
+            found = idle.pop()
+            store = found if found.is_open() else None
+        store = store or self._new_client(host)
         yield store
         idle.append(store)
+
+    def _new_client(self, host: Member) -> StoreClient:
+        timeout = timedelta(seconds=self._timeout_seconds)
+        return StoreClient(host.address, host.store_port, secret=self._secret, timeout=timeout)
 
     @property
     def members(self) -> Mapping[WorkerId, Member]:
         """The members of the epoch."""
         return self._members
 
-    def _channel_to(self, peer: WorkerId) -> Channel:
-        with self._store_for(peer) as (store, first):
-            return Channel(
+    def _channel_to(self, peer: WorkerId, network: Any) -> Channel:
+        pair = sorted((self._me, peer), key=self._order.index)
+        first = pair[0] == self._me
+        with self._shared_store(pair[0]) as store:
+            group = connect_proved(
                 store,
+                name=f"{self._name}/{pair[0]}/{pair[1]}",
                 first=first,
                 peer=peer,
-                interruption=self._interruption,
-                timeout_seconds=self._timeout_seconds,
-                network=self._network,
                 secret=self._secret,
+                network=network,
+                timeout_seconds=self._timeout_seconds,
             )
+        return Channel(group, first=first, peer=peer, interruption=self._interruption)
+
+    @contextmanager
+    def _shared_store(self, worker: WorkerId) -> Iterator[SharedStore]:
+        """What ``worker`` serves; without a connection where that is this one."""
+        if worker == self._me and self._own_store is not None:
+            yield self._own_store
+        else:
+            with self.store_of(worker) as store:
+                yield store
 
     def _open_lanes(self, peer: WorkerId, opening: dict[WorkerId, DeviceLanes]) -> DeviceLanes:
         with self._store_for(peer) as (store, first):
@@ -270,4 +309,5 @@ def _close(channels: dict[WorkerId, Channel]) -> None:
     """Close them, and let go of what is behind them in another thread: gloo takes 10 ms and more for each."""
     for channel in channels.values():
         channel.close()
-    threading.Thread(target=channels.clear, name="bamboo-burial").start()
+    if channels:
+        threading.Thread(target=channels.clear, name="bamboo-burial").start()

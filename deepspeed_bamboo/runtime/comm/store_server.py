@@ -52,6 +52,10 @@ class StoreServer:
         """The value of ``key``; waits until there is one."""
         return self._get(key, _LONGEST_WAIT_SECONDS)
 
+    def fetch(self, key: str, *, within_seconds: float) -> bytes:
+        """As :meth:`get`, with a limit of its own. Raises TimeoutError when there is no value by then."""
+        return self._get(key, within_seconds)
+
     def check(self, keys: list[str]) -> bool:
         """Whether all ``keys`` have a value."""
         return self._check(keys)

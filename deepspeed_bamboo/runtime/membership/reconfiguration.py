@@ -23,17 +23,16 @@ from deepspeed.utils import logger
 
 from deepspeed_bamboo.coordination import EpochRecord, Member
 from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.peers import peers_of, tensor_peers, tree_neighbours
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.core.placing.sites import WorkerSite
 from deepspeed_bamboo.core.reconfiguring import Target, next_target, transfers
 from deepspeed_bamboo.core.roles import proposer
 from deepspeed_bamboo.errors import DrainedError, JobStoppedError
-from deepspeed_bamboo.runtime.comm.all_gather import tree_neighbours
 from deepspeed_bamboo.runtime.iteration.mode_choice import ModeChoice
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell, tell_once
 from deepspeed_bamboo.runtime.membership.balancing import Balancing
-from deepspeed_bamboo.runtime.recovery.regroup import peers_of, tensor_peers
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 from deepspeed_bamboo.runtime.recovery.world_entry import WorldEntry
 

@@ -14,6 +14,7 @@ from deepspeed import comm as deepspeed_comm
 from deepspeed_bamboo.config.section import BambooConfig
 from deepspeed_bamboo.coordination import EpochRecord, Member
 from deepspeed_bamboo.core.job_facts import JobFacts
+from deepspeed_bamboo.core.peers import peers_of, tensor_peers
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.errors import BambooError, ConfigError
 from deepspeed_bamboo.runtime.comm.all_gather import agree
@@ -22,7 +23,6 @@ from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell, tell_once
 from deepspeed_bamboo.runtime.job.standalone import is_standalone
 from deepspeed_bamboo.runtime.membership.own_facts import common_facts
-from deepspeed_bamboo.runtime.recovery.regroup import peers_of, tensor_peers
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 
 _LAST_MESSAGES_SECONDS = 5.0

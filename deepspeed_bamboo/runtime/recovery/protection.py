@@ -12,6 +12,7 @@ from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.runtime.iteration.activity import Round
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
+from deepspeed_bamboo.runtime.recovery.acquaintances import Acquaintances
 from deepspeed_bamboo.runtime.recovery.shadow_rebuild import Rebuilding, with_rebuilt
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 
@@ -38,6 +39,7 @@ class Protection:
         self._rebuilding = rebuilding
         self._transfer = transfer
         self._last_loss = last_loss
+        self._acquaintances = Acquaintances(worker.links, me=worker.me)
 
     def _strike(self, at: str) -> None:
         for replica in self._worker.host.owners():
@@ -62,6 +64,7 @@ class Protection:
         worker = self._worker
         beside = self._rebuilding.end()
         record = worker.record
+        self._acquaintances.keep(worker.placement, members=record.members)
         if not worker.protects or not self._takes_part():
             return
         if worker.protected(record.members) == worker.placement:

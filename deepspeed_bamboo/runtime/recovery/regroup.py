@@ -13,9 +13,9 @@ from typing import Any
 from deepspeed_bamboo.coordination import EpochRecord, Member
 from deepspeed_bamboo.core.consensus import Report, Settlement, settle
 from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.peers import peers_of, tensor_peers
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.errors import BambooError, ExpelledError
-from deepspeed_bamboo.runtime.comm.all_gather import tree_neighbours
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.comm.peers import Links
 from deepspeed_bamboo.runtime.job.session import WorkerSession
@@ -198,30 +198,3 @@ class Recovery:
             if others and time.monotonic() > deadline:
                 raise PeerLostError(others[0], "its registration is gone")
             self._session.interruption.wait_until(lambda: False, timeout_seconds=_MISSING_SECONDS)
-
-
-def peers_of(placement: Placement, worker: WorkerId, *, members: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:
-    """All workers that ``worker`` exchanges messages with in every iteration of ``placement``.
-
-    Those of :func:`tensor_peers`, and those next to it in the tree through which agreements go.
-    """
-    above, below = tree_neighbours(members, worker)
-    through = below if above is None else (above, *below)
-    return tuple(sorted({*tensor_peers(placement, worker), *through} - {worker}))
-
-
-def tensor_peers(placement: Placement, worker: WorkerId) -> tuple[WorkerId, ...]:
-    """The workers that ``worker`` exchanges device tensors with in every iteration.
-
-    Owners of neighbour stages (cyclically, for tied layers), of the same stage in other pipelines, and
-    owners and holders of shadows.
-    """
-    grid, owners = placement.grid, dict(placement.owners)
-    pairs: set[tuple[WorkerId, WorkerId]] = set()
-    for coordinate, owner in owners.items():
-        neighbours = [Coordinate(coordinate.pipeline, (coordinate.stage + 1) % grid.stages)]
-        neighbours += [Coordinate(other, coordinate.stage) for other in range(grid.pipelines)]
-        pairs.update((owner, owners[other]) for other in neighbours)
-    pairs.update((owners[coordinate], holder) for coordinate, holder in placement.shadows)
-    both = pairs | {(b, a) for a, b in pairs}
-    return tuple(sorted({b for a, b in both if a == worker} - {worker}))
