@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from deepspeed_bamboo.runtime.comm import proved_group
 from deepspeed_bamboo.runtime.comm.channel import Channel, Message
 from deepspeed_bamboo.runtime.comm.connection_errors import cause_of
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption, PeerLostError
@@ -88,6 +89,15 @@ def test_draining_never_waits_for_a_peer_that_has_stopped_asking() -> None:
     one.drain()
     assert time.monotonic() - before < _OPERATION_SECONDS / 2
     assert other.receive().key == "not asked for"
+
+
+def test_a_message_may_take_longer_than_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proved_group, "CONNECTING_SECONDS", 0.2)
+    one, other = _pair()
+    late = threading.Timer(0.5, one.send, [Message("late")])
+    late.start()
+    assert other.receive().key == "late"
+    late.join()
 
 
 def test_draining_to_a_peer_that_is_gone_is_no_error_but_expecting_something_of_it_is() -> None:
