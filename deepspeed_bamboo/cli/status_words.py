@@ -75,6 +75,8 @@ def event_in_words(event: Mapping[str, Any]) -> str:
         what = f"{reason}{_pause(number(event.get('seconds')))}"
     elif kind == "checkpoint":
         what = f"checkpoint {event.get('action', '')} {event.get('path', reason)}".rstrip()
+    elif kind == "slow_worker":
+        what = reason
     elif kind == "fatal_restore":
         what = f"continued from {event.get('path', '?')}"
     else:

@@ -1,7 +1,6 @@
 """What is known of the durations of stages and the speed of workers, from what all workers measure in each iteration.
 
-A worker is slow when its passes have taken much longer than they used to, compared with the others', in several
-iterations one after the other. So a job that is slow as a whole (loaded machines) has no slow worker.
+Who is slow is found by ``core/slowness.py``. A job that is slow as a whole (loaded machines) has no slow worker.
 """
 
 from __future__ import annotations
@@ -11,43 +10,47 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.core.slowness import Slowness
 from deepspeed_bamboo.core.timing import Profile
 
 Passes = tuple[float, float]
 """Seconds of a forward and a backward of one stage, the mean of an iteration."""
 
 _FIRST = 3  # samples of a stage before its durations are known
-_IN_A_ROW = 4  # iterations in which a worker has to be slow, or no more
-_SLOW, _WELL = 0.67, 0.85
+_AS_EVER = 0.16  # up to so slow a worker shows what its stages take
 _DRIFT = 0.02  # how much of a sample goes into what is known
 _HANDOVER_SECONDS, _HANDOVER_SHARE = 1e-3, 0.1  # of a message: at least so long, and so much of a mean forward
 
 
 @dataclass(frozen=True)
 class Measured:
-    """``stages``: what passes take on a worker that is not slow. ``speeds``: of the workers that are, below 1.
+    """``stages``: what passes take on a worker that is not slow.
 
-    ``first`` are the samples of stages that are not known yet, ``recent`` how fast workers were in the last
-    iterations, compared with the others.
+    ``first`` are the samples of stages that are not known yet, ``slowness`` is how workers were in the last
+    iterations, ``seen`` the stages that each had in the last one.
     """
 
     stages: Mapping[int, Passes] = field(default_factory=dict)
-    speeds: Mapping[WorkerId, float] = field(default_factory=dict)
     first: Mapping[int, tuple[Passes, ...]] = field(default_factory=dict)
-    recent: Mapping[WorkerId, tuple[float, ...]] = field(default_factory=dict)
+    slowness: Slowness = field(default_factory=Slowness)
+    seen: Mapping[WorkerId, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def speeds(self) -> Mapping[WorkerId, float]:
+        """Of the workers that are slow, below 1."""
+        return self.slowness.speeds
 
     def after(self, samples: Mapping[WorkerId, Mapping[int, Passes]], *, members: Collection[WorkerId]) -> Measured:
         """With what one more iteration of ``members`` has shown: of each worker the passes of its stages, if any."""
         known = self._with_first(samples)
-        compared = known._compared(samples)
-        recent = {w: (*known.recent.get(w, ()), value)[-_IN_A_ROW:] for w, value in compared.items()}
-        recent = {w: its for w, its in {**known.recent, **recent}.items() if w in members}
-        speeds = {w: speed for w, its in recent.items() if (speed := _speed(its, known.speeds.get(w))) is not None}
+        seen = {**{w: its for w, its in self.seen.items() if w in members}, **{w: tuple(samples[w]) for w in samples}}
+        moved = [worker for worker in samples if worker in self.seen and self.seen[worker] != seen[worker]]
+        slowness = self.slowness.forget(moved).after(known._ratios(samples), members=members)
         stages = dict(known.stages)
         for worker, its in samples.items():
-            if worker not in speeds and compared.get(worker, 0.0) > _WELL:
+            if worker not in slowness.speeds and slowness.newest(worker) < _AS_EVER:
                 stages.update({s: _drifted(stages[s], passes) for s, passes in its.items() if s in stages})
-        return replace(known, stages=stages, speeds=speeds, recent=recent)
+        return replace(known, stages=stages, slowness=slowness, seen=seen)
 
     def profile(self, stages: int) -> Profile | None:
         """For placing; None until every stage is known."""
@@ -69,27 +72,15 @@ class Measured:
                     stages[stage] = (median(f for f, _ in seen), median(b for _, b in seen))
         return replace(self, stages=stages, first=first)
 
-    def _compared(self, samples: Mapping[WorkerId, Mapping[int, Passes]]) -> dict[WorkerId, float]:
-        """How fast each worker was, compared with what is known and with the others; 1 is as always."""
+    def _ratios(self, samples: Mapping[WorkerId, Mapping[int, Passes]]) -> dict[WorkerId, float]:
+        """How much of what is known each worker's passes have taken; of those of which something is known."""
         ratios: dict[WorkerId, float] = {}
         for worker, its in samples.items():
-            seen = {stage: passes for stage, passes in its.items() if stage in self.stages}
-            taken = sum(map(sum, seen.values()))
+            known = sum(sum(self.stages[stage]) for stage in its if stage in self.stages)
+            taken = sum(sum(passes) for stage, passes in its.items() if stage in self.stages)
             if taken > 0.0:
-                ratios[worker] = sum(sum(self.stages[stage]) for stage in seen) / taken
-        if len(ratios) < 2:
-            return dict.fromkeys(ratios, 1.0)
-        common = sorted(ratios.values())[len(ratios) // 2]
-        return {worker: ratio / common for worker, ratio in ratios.items()}
-
-
-def _speed(recent: tuple[float, ...], before: float | None) -> float | None:
-    """Of a slow worker; None for one that is as fast as ever. A verdict stays until it is clearly over."""
-    if len(recent) < _IN_A_ROW:
-        return before
-    if before is None:
-        return median(recent) if max(recent) < _SLOW else None
-    return None if min(recent) > _WELL else before
+                ratios[worker] = taken / known
+        return ratios
 
 
 def _drifted(known: Passes, seen: Passes) -> Passes:

@@ -12,13 +12,14 @@ from typing import Any
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.placing.balance import balance
+from deepspeed_bamboo.core.placing.holding import Memory
 from deepspeed_bamboo.core.placing.lower_bound import count_pairs
 from deepspeed_bamboo.core.placing.sites import Sites, WorkerSite
 from deepspeed_bamboo.core.placing.solver import decide
 from deepspeed_bamboo.core.timing import Profile, iteration_seconds
 
 # Stages move for the sake of balance alone if that saves so much of an iteration, and pays for the move in so many.
-_GAIN = 0.05
+_GAIN = 0.03
 _PAID_BACK_ITERATIONS = 100
 _MOVE_SECONDS = 0.5
 
@@ -75,6 +76,7 @@ def next_target(
     profile: Profile | None = None,
     micro_batches: int = 1,
     look: bool = False,
+    memory: Memory | None = None,
 ) -> Target | None:
     """What to change at the next iteration boundary, or None when everything is as it should be.
 
@@ -91,6 +93,7 @@ def next_target(
             the time of an iteration of ``micro_batches`` decides (``placing/balance.py``).
         look: whether the time decides now, though nobody comes or leaves: after a loss, or when another profile says
             so. Owners change if that pays.
+        memory: what stages take on devices; what a worker can't hold is never chosen, so that everything stays.
     """
     leaving = tuple(site.worker for site in members if site.node in draining)
     new = tuple(site for site in joining if site.node not in draining)
@@ -102,7 +105,14 @@ def next_target(
         if not (leaving or new or look):
             return None
         return _by_time(
-            placement, staying, new, leaving, profile=profile, micro_batches=micro_batches, protected=protected
+            placement,
+            staying,
+            new,
+            leaving,
+            profile=profile,
+            micro_batches=micro_batches,
+            protected=protected,
+            memory=memory,
         )
     uneven = _most_hosted(placement) > -(-len(placement.grid) // len(sites))
     if not (leaving or new or uneven or rearrange):
@@ -134,6 +144,7 @@ def _by_time(
     profile: Profile,
     micro_batches: int,
     protected: bool,
+    memory: Memory | None,
 ) -> Target | None:
     sites = (*staying, *new)
     found = balance(
@@ -143,7 +154,10 @@ def _by_time(
         micro_batches=micro_batches,
         current=placement,
         protected=protected,
+        memory=memory,
     )
+    if not found.fits:
+        return None
     now = iteration_seconds(placement, profile, micro_batches=micro_batches)
     gain = now - found.seconds
     names = tuple(site.worker for site in new)

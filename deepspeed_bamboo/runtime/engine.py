@@ -149,7 +149,7 @@ class BambooPipelineEngine(SettlingEngine):
         self.reconfiguration = Reconfiguration(
             self.worker,
             transfer=self.transfer,
-            balancing=Balancing(self.worker, times=self.executor.times),
+            balancing=Balancing(self.worker, times=self.executor.times, beside=self._take_seconds_beside),
             modes=self.modes,
             world=self.world,
             known=self.common.to_json,

@@ -13,9 +13,11 @@ from deepspeed.pipe import PipelineModule
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.core.slowness import DATA, SCRIPT, Cause
 from deepspeed_bamboo.eventlog.log import EventLog
 from deepspeed_bamboo.runtime.feeding import FedEngine
 from deepspeed_bamboo.runtime.iteration.worker import Worker
+from deepspeed_bamboo.runtime.job.script_clock import ScriptClock
 from deepspeed_bamboo.runtime.job.view import CurrentView
 from deepspeed_bamboo.runtime.recovery.agreed_digest import agreed_digest
 from deepspeed_bamboo.runtime.recovery.whole_state import collect_whole_state
@@ -44,11 +46,23 @@ class ScriptEngine(FedEngine):
     @contextmanager
     def working(self) -> Iterator[None]:
         """Inside, the modules are DeepSpeed's and the plugin's, see :func:`at_work`; outside, they are the script's."""
+        if not self._working:
+            self._script_clock.enter_engine()
         self._working += 1
         try:
             yield
         finally:
             self._working -= 1
+            if not self._working:
+                self._script_clock.leave_engine()
+
+    @functools.cached_property
+    def _script_clock(self) -> ScriptClock:
+        return ScriptClock()
+
+    def _take_seconds_beside(self) -> dict[Cause, float]:
+        """What this worker was busy with beside its passes since the last call, in seconds."""
+        return {DATA: self.data.take_seconds(), SCRIPT: self._script_clock.take_seconds()}
 
     def _shown_to_script(self) -> list[PipelineModule] | None:
         """The modules that stand for the script's one, see :func:`show_all_hosted`."""

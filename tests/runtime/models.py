@@ -203,6 +203,43 @@ class SleepingLayer(Layer):
         return Sleep.apply(super().forward(x), self.seconds * SLOWNESS[0])
 
 
+class Doze(torch.autograd.Function):
+    """As Sleep, a millisecond at a time: a process that is stopped now and then takes longer, as with work."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, seconds: float) -> Tensor:
+        context.seconds = seconds
+        doze(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        doze(2.0 * context.seconds)
+        return gradient, None
+
+
+class DozingLayer(Layer):
+    """A layer of known duration, longer in a process that is stopped now and then."""
+
+    def __init__(self, name: str, seconds: float) -> None:
+        super().__init__(name)
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Doze.apply(super().forward(x), self.seconds)
+
+
+def doze(seconds: float) -> None:
+    """Sleep a millisecond at a time."""
+    for _ in range(round(1000.0 * seconds)):
+        time.sleep(0.001)
+
+
+def dozing(count: int) -> list[Any]:
+    """Layers of 6 ms each."""
+    return [LayerSpec(DozingLayer, str(index), 0.006) for index in range(count)]
+
+
 SLOWNESS = [1.0]
 """By how much layers of this process sleep longer."""
 

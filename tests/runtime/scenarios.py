@@ -13,7 +13,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_bamboo.runtime.iteration.offload import HostOffload
+from deepspeed_bamboo.runtime.iteration.pass_times import PassTimes
 from deepspeed_bamboo.runtime.membership.reconfiguration import Reconfiguration
 from tests.runtime import late_arrivals, models
 from tests.runtime.jobs import AWAITED
@@ -193,13 +194,17 @@ def train_with_joiners(
     dies: tuple[int, str] | None = None,
     saves: tuple[int, str] | None = None,
     kept: str | None = None,
+    seconds: list[float] | None = None,
 ) -> dict[str, Any]:
     """As :func:`train`, by the engine's own step, so that a worker that joins enters where the others are.
 
     Before each step in ``waits`` the reporter waits until so many workers are there that have yet to be taken in.
     ``dies``: the worker of that rank is killed when it comes to that method of its reconfiguration. ``saves``: before
     which step a checkpoint is saved, and where. ``kept``: where checkpoints are kept, taken as often as can be.
+    ``seconds``: of each stage's forward, in place of what is measured.
     """
+    if seconds is not None:
+        fix_times(seconds)
     if dies is not None and dies[0] == int(os.environ["RANK"]):
         setattr(Reconfiguration, dies[1], lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     if kept is not None:
@@ -246,6 +251,17 @@ def train_with_joiners(
     events = engine.event_log.recent()[1]
     result["saved"] = [e["step"] for e in events if e["event"] == "checkpoint" and e["action"] == "saved"]
     return result
+
+
+def fix_times(seconds: list[float]) -> None:
+    """Say that a forward of a stage takes so long, and a backward twice that, in place of what is measured."""
+    measured = PassTimes.sample
+
+    def fixed(times: PassTimes) -> Any:
+        sample = measured(times)
+        return sample and (tuple((stage, seconds[stage], 2.0 * seconds[stage]) for stage, *_ in sample[0]), 0.0)
+
+    PassTimes.sample = fixed
 
 
 def train_by_count(training: Training, waits: dict[str, int], by_engine: bool = False) -> dict[str, Any]:
@@ -318,22 +334,69 @@ def train_all(trainings: list[Training]) -> dict[str, Any]:
     return results
 
 
-def train_asleep(training: Training, slow_rank: int = -1, slow_from: int = 0, times: float = 1.0) -> dict[str, Any]:
-    """Run it; seconds of each step, and who hosts what at its end. ``slow_rank``'s layers take ``times`` as long."""
+def train_asleep(
+    training: Training,
+    slow_rank: int = -1,
+    slow_from: int = 0,
+    times: float = 1.0,
+    stopped_seconds: float = 0.0,
+    busy: dict[str, int] | None = None,
+) -> dict[str, Any]:
+    """Run it; seconds of each step, who hosts what at its end, and who was found slow.
+
+    From step ``slow_from`` on ``slow_rank``'s layers take ``times`` as long, or its process is stopped for so many
+    seconds again and again, and runs for as many. ``busy``: the ranks whose "script" or whose "data" take 0.1 s a step
+    from then on.
+    """
     engine = build(training)
-    iterator = models.micro_batches(models.vectors, pipeline=0, first_step=0, count=training.micro_batches)
-    seconds: list[float] = []
-    while engine.global_steps < training.steps:
-        if int(os.environ["RANK"]) == slow_rank and engine.global_steps == slow_from:
-            models.SLOWNESS[0] = times
-        started = time.perf_counter()
-        engine.train_batch(iterator)
-        seconds.append(time.perf_counter() - started)
+    rank, busy = int(os.environ["RANK"]), busy or {}
+
+    def data() -> Iterator[Any]:
+        batches = models.micro_batches(models.vectors, pipeline=0, first_step=0, count=training.micro_batches)
+        for number, batch in enumerate(batches):
+            first = number % training.micro_batches == 0
+            if rank == busy.get("data") and first and number // training.micro_batches >= slow_from:
+                time.sleep(0.1)
+            yield batch
+
+    iterator, seconds = data(), []
+    with ExitStack() as stack:
+        while engine.global_steps < training.steps:
+            if rank == slow_rank and engine.global_steps == slow_from:
+                models.SLOWNESS[0] = times
+                if stopped_seconds:
+                    stack.enter_context(stopped_half_the_time(stopped_seconds))
+            if rank == busy.get("script") and engine.global_steps >= slow_from:
+                time.sleep(0.1)
+            started = time.perf_counter()
+            engine.train_batch(iterator)
+            seconds.append(time.perf_counter() - started)
     result = {"digest": engine.state_digest(), "placement": engine.placement.to_json(), "seconds": seconds}
     events = engine.event_log.recent()[1]
-    result["slow"] = [[e["step"], e["worker"]] for e in events if e["event"] == "slow_worker"]
+    result["slow"] = [
+        [e["step"], e["worker"], e["cause"]] for e in events if e["event"] == "slow_worker" and "over" not in e
+    ]
     engine.close()
     return result
+
+
+@contextmanager
+def stopped_half_the_time(seconds: float) -> Iterator[None]:
+    """Inside, this process is stopped for ``seconds``, runs for as long, and so on: it has half its speed."""
+    me, helper = os.getpid(), os.fork()
+    while helper == 0:
+        try:
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                os.kill(me, number)
+                time.sleep(seconds)
+        except ProcessLookupError:
+            os._exit(0)
+    try:
+        yield
+    finally:
+        os.kill(helper, signal.SIGKILL)
+        os.waitpid(helper, 0)
+        os.kill(me, signal.SIGCONT)
 
 
 class Changed(PipelineModule):

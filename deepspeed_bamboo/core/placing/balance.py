@@ -8,6 +8,9 @@ What is minimised, each before all after it:
    included (``pacing``). Placements within ``TOLERANCE`` of the least time count as equal;
 3. the bytes that move to new owners.
 
+A placement that a worker's device can't hold (``holding.Memory``) is taken only where none was found that all can, and
+then ``Balanced.fits`` is False.
+
 Where there are few placements all are tried, so the result is the best there is. Else it is the best of these:
 consecutive blocks over the whole grid; teams of workers that share pipelines, of which each has a block, in turn or
 rotated, or single stages dealt out;
@@ -22,8 +25,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
-from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.placing.cutting import cut, dealt, rotated, shared
+from deepspeed_bamboo.core.placing.holding import Memory
 from deepspeed_bamboo.core.placing.matching import match
 from deepspeed_bamboo.core.placing.pacing import Pacing
 from deepspeed_bamboo.core.placing.shadowing import choose_shadows
@@ -40,6 +44,7 @@ _MOVABLE = 4_000
 # The plan's own order decides among so many of the fastest found, where that doesn't take long.
 _EXACT = 6
 _EXACT_PASSES = 20_000
+_FULL = 1e6
 
 Owners = tuple[int, ...]
 
@@ -53,6 +58,7 @@ class Balanced:
     seconds: float
     least_seconds: float
     bytes_moved: int
+    fits: bool = True
 
     @property
     def reason(self) -> str:
@@ -74,21 +80,34 @@ def balance(
     bytes_of: Callable[[Coordinate], int] | None = None,
     protected: bool = True,
     alike: bool = False,
+    memory: Memory | None = None,
 ) -> Balanced:
     """Place ``grid`` on live ``workers`` by time; see the module. Arguments as those of ``solver.decide``.
+
+    ``memory`` is what stages take on devices, and how much room there is.
 
     Returns the same for the same values, wherever it runs. Raises ValueError as ``decide`` does for workers, and for
     a profile of another number of stages.
     """
     sites = Sites.of(workers)
-    search = _Search(grid, sites, profile, micro_batches, current, bytes_of)
+    search = _Search(grid, sites, profile, micro_batches, current, bytes_of, memory)
     owners = search.best()
+    fits = not search.excess(owners)
     named = {c: sites.workers[number] for c, number in zip(grid, owners, strict=True)}
     held = {c: tuple(sites.workers[w] for w in held) for c, held in zip(grid, search.held, strict=True)}
     placement = Placement.of(
         grid,
         owners=named,
-        shadows=choose_shadows(grid, named, sites, held=held) if protected and len(sites) > 1 else {},
+        shadows=choose_shadows(
+            grid,
+            named,
+            sites,
+            held=held,
+            room=search.left(owners),
+            bytes_of=lambda c: 0 if memory is None else memory.state[c.stage],
+        )
+        if protected and len(sites) > 1
+        else {},
         alike=grid.pipelines > 1 and (alike or (current is not None and current.alike)),
     )
     return Balanced(
@@ -99,6 +118,7 @@ def balance(
             profile, pipelines=grid.pipelines, workers=sites.workers, micro_batches=micro_batches
         ),
         bytes_moved=search.bytes_moved(owners),
+        fits=fits,
     )
 
 
@@ -113,6 +133,7 @@ class _Search:
         micro_batches: int,
         current: Placement | None,
         bytes_of: Callable[[Coordinate], int] | None,
+        memory: Memory | None,
     ) -> None:
         if current is not None and current.grid != grid:
             raise ValueError(
@@ -127,6 +148,7 @@ class _Search:
         self._work = [profile.work(c.stage) for c in grid]
         self._speeds = [profile.speed(worker) for worker in sites.workers]
         self._seconds: dict[Owners, float] = {}
+        self._memory = memory if memory is not None and memory.room else None
         self._left = max(_PASSES, _LEAST_SHAPES * 2 * len(sites) * micro_batches)
         self._pacing = Pacing(
             forward=profile.forward,
@@ -142,8 +164,29 @@ class _Search:
         """Of an iteration; simulated once for each placement."""
         if owners not in self._seconds:
             self._left -= self._pacing.passes(owners)
-            self._seconds[owners] = self._pacing.seconds(owners)
+            self._seconds[owners] = self._pacing.seconds(owners) * self._penalty(owners)
         return self._seconds[owners]
+
+    def _held(self, owners: Owners) -> dict[WorkerId, int]:
+        """Bytes that workers own; empty where there is room for all."""
+        if self._memory is None:
+            return {}
+        named = [self._sites.workers[worker] for worker in owners]
+        return self._memory.owned(self._grid, named, micro_batches=self._micro_batches)
+
+    def excess(self, owners: Owners) -> int:
+        """Bytes for which there is no room."""
+        return 0 if self._memory is None else self._memory.excess(self._held(owners))
+
+    def left(self, owners: Owners) -> dict[WorkerId, int]:
+        """The room for shadows beside what workers own, where it is limited."""
+        held = self._held(owners)
+        return {} if self._memory is None else {w: its - held.get(w, 0) for w, its in self._memory.room.items()}
+
+    def _penalty(self, owners: Owners) -> float:
+        """So much longer an iteration counts for what there is no room for: far beyond what any placement saves."""
+        excess = self.excess(owners)
+        return 1.0 if not excess else _FULL * (1.0 + excess / max(1, sum(self._sizes), *self._held(owners).values()))
 
     def _busy(self, owners: Owners) -> list[float]:
         """Seconds of each worker for one micro-batch of each of its stages."""
@@ -198,7 +241,8 @@ class _Search:
         """Of an iteration in the plan's own order."""
         named = {c: self._sites.workers[w] for c, w in zip(self._grid, owners, strict=True)}
         placement = Placement.of(self._grid, owners=named, shadows={})
-        return iteration_seconds(placement, self._profile, micro_batches=self._micro_batches)
+        seconds = iteration_seconds(placement, self._profile, micro_batches=self._micro_batches)
+        return seconds * self._penalty(owners)
 
     def _chosen(self, candidates: Iterable[Owners]) -> Owners:
         found: list[tuple[float, Owners]] = []
@@ -252,6 +296,11 @@ class _Search:
     def _shapes(self) -> Iterator[Owners]:
         """Consecutive blocks: over the whole grid, and by teams."""
         by_place, by_speed = self._orders()
+        if self._memory is not None and len(self._memory.room) >= len(self._sites):
+            rooms = [float(max(1, self._memory.room[self._sites.workers[worker]])) for worker in by_place]
+            needs = [float(self._memory.state[c.stage] + self._memory.activations[c.stage]) for c in self._grid]
+            if sum(needs) > 0.0:
+                yield tuple(by_place[position] for position in cut(needs, rooms))
         for order in dict.fromkeys((by_place, by_speed)):
             speeds = [self._speeds[worker] for worker in order]
             for way in (cut, shared):

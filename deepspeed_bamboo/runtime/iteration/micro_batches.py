@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ class MicroBatchSource:
         """``first_step``: the global step whose first micro-batch the iterator yields first."""
         self.first_step = first_step
         self._iterator = iterator
+        self.seconds = 0.0  # that reading has taken
         self._pulled: list[Any] = []
         self._before = 0  # pulled in iterations that are committed
         self._last = (0, 0)
@@ -40,8 +42,10 @@ class MicroBatchSource:
     def get(self, micro_batch: int, *, transform: Transform = None) -> Any:
         """Micro-batch number ``micro_batch`` of this iteration. Raises what the iterator raises."""
         while len(self._pulled) <= micro_batch:
+            started = time.perf_counter()
             batch = None if self._iterator is None else self._next(self._iterator)
             self._pulled.append(transform(batch) if transform is not None else batch)
+            self.seconds += time.perf_counter() - started
         return self._pulled[micro_batch]
 
     def _next(self, iterator: Iterator[Any]) -> Any:
@@ -153,6 +157,14 @@ class PipelineData:
         if pipeline == self._home and self._uses_iterator():
             return self._user.used(micro_batches)
         return self._made[pipeline][1].used(micro_batches) if pipeline in self._made else (0, 0)
+
+    def take_seconds(self) -> float:
+        """How long reading has taken since the last call."""
+        sources = [self._user, *(source for _, source in self._made.values())]
+        seconds = sum(source.seconds for source in sources)
+        for source in sources:
+            source.seconds = 0.0
+        return seconds
 
     def forget(self) -> None:
         """The iteration is committed: the next micro-batch is number 0 of the next one."""

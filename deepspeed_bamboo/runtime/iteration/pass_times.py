@@ -15,7 +15,7 @@ _Event: Any = torch.cuda.Event  # without types
 _WARM_UP = 2  # iterations after a change in which passes take longer than later
 
 Sample = tuple[tuple[tuple[int, float, float], ...], float]
-"""By stage the mean seconds of a forward and of a backward, and those from the first pass to the end of the last."""
+"""By stage the seconds of a forward and of a backward, and those from the first pass to the end of the last."""
 
 
 class PassTimes:
@@ -51,7 +51,7 @@ class PassTimes:
         for stage, forward, start, end in begun:
             seconds.setdefault(stage, ([], []))[forward].append(self._between(start, end))
         passes = tuple(
-            (stage, sum(ahead) / len(ahead), sum(back) / len(back))
+            (stage, _typical(ahead), _typical(back))
             for stage, (back, ahead) in sorted(seconds.items())
             if back and ahead
         )
@@ -66,3 +66,9 @@ class PassTimes:
         event: Any = _Event(enable_timing=True)
         event.record()
         return event
+
+
+def _typical(seconds: list[float]) -> float:
+    """Their mean, of several without the longest: a single stall says nothing of the stage or the worker."""
+    kept = sorted(seconds)[:-1] if len(seconds) > 2 else seconds
+    return sum(kept) / len(kept)

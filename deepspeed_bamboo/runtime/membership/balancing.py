@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -19,12 +19,14 @@ from deepspeed.utils import logger
 from deepspeed_bamboo.coordination import EpochRecord
 from deepspeed_bamboo.core.measuring import Measured
 from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.core.slowness import DATA, SCRIPT, Cause, Delays
 from deepspeed_bamboo.core.timing import Profile, with_handover
 from deepspeed_bamboo.runtime.iteration.pass_times import PassTimes
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
 
-_PASSES = "passes"
+_PASSES, _BESIDE = "passes", "beside"
+_BUSY_WITH = {DATA: "reading its data", SCRIPT: "in its script, between two calls of the engine"}
 _DRAIN_SECONDS = 60.0
 _SPANS = 3  # iterations of a placement that are timed as a whole
 _MOST_PASSES = 5_000  # in an iteration, for its time to be simulated on the way
@@ -36,12 +38,15 @@ class Balancing:
     Args:
         worker: whose placement counts.
         times: what this worker measures of its passes.
+        beside: returns what this worker was busy with besides since it was asked last, in seconds.
     """
 
-    def __init__(self, worker: Worker, *, times: PassTimes) -> None:
+    def __init__(self, worker: Worker, *, times: PassTimes, beside: Callable[[], Mapping[Cause, float]]) -> None:
         self._worker = worker
         self._times = times
+        self._beside = beside
         self._measured = Measured()
+        self._delays = Delays()
         self._placement: Placement | None = None
         self._timed: Placement | None = None  # the placement of which spans are
         self._spans: list[float] = []
@@ -79,7 +84,8 @@ class Balancing:
             self._placement = placement
             self._times.disturb()
         sample = self._times.sample()
-        return {} if sample is None else {_PASSES: sample}
+        beside = self._beside()
+        return {} if sample is None else {_PASSES: sample, _BESIDE: beside}
 
     def note(self, agreed: Mapping[WorkerId, Mapping[str, Any]]) -> None:
         """At the end of an iteration: take in what all have handed in, the same on every worker."""
@@ -90,9 +96,14 @@ class Balancing:
         }
         if not samples:
             return
-        self._note_span(max(value[_PASSES][1] for value in agreed.values() if value.get(_PASSES)))
+        span = max(value[_PASSES][1] for value in agreed.values() if value.get(_PASSES))
+        self._note_span(span)
         before, self._measured = self._measured.speeds, self._measured.after(samples, members=agreed.keys())
         self._tell_changes(before, self._measured.speeds)
+        beside = {worker: agreed[worker][_BESIDE] for worker in samples}
+        named = self._delays.found
+        self._delays = self._delays.after(beside, passes_seconds=span, members=agreed.keys())
+        self._tell_delays(named, self._delays.found)
         self._write()
 
     def _note_span(self, seconds: float) -> None:
@@ -109,15 +120,33 @@ class Balancing:
 
     def _tell_changes(self, before: Mapping[WorkerId, float], now: Mapping[WorkerId, float]) -> None:
         for worker in sorted(now.keys() - before.keys()):
-            tell_once(
-                self._worker,
-                f"worker {worker} is slow: its passes take {1.0 / now[worker]:.1f} times as long as before",
-            )
+            why = f"worker {worker} is slow: its passes take {1.0 / now[worker]:.1f} times as long as before"
+            self._tell(why, worker=worker, cause="passes", speed=now[worker])
             if self._worker.is_reporter:
-                self._worker.log_event("slow_worker", worker=worker, speed=now[worker])
                 self._drain(worker)
         for worker in sorted(before.keys() - now.keys()):
-            tell_once(self._worker, f"worker {worker} is as fast as before")
+            self._tell(f"worker {worker} is as fast as before", worker=worker, cause="passes", over=True)
+
+    def _tell_delays(
+        self, before: Mapping[tuple[WorkerId, Cause], float], now: Mapping[tuple[WorkerId, Cause], float]
+    ) -> None:
+        """What no other placement would help against, so nothing is moved or drained for it."""
+        for worker, cause in sorted(now.keys() - before.keys()):
+            why = (
+                f"worker {worker} keeps the others waiting, and not by its passes: it is {_BUSY_WITH[cause]} for "
+                f"{now[worker, cause]:.1f} times as long as the passes of an iteration take, longer than the others"
+            )
+            self._tell(why, worker=worker, cause=cause)
+        for worker, cause in sorted(before.keys() - now.keys()):
+            self._tell(
+                f"worker {worker} is no longer {_BUSY_WITH[cause]} for long", worker=worker, cause=cause, over=True
+            )
+
+    def _tell(self, reason: str, **fields: Any) -> None:
+        """On the console, and as an event, which ``ds_bamboo status`` shows."""
+        tell_once(self._worker, reason)
+        if self._worker.is_reporter:
+            self._worker.log_event("slow_worker", reason=reason, **fields)
 
     def _drain(self, worker: WorkerId) -> None:
         session = self._worker.session
