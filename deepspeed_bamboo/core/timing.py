@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from deepspeed_bamboo.core.grid import Coordinate
-from deepspeed_bamboo.core.instructions import Op
+from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.core.ordering import order_passes
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.progress import CoordinateProgress
@@ -90,6 +90,21 @@ def iteration_seconds(placement: Placement, profile: Profile, *, micro_batches: 
 
     Raises ValueError for a profile of another number of stages.
     """
+    return max(end for _, end in timed_passes(placement, profile, micro_batches=micro_batches))
+
+
+def timed_passes(
+    placement: Placement,
+    profile: Profile,
+    *,
+    micro_batches: int,
+    progress: Mapping[Coordinate, CoordinateProgress] | None = None,
+) -> list[tuple[Instruction, float]]:
+    """What is left of an iteration, with the seconds at which each pass ends; empty when nothing is.
+
+    ``progress`` says what every coordinate has done already; by default nothing. Raises ValueError for a profile of
+    another number of stages.
+    """
     if len(profile.forward) != placement.grid.stages:
         raise ValueError(f"the profile has {len(profile.forward)} stages, the grid {placement.grid.stages}")
     coordinates = tuple(placement.grid)
@@ -97,7 +112,7 @@ def iteration_seconds(placement: Placement, profile: Profile, *, micro_batches: 
         placement,
         coordinates=coordinates,
         micro_batches=micro_batches,
-        progress=dict.fromkeys(coordinates, CoordinateProgress()),
+        progress=progress or dict.fromkeys(coordinates, CoordinateProgress()),
         mode=Mode.LAZY,
         costs=Costs(),
     )
@@ -106,16 +121,22 @@ def iteration_seconds(placement: Placement, profile: Profile, *, micro_batches: 
     done: dict[tuple[Op, Coordinate, int], float] = {}
     owners = dict(placement.owners)
     last = placement.grid.stages - 1
-    for worker, (op, c, m, _), _, _ in passes:
+    ends: list[tuple[Instruction, float]] = []
+    for worker, instruction, _, _ in passes:
+        op, c, m, _ = instruction
         assert c is not None and m is not None
         forward = op is Op.FNC
-        waits_for = Coordinate(c.pipeline, c.stage - 1 if forward else c.stage + 1)
         ready = 0.0
         if c.stage != (0 if forward else last):
-            ready = done[op, waits_for, m] + (profile.handover if owners[waits_for] != worker else 0.0)
+            source = Coordinate(c.pipeline, c.stage - 1 if forward else c.stage + 1)
+            # What is not among the passes was done before.
+            before = done.get((op, source, m))
+            if before is not None:
+                ready = before + (profile.handover if owners[source] != worker else 0.0)
         seconds = (profile.forward if forward else profile.backward)[c.stage] / profile.speed(worker)
         free[worker] = done[op, c, m] = max(free[worker], ready) + seconds
-    return max(free.values())
+        ends.append((instruction, free[worker]))
+    return ends
 
 
 def least_seconds(profile: Profile, *, pipelines: int, workers: Sequence[WorkerId], micro_batches: int) -> float:

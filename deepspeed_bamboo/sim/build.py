@@ -11,10 +11,12 @@ from .engine import Policy
 from .errors import ScenarioError
 from .jobs import Job
 from .ledger import Ledger
+from .own import alike, effective_mode, overhead_of, planned_grid
 from .policies.bamboo import BambooPolicy, BambooRules, Oddities
 from .policies.bounds import OnDemandPolicy, OraclePolicy
 from .policies.dropping import DroppingPolicy
 from .policies.live import LivePolicy
+from .policies.planned import PlannedPolicy
 from .policies.proactive import ProactivePolicy
 from .policies.restarting import CheckpointPolicy, RestartCosts, VarunaPolicy
 from .progress import Progress
@@ -71,7 +73,7 @@ def build_policy(job: Job, ledger: Ledger, *, policy: str, seed: int) -> Policy:
     return builders[policy]()
 
 
-def _progress(job: Job, ledger: Ledger, checkpoint_seconds: float) -> Progress:
+def _progress(job: Job, ledger: Ledger, checkpoint_seconds: float, memory_seconds: float = 0.0) -> Progress:
     model = job.scenario.model
     target = None if job.scenario.run.duration_hours is not None or job.trace is not None else model.steps
     return Progress(
@@ -79,6 +81,7 @@ def _progress(job: Job, ledger: Ledger, checkpoint_seconds: float) -> Progress:
         samples_per_step=model.samples_per_step,
         target_steps=target,
         checkpoint_milliseconds=to_milliseconds(checkpoint_seconds),
+        memory_milliseconds=to_milliseconds(memory_seconds),
     )
 
 
@@ -138,16 +141,28 @@ def _oddities(spec: BambooSpec) -> Oddities:
 
 def _live(job: Job, ledger: Ledger, *, mode: str | None) -> Policy:
     spec, model = _given(job.scenario.policies.live), job.scenario.model
-    if mode is not None:
-        spec = spec.model_copy(update={"redundancy": mode})
-    overhead = {"eager": job.overhead, "lazy": spec.lazy_overhead, "off": 0.0}[spec.redundancy]
-    return LivePolicy(
-        _progress(job, ledger, spec.checkpoint_seconds),
+    spec = spec.model_copy(update={"redundancy": effective_mode(spec, mode)})
+    planned = planned_grid(job, spec)
+    in_memory = spec.memory_checkpoint_seconds if spec.fatal == "in-place" and planned is not None else 0.0
+    progress = _progress(job, ledger, spec.checkpoint_seconds, in_memory)
+    coordinate_bytes = model.parameters * model.state_bytes_per_parameter / spec.stages
+    if planned is None:
+        return LivePolicy(
+            progress,
+            ledger,
+            spec=spec,
+            steps=job.plain_steps,
+            coordinate_bytes=coordinate_bytes,
+            overhead=overhead_of(spec),
+            alike=alike(model),
+        )
+    return PlannedPolicy(
+        progress,
         ledger,
         spec=spec,
-        steps=job.plain_steps,
-        coordinate_bytes=model.parameters * model.state_bytes_per_parameter / spec.stages,
-        overhead=overhead,
+        planned=planned[0],
+        costs=planned[1],
+        coordinate_bytes=coordinate_bytes,
     )
 
 

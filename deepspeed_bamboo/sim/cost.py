@@ -24,6 +24,7 @@ __all__ = [
     "hosted_step_seconds",
     "profile_from_json",
     "profile_to_json",
+    "reduce_seconds",
     "redundant_forward_overhead",
     "split_layers",
     "step_seconds",
@@ -67,6 +68,8 @@ class JobProfile:
         state_bytes_per_parameter: parameter, master copy and moments, as a replica holds them.
         optimizer_seconds_per_parameter: of the update.
         hidden_fraction: the part of redundant forwards that bubbles hide, 0 to 1.
+        fixed_seconds: of every step, whatever the grid.
+        handover_seconds: until a tensor is on another worker; None: by link and latency.
     """
 
     name: str
@@ -79,6 +82,8 @@ class JobProfile:
     state_bytes_per_parameter: int = 16
     optimizer_seconds_per_parameter: float = 0.0
     hidden_fraction: float = 0.0
+    fixed_seconds: float = 0.0
+    handover_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -91,6 +96,8 @@ class JobProfile:
             raise ProfileError(f"profile {self.name}: reduce_bytes_per_second is not above 0; give it or leave it out")
         if not 0.0 <= self.hidden_fraction <= 1.0:
             raise ProfileError(f"profile {self.name}: hidden_fraction is {self.hidden_fraction}; it lies in [0, 1]")
+        if not self.fixed_seconds >= 0.0 or not (self.handover_seconds or 0.0) >= 0.0:
+            raise ProfileError(f"profile {self.name}: fixed_seconds or handover_seconds is below 0; measure it again")
         for index, layer in enumerate(self.layers):
             if min(layer.forward_seconds, layer.backward_seconds, layer.parameters, layer.output_bytes) < 0:
                 raise ProfileError(f"profile {self.name}: layer {index} has a negative value; measure it again")
@@ -191,7 +198,7 @@ def hosted_step_seconds(
     fill = math.fsum(stage_times) - max(stage_times) + 2.0 * math.fsum(transfers)
     largest = max(sum(profile.layers[index].parameters for index in part) for part in parts) * most_hosted
     update = largest * profile.optimizer_seconds_per_parameter
-    return micro_batches * steady + fill + _reduce_seconds(profile, largest, pipelines) + update
+    return micro_batches * steady + fill + _reduce_seconds(profile, largest, pipelines) + update + profile.fixed_seconds
 
 
 def coordinate_state_bytes(profile: JobProfile, *, stages: int) -> int:
@@ -220,10 +227,21 @@ def _transfer_seconds(profile: JobProfile, size_bytes: int) -> float:
 
 
 def _reduce_seconds(profile: JobProfile, parameters: int, pipelines: int) -> float:
-    """A ring all-reduce of a stage's gradients across the pipelines: 2 (D-1)/D of them cross each link."""
-    bandwidth = profile.reduce_bytes_per_second or profile.link_bytes_per_second
-    moved = 2.0 * (pipelines - 1) / pipelines * parameters * profile.gradient_bytes_per_parameter
-    return moved / bandwidth + 2.0 * (pipelines - 1) * profile.link_latency_seconds
+    return reduce_seconds(
+        parameters=parameters,
+        pipelines=pipelines,
+        gradient_bytes=profile.gradient_bytes_per_parameter,
+        bytes_per_second=profile.reduce_bytes_per_second or profile.link_bytes_per_second,
+        latency_seconds=profile.link_latency_seconds,
+    )
+
+
+def reduce_seconds(
+    *, parameters: float, pipelines: int, gradient_bytes: int, bytes_per_second: float, latency_seconds: float = 0.0
+) -> float:
+    """A ring all-reduce of a worker's gradients across the pipelines: 2 (D-1)/D of them cross each link."""
+    moved = 2.0 * (pipelines - 1) / pipelines * parameters * gradient_bytes
+    return moved / bytes_per_second + 2.0 * (pipelines - 1) * latency_seconds
 
 
 def profile_to_json(profile: JobProfile) -> str:

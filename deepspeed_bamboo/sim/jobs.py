@@ -32,6 +32,7 @@ class Job:
         overhead: of eager FRC.
         prices: of a spot machine.
         trace: instead of the market's odds; capped at the market's capacity.
+        profile: what `steps` are made of, if they are not of a table.
     """
 
     scenario: Scenario
@@ -39,6 +40,7 @@ class Job:
     overhead: float
     prices: Prices
     trace: Trace | None = None
+    profile: JobProfile | None = None
 
     @cached_property
     def plain_steps(self) -> StepTimes:
@@ -92,7 +94,7 @@ def build_job(scenario: Scenario, *, trace: Trace | None = None, folder: Path | 
     if model.profile is not None:
         profile = _read_profile(base / model.profile)
         steps: StepTimes = ProfiledSteps(profile, model.samples_per_step, model.most_pipelines)
-        return Job(scenario, steps, redundant_forward_overhead(profile), prices, trace)
+        return Job(scenario, steps, redundant_forward_overhead(profile), prices, trace, profile)
     rows = {Grid(row.pipelines, row.stages): row.milliseconds / MILLISECONDS_PER_SECOND for row in model.table}
     return Job(scenario, StepTable(model.name, rows, model.layers), model.redundancy_overhead, prices, trace)
 

@@ -18,6 +18,7 @@ class Mark:
     samples: int = 0
     ratio_hours: float = 0.0
     running_milliseconds: int = 0
+    wasted_milliseconds: int = 0
 
 
 class Progress:
@@ -28,10 +29,17 @@ class Progress:
         samples_per_step: the global batch.
         target_steps: the run is finished after so many; None is never.
         checkpoint_milliseconds: a checkpoint is taken at the end of the first step in every such interval; 0 is never.
+        memory_milliseconds: the same for checkpoints in machines' memory, which losses of many machines take with them.
     """
 
     def __init__(
-        self, ledger: Ledger, *, samples_per_step: int, target_steps: int | None, checkpoint_milliseconds: int = 0
+        self,
+        ledger: Ledger,
+        *,
+        samples_per_step: int,
+        target_steps: int | None,
+        checkpoint_milliseconds: int = 0,
+        memory_milliseconds: int = 0,
     ) -> None:
         self._ledger = ledger
         self.batch = samples_per_step
@@ -48,12 +56,16 @@ class Progress:
         self.last_step_at = 0
         self.last_step_machine_milliseconds = 0
         self.last_step_dollars = 0.0
-        self.checkpoint = Mark()
-        self._checkpoint_every = checkpoint_milliseconds
-        self._checkpoint_due = 0
+        self._stored = _Checkpoints(checkpoint_milliseconds)
+        self._remembered = _Checkpoints(memory_milliseconds)
         self._step_milliseconds = 0
         self._step_samples = samples_per_step
         self._began_at = 0
+
+    @property
+    def checkpoint(self) -> Mark:
+        """The newest one in the store."""
+        return self._stored.newest
 
     @property
     def finished(self) -> bool:
@@ -81,6 +93,12 @@ class Progress:
         if self.ends_at != NEVER:
             self.wasted_milliseconds += now - self._began_at
             self.ends_at = NEVER
+
+    def suspend(self, now: int) -> int:
+        """Interrupt the step in flight, which is to be resumed; returns for how long it has run, in milliseconds."""
+        elapsed = now - self._began_at if self.ends_at != NEVER else 0
+        self.ends_at = NEVER
+        return elapsed
 
     def hold(self) -> None:
         """Begin no further step; to be called when one has just ended."""
@@ -120,23 +138,24 @@ class Progress:
         self.samples += count * self._step_samples
         self.dropped_samples += count * (self.batch - self._step_samples)
         self._mark_step(end)
-        if self._checkpoint_every and end // self._checkpoint_every * self._checkpoint_every > self._checkpoint_due:
-            self._checkpoint_due = end // self._checkpoint_every * self._checkpoint_every
-            # The first step that ended when it was due or later, counted back from the last.
-            back = min((end - self._checkpoint_due) // self._step_milliseconds, count - 1)
-            self._save(back, ratio_hours)
+        for kept in (self._stored, self._remembered):
+            if kept.is_due(end):
+                # The first step that ended when it was due or later, counted back from the last.
+                back = min((end - kept.due) // self._step_milliseconds, count - 1)
+                kept.newest = self._mark(back, ratio_hours)
 
     def save(self) -> None:
         """Take a checkpoint now, of the last completed step."""
-        self._save(0, 0.0)
+        self._stored.newest = self._mark(0, 0.0)
 
-    def _save(self, back: int, ratio_hours: float) -> None:
+    def _mark(self, back: int, ratio_hours: float) -> Mark:
         running = self._ledger.mode_milliseconds[Mode.RUNNING]
-        self.checkpoint = Mark(
+        return Mark(
             self.steps - back,
             self.samples - back * self._step_samples,
             self.ratio_hours - back * ratio_hours,
             running - back * self._step_milliseconds,
+            self.wasted_milliseconds,
         )
 
     def _mark_step(self, now: int) -> None:
@@ -145,15 +164,39 @@ class Progress:
         self.last_step_machine_milliseconds = self._ledger.machine_milliseconds
         self.last_step_dollars = self._ledger.dollars
 
-    def roll_back(self, now: int) -> None:
-        """Lose all work since the last checkpoint, the step in flight included."""
+    def roll_back(self, now: int, *, in_memory: bool = False) -> None:
+        """Lose all work since the last checkpoint, the step in flight included.
+
+        Args:
+            now: when.
+            in_memory: back to the newest one in memory or in the store; else memory is lost, too.
+        """
         self._ledger.accrue(now)
-        mark = self.checkpoint
-        running = self._ledger.mode_milliseconds[Mode.RUNNING]
+        mark = self._stored.newest
+        if in_memory and self._remembered.newest.steps > mark.steps:
+            mark = self._remembered.newest
         self.wasted_steps += self.steps - mark.steps
-        self.wasted_milliseconds += running - mark.running_milliseconds
+        # All that ran since is wasted, what was counted as such already included.
+        running = self._ledger.mode_milliseconds[Mode.RUNNING]
+        self.wasted_milliseconds = mark.wasted_milliseconds + running - mark.running_milliseconds
         if self._ledger.series is not None and self.samples > mark.samples:
             self._ledger.series.samples.spread(now - 1, now, mark.samples - self.samples)
         self.steps, self.samples, self.ratio_hours = mark.steps, mark.samples, mark.ratio_hours
-        self.checkpoint = Mark(mark.steps, mark.samples, mark.ratio_hours, running)
+        self._remembered.newest = mark if in_memory else Mark()
         self.ends_at = NEVER
+
+
+class _Checkpoints:
+    """When checkpoints of one kind are due, and the newest."""
+
+    def __init__(self, every_milliseconds: int) -> None:
+        self._every = every_milliseconds
+        self.due = 0
+        self.newest = Mark()
+
+    def is_due(self, now: int) -> bool:
+        """Whether one is, at the end of a step; then `due` says since when."""
+        if not self._every or now // self._every * self._every <= self.due:
+            return False
+        self.due = now // self._every * self._every
+        return True

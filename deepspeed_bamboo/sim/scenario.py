@@ -61,6 +61,11 @@ class ModelSpec(_Spec):
     source: str = ""
     """Where the figures come from."""
     samples_per_step: Count
+    precision: Literal["fp32", "fp16", "bf16"] = "fp32"
+    """In bf16, as with ZeRO, a pipeline has only a part of its optimizer state, and can't give it to another one."""
+    zero_stage: Literal[0, 1] = 0
+    micro_batch_samples: Count | None = None
+    """With a table: for timing what isn't in it; None: what fits the table (sim/fitted.py)."""
     steps: Count | None = None
     """Steps to completion; without them a run lasts for run.duration_hours."""
     table: tuple[StepRow, ...] = ()
@@ -185,11 +190,17 @@ class LiveSpec(_Spec):
 
     pipelines: Count
     stages: Count
-    redundancy: Literal["eager", "lazy", "off"] = "lazy"
-    """As `redundancy.mode` of the engine. Off: no shadows; a lost coordinate is copied from another pipeline."""
+    redundancy: Literal["eager", "lazy", "off", "auto"] = "lazy"
+    """As `redundancy.mode` of the engine. Off: no shadows; a lost coordinate is copied from another pipeline. Auto:
+    lazy or eager, whichever costs less of a step; where they are equal eager, which does less again after a loss."""
+    plans: bool = True
+    """Placements and times by the engine's own plans, where a grid is small enough for that; else a closed form."""
     lazy_overhead: NonNegative = 0.08
     """What keeping replicas up to date adds to a step, without FRC: 1 %, as measured (docs/results.md), and 7 % for
-    mirrored gradients of BERT over 10 Gb/s if nothing hides them, which is not measured. Eager: redundancy_overhead."""
+    mirrored gradients of BERT over 10 Gb/s if nothing hides them, which is not measured."""
+    eager_overhead: NonNegative | None = None
+    """The same for eager; None: as lazy, whose steps took within 0.4 % as long on 2 H200 (docs/results.md). Only what
+    fits into bubbles is done ahead."""
     detect_seconds: NonNegative = 3.0
     """Until a vanished machine's lease has run out (coordinator.lease_seconds)."""
     regroup_seconds: NonNegative = 1.0
@@ -200,10 +211,18 @@ class LiveSpec(_Spec):
     """A booted machine starts its process, while the others train."""
     start_seconds: NonNegative = 30.0
     """From the first machines' joining to the first step."""
+    fatal: Literal["restart", "in-place"] = "restart"
+    """After a fatal loss: the job is started again from the checkpoint in the store, or those who are left load the
+    newest checkpoint in memory, and the one in the store only where that is lost, too."""
     restart_seconds: NonNegative = 60.0
-    """After a fatal loss, besides loading the checkpoint."""
+    """After a fatal loss, besides loading the checkpoint: 26.6 s were measured for stock's restart on one machine, and
+    other machines have to be there, too."""
     restore_seconds: NonNegative = 14.0
     checkpoint_seconds: Positive = 600.0
+    memory_checkpoint_seconds: Positive = 10.0
+    """Between checkpoints in memory. An assumption."""
+    in_place_seconds: NonNegative = 10.0
+    """To load the state in place, detecting and connecting not included: what is asked of the engine, not measured."""
     link_bytes_per_second: Positive = 0.6e9
     """What a machine receives state at: half of 10 Gb/s."""
     copying_slowdown: Annotated[float, Field(ge=1.0)] = 1.1

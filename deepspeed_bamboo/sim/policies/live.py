@@ -57,8 +57,12 @@ class LivePolicy(Policy):
         steps: StepTimes,
         coordinate_bytes: float,
         overhead: float,
+        alike: bool = True,
     ) -> None:
-        """`steps` are without redundancy, which costs `overhead`; a coordinate's state has `coordinate_bytes`."""
+        """`steps` are without redundancy, which costs `overhead`; a coordinate's state has `coordinate_bytes`.
+
+        `alike`: a lost coordinate can be copied from another pipeline.
+        """
         super().__init__(progress, ledger)
         self._spec = spec
         self._steps = steps
@@ -69,6 +73,7 @@ class LivePolicy(Policy):
         self._hosting = Hosting(self._grid)
         # Memory for a coordinate and a shadow each; from it the fewest workers that can train.
         self._shadows = spec.redundancy != "off"
+        self._alike = alike
         most = max(1, int(spec.state_memory_bytes / (coordinate_bytes * (2.0 if self._shadows else 1.0))))
         self._least_workers = math.ceil(self._grid.size / most)
         self._zones: dict[str, str] = {}
@@ -168,7 +173,7 @@ class LivePolicy(Policy):
                 by_shadow[coordinate] = shadow
         copied = [coordinate for coordinate in homes if coordinate not in by_shadow]
         for coordinate in copied:
-            sources = hosting.replicas(coordinate)
+            sources = hosting.replicas(coordinate) if self._alike else ()
             if not any(hosting.host[source] is not None or source in by_shadow for source in sources):
                 return None
         if not hosting.workers:

@@ -1,0 +1,138 @@
+"""This project's policy made ready: which mode, which profile, and whether the engine's own plans can time it."""
+
+from __future__ import annotations
+
+from ..core.grid import Grid as CoreGrid
+from ..core.timing import Profile
+from .cost import JobProfile, reduce_seconds, split_layers
+from .errors import ScenarioError
+from .fitted import TableModel, fitted_profile
+from .jobs import Job
+from .planned import MOST_PASSES, PlannedGrid, micro_batches_of
+from .policies.planned import IterationCosts
+from .scenario import LiveSpec, ModelSpec
+from .steptimes import Grid
+
+__all__ = ["alike", "effective_mode", "how_timed", "overhead_of", "planned_grid"]
+
+# Of a mean forward, that passes before a tensor is on another worker, where nothing says more (core/measuring.py).
+_HANDOVER_SHARE = 0.1
+
+
+def effective_mode(spec: LiveSpec, mode: str | None) -> str:
+    """`redundancy.mode` of a run: the one asked for, or the scenario's, with `auto` decided."""
+    wanted = spec.redundancy if mode is None else mode
+    if wanted != "auto":
+        return wanted
+    return (
+        "eager"
+        if (spec.lazy_overhead if spec.eager_overhead is None else spec.eager_overhead) <= (spec.lazy_overhead)
+        else "lazy"
+    )
+
+
+def overhead_of(spec: LiveSpec) -> float:
+    """What the mode adds to an iteration, as a fraction."""
+    eager = spec.lazy_overhead if spec.eager_overhead is None else spec.eager_overhead
+    return {"eager": eager, "lazy": spec.lazy_overhead, "off": 0.0}[spec.redundancy]
+
+
+def alike(model: ModelSpec) -> bool:
+    """Whether every pipeline has the whole state of its stages."""
+    return model.precision != "bf16" and model.zero_stage == 0
+
+
+def planned_grid(job: Job, spec: LiveSpec) -> tuple[PlannedGrid, IterationCosts] | None:
+    """The grid with its plans, and what an iteration takes besides; None if a closed form has to do.
+
+    That is so where the scenario wants it, the table says too little, or the grid is so large that planning it takes
+    seconds for every number of workers.
+
+    Raises:
+        ScenarioError: the grid does not start, since the batch does not divide.
+    """
+    profile = profile_of(job, spec)
+    if profile is None or not spec.plans:
+        return None
+    micro_batches = micro_batches_of(
+        samples_per_step=job.scenario.model.samples_per_step,
+        pipelines=spec.pipelines,
+        micro_batch_samples=profile.micro_batch_samples,
+    )
+    if micro_batches is None:
+        raise ScenarioError(
+            f"{spec.pipelines} pipelines with micro-batches of {profile.micro_batch_samples} samples do not share "
+            f"{job.scenario.model.samples_per_step} samples a step evenly, so the job would not start; "
+            "change policies.live.pipelines, or model.micro_batch_samples"
+        )
+    if 2 * spec.pipelines * spec.stages * micro_batches > MOST_PASSES:
+        return None
+    grid = PlannedGrid(
+        CoreGrid(spec.pipelines, spec.stages),
+        _stage_times(profile, spec.stages),
+        micro_batches,
+        protected=spec.redundancy != "off",
+        alike=alike(job.scenario.model),
+        eager=spec.redundancy == "eager",
+    )
+    largest = max(sum(profile.layers[i].parameters for i in part) for part in split_layers(profile, stages=spec.stages))
+    costs = IterationCosts(
+        fixed_seconds=profile.fixed_seconds,
+        reduce_seconds=reduce_seconds(
+            parameters=largest,
+            pipelines=spec.pipelines,
+            gradient_bytes=profile.gradient_bytes_per_parameter,
+            bytes_per_second=profile.reduce_bytes_per_second or profile.link_bytes_per_second,
+        )
+        + largest * profile.optimizer_seconds_per_parameter,
+        overhead=overhead_of(spec),
+    )
+    return grid, costs
+
+
+def profile_of(job: Job, spec: LiveSpec) -> JobProfile | None:
+    """Times of layers: given, measured, or fitted to the table."""
+    if job.profile is not None:
+        return job.profile if spec.stages <= len(job.profile.layers) else None
+    model = job.scenario.model
+    table = {Grid(row.pipelines, row.stages): row.milliseconds / 1000.0 for row in model.table}
+    return fitted_profile(
+        TableModel(
+            name=model.name,
+            samples_per_step=model.samples_per_step,
+            layers=model.layers,
+            parameters=model.parameters,
+            state_bytes_per_parameter=model.state_bytes_per_parameter,
+            overhead=model.redundancy_overhead,
+            micro_batch_samples=model.micro_batch_samples,
+        ),
+        table,
+        own=Grid(spec.pipelines, spec.stages),
+    )
+
+
+def _stage_times(profile: JobProfile, stages: int) -> Profile:
+    parts = split_layers(profile, stages=stages)
+    forward = tuple(sum(profile.layers[i].forward_seconds for i in part) for part in parts)
+    backward = tuple(sum(profile.layers[i].backward_seconds for i in part) for part in parts)
+    handover = profile.handover_seconds
+    if handover is None:
+        sent = max(profile.layers[part[-1]].output_bytes for part in parts)
+        by_link = profile.link_latency_seconds + sent / profile.link_bytes_per_second
+        handover = max(_HANDOVER_SHARE * sum(forward) / stages, by_link)
+    return Profile(forward, backward, handover=handover)
+
+
+def how_timed(job: Job) -> str:
+    """In words: where the step times of this project's policy come from."""
+    spec = job.scenario.policies.live
+    if spec is None:
+        return ""
+    planned = planned_grid(job, spec)
+    if planned is None:
+        return "steps of this project's policy by a closed form, not by its plans"
+    if job.profile is not None:
+        source = f"times of layers from the profile {job.scenario.model.profile}"
+    else:
+        source = "times of layers fitted to the step table"
+    return f"this project's policy by the engine's own placements and plans, with {source}"

@@ -1,0 +1,182 @@
+"""What the engine would do with so many workers: placements and times by core's own functions, remembered by number.
+
+Placements of the engine are made for the workers that there are (core/placing). Workers are alike here, so the blocks
+and the time of an iteration depend on how many there are alone; who gets which block, and where shadows lie, depends on
+who has what already, and on nodes and zones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from ..core.grid import Coordinate, Grid
+from ..core.interrupted import remaining_seconds
+from ..core.placement import Placement, WorkerId
+from ..core.placing.balance import balance
+from ..core.placing.matching import match
+from ..core.placing.shadowing import choose_shadows
+from ..core.placing.sites import Sites, WorkerSite
+from ..core.placing.solver import decide
+from ..core.timing import Profile, iteration_seconds
+
+__all__ = ["MOST_PASSES", "PlannedGrid", "Shape"]
+
+MOST_PASSES = 20_000
+"""Of an iteration, for it to be planned: more would take seconds for every number of workers."""
+_MOMENTS = 4  # of an iteration, at which a loss is played through
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A placement of so many workers that are all alike: numbers of workers in grid order, and an iteration's time."""
+
+    owners: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PlannedGrid:
+    """A job's grid with its measured or assumed times.
+
+    Attributes:
+        grid: D x P.
+        profile: seconds of passes of its stages.
+        micro_batches: of each pipeline.
+        protected: whether there are shadows.
+        alike: whether every pipeline has the whole state of its stages (no ZeRO, not bf16).
+        eager: whether shadows compute their forwards.
+    """
+
+    grid: Grid
+    profile: Profile
+    micro_batches: int
+    protected: bool = True
+    alike: bool = False
+    eager: bool = False
+    _losses: dict[tuple[int, int, int], float] = field(default_factory=dict, compare=False, repr=False)
+
+    def shape(self, workers: int) -> Shape:
+        """The placement that the engine takes for so many workers, and how long an iteration takes with it."""
+        return _shape(self.grid, _key(self.profile), self.micro_batches, min(workers, len(self.grid)))
+
+    def arranged(self, workers: Sequence[WorkerSite], current: Placement | None) -> Placement:
+        """The placement for these workers, with few moves from the current one."""
+        sites = Sites.of(workers)
+        if len(sites) >= len(self.grid):
+            decision = decide(
+                self.grid, workers, current=current, protected=self.protected and len(sites) > 1, alike=self._alike
+            )
+            return decision.placement
+        number = {worker: index for index, worker in enumerate(sites.workers)}
+        owned = {} if current is None else dict(current.owners)
+        shadowed = {} if current is None else dict(current.shadows)
+        held = {c: tuple(w for w in (owned.get(c), shadowed.get(c)) if w in number) for c in self.grid}
+        blocks = self.shape(len(sites)).owners
+        kept: list[dict[int, int]] = [{} for _ in sites.workers]
+        for coordinate, block in zip(self.grid, blocks, strict=True):
+            for worker in held[coordinate]:
+                its = kept[block]
+                its[number[worker]] = its.get(number[worker], 0) + 1
+        chosen = match(kept, alike=dict.fromkeys(range(len(sites)), 1.0))
+        owners = {c: sites.workers[chosen[block]] for c, block in zip(self.grid, blocks, strict=True)}
+        return self.with_shadows(Placement.of(self.grid, owners=owners, shadows={}, alike=self._alike), sites, held)
+
+    def with_shadows(
+        self, placement: Placement, sites: Sites, held: Mapping[Coordinate, Sequence[WorkerId]]
+    ) -> Placement:
+        """The same owners, with a shadow for every coordinate."""
+        if not self.protected or len(sites) < 2:
+            return placement
+        owners = dict(placement.owners)
+        shadows = choose_shadows(self.grid, owners, sites, held=held)
+        return Placement.of(self.grid, owners=owners, shadows=shadows, alike=self._alike)
+
+    @property
+    def _alike(self) -> bool:
+        return self.alike and self.grid.pipelines > 1
+
+    def seconds_of(self, placement: Placement) -> float:
+        """An iteration with any placement, by the plan's own order."""
+        return iteration_seconds(placement, self.profile, micro_batches=self.micro_batches)
+
+    def least_seconds_of(self, placement: Placement) -> float:
+        """An iteration with any placement takes no less: the busiest worker's work."""
+        busy: dict[WorkerId, float] = {}
+        for coordinate, worker in placement.owners:
+            busy[worker] = busy.get(worker, 0.0) + self.profile.work(coordinate.stage)
+        return max(busy.values()) * self.micro_batches
+
+    def loss_seconds(self, workers: int, *, lost: int, done: float) -> float:
+        """From the moment at which all go on after a loss to the end of the interrupted iteration.
+
+        Played through for some moments of an iteration and some victims, evenly spread over the workers, since every
+        case would take too long.
+
+        Args:
+            workers: that took part.
+            lost: how many of them host something and are gone.
+            done: the share of the iteration that was over, 0 to 1.
+        """
+        moment = min(_MOMENTS - 1, int(done * _MOMENTS))
+        taking_part = min(workers, len(self.grid))
+        key = (taking_part, min(lost, taking_part - 1), moment)
+        if key not in self._losses:
+            self._losses[key] = self._played_loss(*key)
+        return self._losses[key]
+
+    def _played_loss(self, workers: int, lost: int, moment: int) -> float:
+        shape = self.shape(workers)
+        names = [f"w{number}" for number in range(workers)]
+        sites = Sites.of(WorkerSite(name, name) for name in names)
+        bare = Placement.of(
+            self.grid,
+            owners={c: names[number] for c, number in zip(self.grid, shape.owners, strict=True)},
+            shadows={},
+            alike=self._alike,
+        )
+        before = self.with_shadows(bare, sites, {})
+        after = None
+        # Of neighbours some would be fatal: fewer victims, until what is left goes on.
+        for count in range(lost, 0, -1):
+            after, _ = before.without([names[(2 * i + 1) * workers // (2 * count)] for i in range(count)])
+            if after is not None:
+                break
+        if after is None:
+            return shape.seconds
+        return remaining_seconds(
+            before,
+            after,
+            self.profile,
+            micro_batches=self.micro_batches,
+            at_seconds=shape.seconds * (moment + 0.5) / _MOMENTS,
+            eager=self.eager,
+        )
+
+
+_ProfileKey = tuple[tuple[float, ...], tuple[float, ...], float]
+
+
+def _key(profile: Profile) -> _ProfileKey:
+    return profile.forward, profile.backward, profile.handover
+
+
+@lru_cache(maxsize=4096)
+def _shape(grid: Grid, profile: _ProfileKey, micro_batches: int, workers: int) -> Shape:
+    timed = Profile(profile[0], profile[1], handover=profile[2])
+    if workers == len(grid):
+        owners = tuple(range(workers))
+        placement = Placement.of(grid, owners={c: f"w{i}" for i, c in enumerate(grid)}, shadows={})
+        return Shape(owners, iteration_seconds(placement, timed, micro_batches=micro_batches))
+    sites = [WorkerSite(f"w{number}", f"w{number}") for number in range(workers)]
+    found = balance(grid, sites, profile=timed, micro_batches=micro_batches, protected=False)
+    numbers = {site.worker: number for number, site in enumerate(sites)}
+    return Shape(tuple(numbers[worker] for _, worker in found.placement.owners), found.seconds)
+
+
+def micro_batches_of(*, samples_per_step: int, pipelines: int, micro_batch_samples: int) -> int | None:
+    """How many each pipeline has; None if the grid does not start, since the batch does not divide."""
+    count = samples_per_step / (pipelines * micro_batch_samples)
+    return round(count) if count >= 1.0 and math.isclose(count, round(count), abs_tol=1e-9) else None

@@ -1,0 +1,352 @@
+"""This project's policy as the engine carries it out: core's placements and plans on however many workers there are.
+
+A loss interrupts the iteration: after detection and new connections the takers-over do the lost part again, the others
+go on, and the iteration ends later (core/interrupted.py). At its end stages move to where core's balance wants them.
+Lost shadows are copied meanwhile. Joining and draining workers are dealt with at the end of an iteration, too.
+A loss is fatal if nobody has a stage any more: neither its owner, nor its shadow's worker, nor, where pipelines are
+alike (not in bf16 and not with ZeRO), another pipeline. What all of it costs is in LiveSpec.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import math
+from collections.abc import Iterable
+from typing import ClassVar
+
+from ...core.grid import Coordinate
+from ...core.placement import Placement, WorkerId
+from ...core.placing.sites import Sites, WorkerSite
+from ...core.reconfiguring import transfers
+from ..clock import MILLISECONDS_PER_SECOND, NEVER, to_milliseconds
+from ..engine import Policy
+from ..ledger import Ledger, Mode
+from ..planned import PlannedGrid
+from ..progress import Progress
+from ..scenario import LiveSpec
+
+__all__ = ["IterationCosts", "PlannedPolicy"]
+
+# Of an iteration, that moving stages has to save after a loss (core/reconfiguring.py).
+_GAIN = 0.05
+
+
+class IterationCosts:
+    """What an iteration takes besides its passes.
+
+    Args:
+        fixed_seconds: of every one.
+        reduce_seconds: of reducing and updating one coordinate's gradients on its worker.
+        overhead: what redundancy adds, as a fraction of the iteration.
+    """
+
+    def __init__(self, *, fixed_seconds: float, reduce_seconds: float, overhead: float) -> None:
+        self._fixed, self._reduce, self.overhead = fixed_seconds, reduce_seconds, overhead
+
+    def seconds(self, passes_seconds: float, *, most_hosted: int) -> float:
+        """Of an iteration whose passes take so long."""
+        return (passes_seconds + self._fixed + self._reduce * most_hosted) * (1.0 + self.overhead)
+
+
+class _Ring(enum.IntEnum):
+    """What an alarm is for. At one instant in this order."""
+
+    REGISTERED = 0
+    COPIED = 1
+    RESUME = 2
+
+
+class _Status(enum.Enum):
+    WAITING = enum.auto()
+    PAUSED = enum.auto()
+    RUNNING = enum.auto()
+
+
+class PlannedPolicy(Policy):
+    """See the module.
+
+    Attributes:
+        pauses: seconds of every interruption by a loss, as the engine's `failover` events have them.
+        moves: seconds of every reconfiguration.
+        transfers: of those the seconds in which state travels.
+    """
+
+    name: ClassVar[str] = "deepspeed-bamboo"
+
+    def __init__(
+        self,
+        progress: Progress,
+        ledger: Ledger,
+        *,
+        spec: LiveSpec,
+        planned: PlannedGrid,
+        costs: IterationCosts,
+        coordinate_bytes: float,
+    ) -> None:
+        """A coordinate's state has `coordinate_bytes`."""
+        super().__init__(progress, ledger)
+        self._spec, self._planned, self._costs = spec, planned, costs
+        self.redundancy_share = costs.overhead / (1.0 + costs.overhead)
+        self._copy_seconds = coordinate_bytes / spec.link_bytes_per_second
+        most = max(1, int(spec.state_memory_bytes / max(1e-9, coordinate_bytes * (2.0 if planned.protected else 1.0))))
+        self._least_workers = math.ceil(len(planned.grid) / most)
+        self._zones: dict[str, str] = {}
+        self._rings: list[tuple[int, _Ring, str]] = []
+        self._status = _Status.WAITING
+        # Members of the job in their order; those who wait to be taken in; those who are to leave.
+        self._members: dict[WorkerId, None] = {}
+        self._waiting: dict[WorkerId, None] = {}
+        self._draining: dict[WorkerId, None] = {}
+        self._placement: Placement | None = None
+        self._seconds: float | None = None  # of an iteration's passes with it, once it is known
+        self._lost: list[WorkerId] = []
+        self._look = False
+        self._copying_until = 0
+        self._resume_at = NEVER
+        # Of the iteration in flight, or of what is left of an interrupted one.
+        self._iteration_seconds = 0.0
+        self._rest_seconds: float | None = None
+        self.pauses: list[float] = []
+        self.moves: list[float] = []
+        self.transfers: list[float] = []
+
+    # -- machines ----------------------------------------------------------------------------------
+
+    def _ring(self, at: int, kind: _Ring, node: str = "") -> None:
+        heapq.heappush(self._rings, (at, kind, node))
+        self.alarm_at = self._rings[0][0]
+
+    def added(self, now: int, node: str, zone: str) -> None:
+        """See Policy."""
+        self._zones[node] = zone
+
+    def ready(self, now: int, node: str) -> None:
+        """See Policy: the process starts, while the others train."""
+        self._ring(now + to_milliseconds(self._spec.join_seconds), _Ring.REGISTERED, node)
+
+    def noticed(self, now: int, node: str) -> None:
+        """See Policy: it is emptied at the next boundary."""
+        self._waiting.pop(node, None)
+        if node in self._members:
+            self._draining[node] = None
+            self.wants_step_end = self._status is _Status.RUNNING
+
+    def removed(self, now: int, node: str) -> None:
+        """See Policy: all losses of one instant are dealt with together, in `settle`."""
+        self._zones.pop(node, None)
+        self._waiting.pop(node, None)
+        if node in self._members:
+            self._lost.append(node)
+
+    def alarm(self, now: int) -> None:
+        """See Policy."""
+        while self._rings and self._rings[0][0] == now:
+            _, kind, node = heapq.heappop(self._rings)
+            if kind is _Ring.REGISTERED and node in self._zones and node not in self._members:
+                self._register(now, node)
+            elif kind is _Ring.COPIED and now >= self._copying_until:
+                self._protect()
+                self.wants_step_end = self._status is _Status.RUNNING
+            elif kind is _Ring.RESUME and now == self._resume_at:
+                self._resume(now)
+        self.alarm_at = self._rings[0][0] if self._rings else NEVER
+
+    def _register(self, now: int, node: str) -> None:
+        self._waiting[node] = None
+        self.wants_step_end = self._status is _Status.RUNNING
+        if self._status is _Status.WAITING and len(self._members) + len(self._waiting) >= self._least_workers:
+            self._pause(now, self._spec.handover_seconds if self._placement is not None else self._spec.start_seconds)
+
+    def _pause(self, now: int, seconds: float) -> None:
+        self._status = _Status.PAUSED
+        self.ledger.enter(now, Mode.PAUSED)
+        self._resume_at = now + to_milliseconds(seconds)
+        self._ring(self._resume_at, _Ring.RESUME)
+
+    def _sites(self, workers: Iterable[WorkerId]) -> list[WorkerSite]:
+        return [WorkerSite(worker, worker, self._zones.get(worker, "")) for worker in workers]
+
+    # -- losses ------------------------------------------------------------------------------------
+
+    def settle(self, now: int) -> None:
+        """See Policy: coordinates of lost workers are taken over."""
+        lost, self._lost = [worker for worker in self._lost if worker in self._members], []
+        if not lost:
+            return
+        before, taking_part = self._placement, len(self._members)
+        for worker in lost:
+            del self._members[worker]
+            self._draining.pop(worker, None)
+        if before is None:
+            return
+        after, _ = before.without(lost)
+        if after is None:
+            self._lose_all(now, before, lost)
+            return
+        hosting = [worker for worker in lost if before.hosted_by(worker)]
+        copied = self._copied(before, after, lost)
+        if self._status is _Status.RUNNING and hosting:
+            self._interrupt(now, taking_part, len(hosting))
+        self._placement, self._seconds = after, None
+        self._look = True
+        self._rebuild_shadows(now)
+        if not hosting and self._status is _Status.RUNNING:
+            self.wants_step_end = True  # A standby is missed by nobody; where it had shadows they are rebuilt.
+            return
+        self.ledger.failovers += 1
+        if self._status is not _Status.WAITING:
+            pause = self._spec.detect_seconds + self._spec.regroup_seconds + self._received(copied)
+            self.pauses.append(pause)
+            self._pause(now, pause)
+
+    def _interrupt(self, now: int, taking_part: int, lost: int) -> None:
+        """The iteration in flight goes on after the pause, with the lost part of it done again."""
+        elapsed = self.progress.suspend(now) / MILLISECONDS_PER_SECOND
+        done = min(1.0, elapsed / self._iteration_seconds) if self._iteration_seconds else 0.0
+        passes = self._planned.loss_seconds(taking_part, lost=lost, done=done)
+        rest = self._costs.seconds(passes, most_hosted=self._most_hosted)
+        again = max(0.0, elapsed + rest - self._iteration_seconds)
+        self.progress.wasted_milliseconds += round(again * MILLISECONDS_PER_SECOND)
+        self._rest_seconds = rest
+
+    def _copied(self, before: Placement, after: Placement, lost: list[WorkerId]) -> list[WorkerId]:
+        """The receivers of coordinates that were lost with their shadow, and come from another pipeline."""
+        gone, shadows, owners = set(lost), dict(before.shadows), dict(after.owners)
+        return [
+            owners[coordinate]
+            for coordinate, worker in before.owners
+            if worker in gone and shadows.get(coordinate) != owners[coordinate]
+        ]
+
+    def _received(self, receivers: Iterable[WorkerId]) -> float:
+        """Seconds until the worker that receives the state of most coordinates has it all."""
+        count: dict[WorkerId, int] = {}
+        for worker in receivers:
+            count[worker] = count.get(worker, 0) + 1
+        return max(count.values(), default=0) * self._copy_seconds
+
+    def _lose_all(self, now: int, before: Placement, lost: list[WorkerId]) -> None:
+        self.ledger.fatal_losses += 1
+        spec = self._spec
+        in_memory = spec.fatal == "in-place" and self._memory_survives(before, set(lost))
+        self.progress.roll_back(now, in_memory=in_memory)
+        self._placement, self._rest_seconds, self._look = None, None, False
+        if in_memory:
+            self._pause(now, spec.detect_seconds + spec.regroup_seconds + spec.in_place_seconds)
+        elif spec.fatal == "in-place" and self._members:
+            self._pause(now, spec.detect_seconds + spec.regroup_seconds + spec.restore_seconds)
+        else:
+            self._pause(now, spec.restart_seconds + spec.restore_seconds)
+
+    def _memory_survives(self, before: Placement, lost: set[WorkerId]) -> bool:
+        """Whether every coordinate's checkpoint is with its owner or with the worker half a pipeline away."""
+        owners, stages = dict(before.owners), before.grid.stages
+        return all(
+            owner not in lost or owners[Coordinate(c.pipeline, (c.stage + max(1, stages // 2)) % stages)] not in lost
+            for c, owner in before.owners
+        )
+
+    def _rebuild_shadows(self, now: int) -> None:
+        """Shadows that are missing are copied while training goes on."""
+        if self._placement is None or not self._planned.protected or len(self._members) < 2:
+            return
+        present = {c for c, _ in self._placement.shadows}
+        whole = self._protected(self._placement)
+        missing = [worker for c, worker in whole.shadows if c not in present]
+        self._copying_until = max(now, self._copying_until) + to_milliseconds(self._received(missing))
+        self._ring(self._copying_until, _Ring.COPIED)
+
+    def _protected(self, placement: Placement) -> Placement:
+        held = {c: () if w is None else (w,) for c in placement.grid for w in (dict(placement.shadows).get(c),)}
+        return self._planned.with_shadows(placement, Sites.of(self._sites(self._members)), held)
+
+    def _protect(self) -> None:
+        if self._placement is not None and self._members:
+            self._placement = self._protected(self._placement)
+
+    # -- iterations --------------------------------------------------------------------------------
+
+    @property
+    def _most_hosted(self) -> int:
+        count: dict[WorkerId, int] = {}
+        for _, worker in self._placement.owners if self._placement is not None else ():
+            count[worker] = count.get(worker, 0) + 1
+        return max(count.values(), default=0)
+
+    def _resume(self, now: int) -> None:
+        """A pause is over: train, if there are workers enough."""
+        if self._placement is None or len(self._members) < self._least_workers:
+            self._members.update(self._waiting)
+            self._waiting.clear()
+            if len(self._members) < self._least_workers:
+                self._status = _Status.WAITING
+                self.ledger.enter(now, Mode.IDLE)
+                return
+            self._draining.clear()
+            self._arrange(list(self._members))
+        self._status = _Status.RUNNING
+        self.ledger.enter(now, Mode.RUNNING)
+        self._start(now)
+
+    def _start(self, now: int) -> None:
+        if self._rest_seconds is not None:
+            seconds, self._rest_seconds = self._rest_seconds, None
+            self.wants_step_end = True
+        else:
+            seconds = self._costs.seconds(self._passes_seconds(), most_hosted=self._most_hosted)
+            self.wants_step_end = bool(self._waiting or self._draining or self._look)
+        if now < self._copying_until:
+            seconds *= self._spec.copying_slowdown
+            self.wants_step_end = True
+        self._iteration_seconds = seconds
+        self.progress.start(now, max(1, math.ceil(seconds * MILLISECONDS_PER_SECOND)))
+
+    def _passes_seconds(self) -> float:
+        if self._placement is None:
+            raise RuntimeError("nothing is placed yet")
+        if self._seconds is None:
+            self._seconds = self._planned.seconds_of(self._placement)
+        return self._seconds
+
+    def _arrange(self, workers: list[WorkerId]) -> None:
+        """Place everything anew, with few moves."""
+        self._placement = self._planned.arranged(self._sites(workers), self._placement)
+        self._seconds = self._planned.shape(len(workers)).seconds
+
+    def step_ended(self, now: int) -> None:
+        """See Policy: the boundary at which workers come and go, and stages move."""
+        self.wants_step_end = False
+        before, workers = self._placement, self._next_members()
+        self._look = False
+        self.progress.hold()
+        if workers is None or before is None:
+            self._start(now)
+            return
+        self._arrange(workers)
+        self._members = dict.fromkeys(workers)
+        self._waiting.clear()
+        self._draining.clear()
+        self.ledger.reconfigurations += 1
+        moving = self._received(move.destination for move in transfers(before, self._placement or before))
+        self.moves.append(self._spec.handover_seconds + moving)
+        self.transfers.append(moving)
+        # State and shadows are where they belong when the pause is over.
+        self._copying_until = now
+        self._pause(now, self._spec.handover_seconds + moving)
+
+    def _next_members(self) -> list[WorkerId] | None:
+        """Who takes part from now on, if stages are to move; None if nothing changes."""
+        staying = [worker for worker in (*self._members, *self._waiting) if worker not in self._draining]
+        if not staying:
+            self._draining.clear()
+            return None
+        if self._waiting or self._draining:
+            return staying
+        if not self._look or self._placement is None:
+            return None
+        best = self._planned.shape(len(staying)).seconds
+        if self._planned.least_seconds_of(self._placement) * (1.0 - _GAIN) < best:
+            now = self._passes_seconds()
+            return staying if now - best >= _GAIN * now else None
+        return staying
