@@ -11,7 +11,7 @@ from .engine import Policy
 from .errors import ScenarioError
 from .jobs import Job
 from .ledger import Ledger
-from .own import alike, effective_mode, overhead_of, planned_grid
+from .own import alike, effective_mode, least_seconds, overhead_of, planned_grid
 from .policies.bamboo import BambooPolicy, BambooRules, Oddities
 from .policies.bounds import OnDemandPolicy, OraclePolicy
 from .policies.dropping import DroppingPolicy
@@ -68,7 +68,7 @@ def build_policy(job: Job, ledger: Ledger, *, policy: str, seed: int) -> Policy:
         "deepspeed-bamboo": lambda: _live(job, ledger, mode=None),
         "deepspeed-bamboo-off": lambda: _live(job, ledger, mode="off"),
         "proactive": lambda: _proactive(job, ledger, seed),
-        "oracle": lambda: OraclePolicy(_progress(job, ledger, 0), ledger, steps=job.plain_steps),
+        "oracle": lambda: OraclePolicy(_progress(job, ledger, 0), ledger, least_seconds=least_seconds(job)),
     }
     return builders[policy]()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..core.grid import Grid as CoreGrid
 from ..core.timing import Profile
-from .cost import JobProfile, reduce_seconds, split_layers
+from .cost import JobProfile, reduce_seconds, split_layers, total_work_seconds
 from .errors import ScenarioError
 from .fitted import TableModel, fitted_profile
 from .jobs import Job
@@ -13,7 +15,7 @@ from .policies.planned import IterationCosts
 from .scenario import LiveSpec, ModelSpec
 from .steptimes import Grid
 
-__all__ = ["alike", "effective_mode", "how_timed", "overhead_of", "planned_grid"]
+__all__ = ["alike", "effective_mode", "how_timed", "least_seconds", "overhead_of", "planned_grid", "profile_of"]
 
 # Of a mean forward, that passes before a tensor is on another worker, where nothing says more (core/measuring.py).
 _HANDOVER_SHARE = 0.1
@@ -24,11 +26,8 @@ def effective_mode(spec: LiveSpec, mode: str | None) -> str:
     wanted = spec.redundancy if mode is None else mode
     if wanted != "auto":
         return wanted
-    return (
-        "eager"
-        if (spec.lazy_overhead if spec.eager_overhead is None else spec.eager_overhead) <= (spec.lazy_overhead)
-        else "lazy"
-    )
+    eager = spec.lazy_overhead if spec.eager_overhead is None else spec.eager_overhead
+    return "eager" if eager <= spec.lazy_overhead else "lazy"
 
 
 def overhead_of(spec: LiveSpec) -> float:
@@ -109,6 +108,23 @@ def profile_of(job: Job, spec: LiveSpec) -> JobProfile | None:
         table,
         own=Grid(spec.pipelines, spec.stages),
     )
+
+
+def least_seconds(job: Job) -> Callable[[int], float]:
+    """Of a number of machines: no policy's step takes less. For the oracle.
+
+    The least of what the step times allow and, where this project's policy is timed by its plans, of all work shared
+    evenly without any bubble, since several blocks on a worker fill each other's bubbles.
+    """
+    spec = job.scenario.policies.live
+    profile = None if spec is None or not spec.plans else profile_of(job, spec)
+    work = 0.0 if profile is None else total_work_seconds(profile, samples_per_step=job.scenario.model.samples_per_step)
+
+    def least(machines: int) -> float:
+        by_steps = job.plain_steps.fastest_seconds(machines)
+        return by_steps if profile is None else min(by_steps, work / machines + profile.fixed_seconds)
+
+    return least
 
 
 def _stage_times(profile: JobProfile, stages: int) -> Profile:

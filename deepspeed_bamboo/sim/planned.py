@@ -26,7 +26,9 @@ __all__ = ["MOST_PASSES", "PlannedGrid", "Shape"]
 
 MOST_PASSES = 20_000
 """Of an iteration, for it to be planned: more would take seconds for every number of workers."""
-_MOMENTS = 4  # of an iteration, at which a loss is played through
+_SEARCHED = 20_000  # passes in the search for a placement: a third of the engine's own
+_MOST_LOST = 3  # at once, that are told apart
+_MOMENTS = 2  # of an iteration, at which a loss is played through
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,11 @@ class PlannedGrid:
     """
 
     grid: Grid
-    profile: Profile
+    profile: Profile = field(hash=False)
     micro_batches: int
     protected: bool = True
     alike: bool = False
     eager: bool = False
-    _losses: dict[tuple[int, int, int], float] = field(default_factory=dict, compare=False, repr=False)
 
     def shape(self, workers: int) -> Shape:
         """The placement that the engine takes for so many workers, and how long an iteration takes with it."""
@@ -67,7 +68,7 @@ class PlannedGrid:
         sites = Sites.of(workers)
         if len(sites) >= len(self.grid):
             decision = decide(
-                self.grid, workers, current=current, protected=self.protected and len(sites) > 1, alike=self._alike
+                self.grid, workers, current=current, protected=self.protected and len(sites) > 1, alike=self.spread
             )
             return decision.placement
         number = {worker: index for index, worker in enumerate(sites.workers)}
@@ -82,7 +83,7 @@ class PlannedGrid:
                 its[number[worker]] = its.get(number[worker], 0) + 1
         chosen = match(kept, alike=dict.fromkeys(range(len(sites)), 1.0))
         owners = {c: sites.workers[chosen[block]] for c, block in zip(self.grid, blocks, strict=True)}
-        return self.with_shadows(Placement.of(self.grid, owners=owners, shadows={}, alike=self._alike), sites, held)
+        return self.with_shadows(Placement.of(self.grid, owners=owners, shadows={}, alike=self.spread), sites, held)
 
     def with_shadows(
         self, placement: Placement, sites: Sites, held: Mapping[Coordinate, Sequence[WorkerId]]
@@ -92,10 +93,11 @@ class PlannedGrid:
             return placement
         owners = dict(placement.owners)
         shadows = choose_shadows(self.grid, owners, sites, held=held)
-        return Placement.of(self.grid, owners=owners, shadows=shadows, alike=self._alike)
+        return Placement.of(self.grid, owners=owners, shadows=shadows, alike=self.spread)
 
     @property
-    def _alike(self) -> bool:
+    def spread(self) -> bool:
+        """Whether what one pipeline has lost can be had from another."""
         return self.alike and self.grid.pipelines > 1
 
     def seconds_of(self, placement: Placement) -> float:
@@ -120,40 +122,38 @@ class PlannedGrid:
             lost: how many of them host something and are gone.
             done: the share of the iteration that was over, 0 to 1.
         """
-        moment = min(_MOMENTS - 1, int(done * _MOMENTS))
         taking_part = min(workers, len(self.grid))
-        key = (taking_part, min(lost, taking_part - 1), moment)
-        if key not in self._losses:
-            self._losses[key] = self._played_loss(*key)
-        return self._losses[key]
+        return _played_loss(
+            self,
+            taking_part,
+            min(lost, _MOST_LOST, taking_part - 1),
+            min(_MOMENTS - 1, int(done * _MOMENTS)),
+        )
 
-    def _played_loss(self, workers: int, lost: int, moment: int) -> float:
-        shape = self.shape(workers)
-        names = [f"w{number}" for number in range(workers)]
-        sites = Sites.of(WorkerSite(name, name) for name in names)
-        bare = Placement.of(
-            self.grid,
-            owners={c: names[number] for c, number in zip(self.grid, shape.owners, strict=True)},
-            shadows={},
-            alike=self._alike,
-        )
-        before = self.with_shadows(bare, sites, {})
-        after = None
-        # Of neighbours some would be fatal: fewer victims, until what is left goes on.
-        for count in range(lost, 0, -1):
-            after, _ = before.without([names[(2 * i + 1) * workers // (2 * count)] for i in range(count)])
-            if after is not None:
-                break
-        if after is None:
-            return shape.seconds
-        return remaining_seconds(
-            before,
-            after,
-            self.profile,
-            micro_batches=self.micro_batches,
-            at_seconds=shape.seconds * (moment + 0.5) / _MOMENTS,
-            eager=self.eager,
-        )
+
+@lru_cache(maxsize=8192)
+def _played_loss(planned: PlannedGrid, workers: int, lost: int, moment: int) -> float:
+    shape = planned.shape(workers)
+    names = [f"w{number}" for number in range(workers)]
+    owners = {c: names[number] for c, number in zip(planned.grid, shape.owners, strict=True)}
+    bare = Placement.of(planned.grid, owners=owners, shadows={}, alike=planned.spread)
+    before = planned.with_shadows(bare, Sites.of(WorkerSite(name, name) for name in names), {})
+    after = None
+    # Of neighbours some would be fatal: fewer victims, until what is left goes on.
+    for count in range(lost, 0, -1):
+        after, _ = before.without([names[(2 * i + 1) * workers // (2 * count)] for i in range(count)])
+        if after is not None:
+            break
+    if after is None:
+        return shape.seconds
+    return remaining_seconds(
+        before,
+        after,
+        planned.profile,
+        micro_batches=planned.micro_batches,
+        at_seconds=shape.seconds * (moment + 0.5) / _MOMENTS,
+        eager=planned.eager,
+    )
 
 
 _ProfileKey = tuple[tuple[float, ...], tuple[float, ...], float]
@@ -171,7 +171,7 @@ def _shape(grid: Grid, profile: _ProfileKey, micro_batches: int, workers: int) -
         placement = Placement.of(grid, owners={c: f"w{i}" for i, c in enumerate(grid)}, shadows={})
         return Shape(owners, iteration_seconds(placement, timed, micro_batches=micro_batches))
     sites = [WorkerSite(f"w{number}", f"w{number}") for number in range(workers)]
-    found = balance(grid, sites, profile=timed, micro_batches=micro_batches, protected=False)
+    found = balance(grid, sites, profile=timed, micro_batches=micro_batches, protected=False, most_passes=_SEARCHED)
     numbers = {site.worker: number for number, site in enumerate(sites)}
     return Shape(tuple(numbers[worker] for _, worker in found.placement.owners), found.seconds)
 

@@ -199,7 +199,7 @@ class ProfiledSteps:
     def fastest_seconds(self, machines: int) -> float:
         """See StepTimes. All compute spread evenly, nothing else: a bound that no grid reaches."""
         work = total_work_seconds(self.profile, samples_per_step=self.samples_per_step)
-        return work / machines * (1.0 + redundant_forward_overhead(self.profile))
+        return (work / machines + self.profile.fixed_seconds) * (1.0 + redundant_forward_overhead(self.profile))
 
     def largest_pipelines(self, *, stages: int, machines: int) -> int:
         """See StepTimes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import tracemalloc
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,9 @@ from deepspeed_bamboo.sim.runner import run_one, run_seeds
 from deepspeed_bamboo.sim.scenario import load_preset
 
 from .common import preset_job, recorded
+
+# A small grid for this project's policy, which is planned in no time.
+SMALL: dict[str, Any] = {"policies__live__pipelines": 2, "policies__live__stages": 6, "model__micro_batch_samples": 66}
 
 SPOT = [name for name in available_policies(load_preset("bert")) if name not in ("on-demand", "oracle")]
 
@@ -43,6 +47,12 @@ def jobs(draw: st.DrawFn) -> Job:
         "bert",
         model__table=draw(tables()),
         model__redundancy_overhead=draw(st.floats(0.0, 1.0)),
+        model__precision=draw(st.sampled_from(["fp32", "bf16"])),
+        # A small grid, which is planned in no time.
+        model__micro_batch_samples=draw(st.sampled_from([33, 132])),
+        policies__live__pipelines=draw(st.sampled_from([1, 2])),
+        policies__live__stages=6,
+        policies__live__fatal=draw(st.sampled_from(["restart", "in-place"])),
         market__capacity=draw(st.integers(1, 60)),
         market__removal_probability=draw(st.floats(0.0, 1.0)),
         market__addition_probability=draw(st.floats(0.0, 1.0)),
@@ -95,7 +105,7 @@ def test_the_oracle_is_never_beaten(job: Job, policy: str, seed: int) -> None:
 @given(policy=st.sampled_from(SPOT), seed=st.integers(1, 50), probability=st.floats(0.0, 0.6))
 @settings(max_examples=25, deadline=None)
 def test_to_completion_the_oracle_is_first(policy: str, seed: int, probability: float) -> None:
-    job = preset_job("bert", model__steps=2_000, market__removal_probability=probability, run__limit_hours=20.0)
+    job = preset_job("bert", **SMALL, model__steps=2_000, market__removal_probability=probability, run__limit_hours=20.0)
     bound, result = (run_one(job, policy=name, seed=seed) for name in ("oracle", policy))
     assert bound.completed >= result.completed
     assert bound.duration_hours <= result.duration_hours
@@ -107,14 +117,14 @@ def test_to_completion_the_oracle_is_first(policy: str, seed: int, probability: 
 def test_the_same_seed_gives_the_same_bytes(policy: str) -> None:
     texts = []
     for _ in range(2):
-        job = preset_job("bert", market__removal_probability=0.3, run__duration_hours=6.0)
+        job = preset_job("bert", **SMALL, market__removal_probability=0.3, run__duration_hours=6.0)
         texts.append(as_json(run_seeds(job, policies=[policy], seeds=[3, 4]), about={}))
     assert texts[0] == texts[1]
     assert json.loads(texts[0])["throughput_samples_per_second"]["mean"] > 0
 
 
 def test_processes_make_no_difference() -> None:
-    job = preset_job("bert", run__duration_hours=2.0)
+    job = preset_job("bert", **SMALL, run__duration_hours=2.0)
     alone = run_seeds(job, policies=["bamboo", "varuna"], seeds=[1, 2])
     together = run_seeds(job, policies=["bamboo", "varuna"], seeds=[1, 2], processes=2)
     assert alone == together
@@ -140,7 +150,7 @@ def test_memory_does_not_grow_with_simulated_time(policy: str) -> None:
     peaks = []
     day = 4.0 if policy == "proactive" else 12.0
     for length in (day, day, 10 * day):
-        job = preset_job("bert", run__duration_hours=length, market__removal_probability=0.3)
+        job = preset_job("bert", **SMALL, run__duration_hours=length, market__removal_probability=0.3)
         tracemalloc.start()
         run_one(job, policy=policy, seed=1)
         peaks.append(tracemalloc.get_traced_memory()[1])
@@ -151,7 +161,7 @@ def test_memory_does_not_grow_with_simulated_time(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", [*SPOT, "oracle"])
 def test_no_machines_at_all(policy: str) -> None:
-    job = preset_job("bert", market__addition_probability=0.0, run__duration_hours=3.0)
+    job = preset_job("bert", **SMALL, market__addition_probability=0.0, run__duration_hours=3.0)
     result = run_one(job, policy=policy, seed=1)
     assert (result.samples, result.cost_dollars, result.value) == (0, 0, 0)
     assert result.idle_hours == pytest.approx(3.0)
@@ -168,5 +178,5 @@ def test_names_may_come_back(policy: str) -> None:
         change = Change.REMOVE if name in live else Change.ADD
         live ^= {name}
         events.append(MachineEvent(second * 1000, change, name))
-    result = run_one(preset_job("bert", trace=recorded(events, hours=1)), policy=policy, seed=1)
+    result = run_one(preset_job("bert", **SMALL, trace=recorded(events, hours=1)), policy=policy, seed=1)
     assert result.preemptions == sum(event.change is Change.REMOVE for event in events)

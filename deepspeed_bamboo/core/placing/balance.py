@@ -36,8 +36,8 @@ from deepspeed_bamboo.core.timing import Profile, iteration_seconds, least_secon
 
 TOLERANCE = 0.01
 _FEW_PLACEMENTS = 800
-# Passes of blocks in all simulated iterations together: half a second or so.
-_PASSES = 60_000
+MOST_PASSES = 60_000
+"""Of blocks in all simulated iterations together: half a second or so."""
 _LEAST_SHAPES = 3
 # Single stages are moved where there are no more of them times workers.
 _MOVABLE = 4_000
@@ -81,16 +81,18 @@ def balance(
     protected: bool = True,
     alike: bool = False,
     memory: Memory | None = None,
+    most_passes: int = MOST_PASSES,
 ) -> Balanced:
     """Place ``grid`` on live ``workers`` by time; see the module. Arguments as those of ``solver.decide``.
 
-    ``memory`` is what stages take on devices, and how much room there is.
+    ``memory`` is what stages take on devices, and how much room there is. ``most_passes`` bounds the search: fewer take
+    less time, and may find a slower placement.
 
     Returns the same for the same values, wherever it runs. Raises ValueError as ``decide`` does for workers, and for
     a profile of another number of stages.
     """
     sites = Sites.of(workers)
-    search = _Search(grid, sites, profile, micro_batches, current, bytes_of, memory)
+    search = _Search(grid, sites, profile, micro_batches, current, bytes_of, memory, most_passes)
     owners = search.best()
     fits = not search.excess(owners)
     named = {c: sites.workers[number] for c, number in zip(grid, owners, strict=True)}
@@ -134,6 +136,7 @@ class _Search:
         current: Placement | None,
         bytes_of: Callable[[Coordinate], int] | None,
         memory: Memory | None,
+        most_passes: int,
     ) -> None:
         if current is not None and current.grid != grid:
             raise ValueError(
@@ -149,7 +152,7 @@ class _Search:
         self._speeds = [profile.speed(worker) for worker in sites.workers]
         self._seconds: dict[Owners, float] = {}
         self._memory = memory if memory is not None and memory.room else None
-        self._left = max(_PASSES, _LEAST_SHAPES * 2 * len(sites) * micro_batches)
+        self._left = max(most_passes, _LEAST_SHAPES * 2 * len(sites) * micro_batches)
         self._pacing = Pacing(
             forward=profile.forward,
             backward=profile.backward,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import ClassVar
 
 from ..clock import MILLISECONDS_PER_SECOND, NEVER, hours
 from ..engine import Policy
 from ..ledger import Ledger, Mode
 from ..progress import Progress
-from ..steptimes import StepTimes
 
 __all__ = ["OnDemandPolicy", "OraclePolicy"]
 
@@ -44,9 +44,10 @@ class OraclePolicy(Policy):
 
     name: ClassVar[str] = "oracle"
 
-    def __init__(self, progress: Progress, ledger: Ledger, *, steps: StepTimes) -> None:
+    def __init__(self, progress: Progress, ledger: Ledger, *, least_seconds: Callable[[int], float]) -> None:
+        """`least_seconds` of a number of machines: no step takes less, whatever the policy."""
         super().__init__(progress, ledger)
-        self._steps = steps
+        self._least_seconds = least_seconds
         self._samples = 0.0
         self._since = 0
         self._rates: dict[int, float] = {0: 0.0}
@@ -64,7 +65,7 @@ class OraclePolicy(Policy):
         self._advance(now)
         machines = self.ledger.machines
         if machines not in self._rates:
-            seconds = self._steps.fastest_seconds(machines)
+            seconds = self._least_seconds(machines)
             self._rates[machines] = self.progress.batch / (seconds * MILLISECONDS_PER_SECOND)
         self._rate = self._rates[machines]
         self.ledger.enter(now, Mode.RUNNING if self._rate else Mode.IDLE)
