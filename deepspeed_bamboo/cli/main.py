@@ -18,6 +18,7 @@ COMMAND_MODULES = (
     "deepspeed_bamboo.cli.fleet",
     "deepspeed_bamboo.cli.job",
     "deepspeed_bamboo.cli.plan",
+    "deepspeed_bamboo.cli.profile",
     "deepspeed_bamboo.cli.run",
     "deepspeed_bamboo.cli.schedule",
     "deepspeed_bamboo.sim.cli",

@@ -39,6 +39,7 @@ EVENTS = (
     "mode",
     "notice",
     "slow_worker",
+    "profile",
     "checkpoint",
     "fatal_restore",
     "fault",

@@ -225,6 +225,10 @@ class LiveSpec(_Spec):
     """To load the state in place, detecting and connecting not included: what is asked of the engine, not measured."""
     link_bytes_per_second: Positive = 0.6e9
     """What a machine receives state at: half of 10 Gb/s."""
+    transfer_seconds: NonNegative = 0.0
+    """Of a reconfiguration or a copy, besides what the state of each coordinate takes."""
+    coordinate_copy_seconds: NonNegative | None = None
+    """What the state of one coordinate takes; None: by its bytes and link_bytes_per_second."""
     copying_slowdown: Annotated[float, Field(ge=1.0)] = 1.1
     """Of a step while lost shadows are rebuilt in the background."""
     hosting_overhead: NonNegative = 0.05

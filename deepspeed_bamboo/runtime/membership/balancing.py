@@ -52,7 +52,7 @@ class Balancing:
         self._spans: list[float] = []
         self._handover: float | None = None
         self._looked_at: tuple[Any, ...] | None = None
-        self._written: Profile | None = None
+        self._written: tuple[Mapping[WorkerId, float], float | None] | None = None
 
     @property
     def profile(self) -> Profile | None:
@@ -158,16 +158,22 @@ class Balancing:
             )
 
     def _write(self) -> None:
-        """As the reporter: keep the profile where ``bamboo.profile`` says. What can't be written ends nothing."""
-        path, profile = self._worker.session.config.profile, self.profile
-        if path is None or profile is None or not self._worker.is_reporter:
+        """As the reporter: keep the profile where ``bamboo.profile`` says, and in the event log."""
+        profile = self.profile
+        if profile is None or not self._worker.is_reporter:
             return
-        if self._written is not None and self._written.speeds == profile.speeds:
+        known = (dict(profile.speeds), self._handover)
+        if self._written == known:
             return
-        self._written = profile
+        self._written = known
+        batch = {"pipelines": self._worker.grid.pipelines, "micro_batches": self._worker.micro_batches}
+        self._worker.log_event("profile", **profile.to_json(), **batch)
+        path = self._worker.session.config.profile
+        if path is None:
+            return
         partial = Path(f"{path}.{os.getpid()}")
         try:
             partial.write_text(json.dumps(profile.to_json()) + "\n", encoding="utf-8")
             partial.replace(path)
-        except OSError as error:
+        except OSError as error:  # What can't be written ends nothing.
             logger.warning(f"bamboo.profile {path!r} can't be written: {error.strerror}")

@@ -89,6 +89,7 @@ class Reconfiguration:
         self.stop_agreed = False
         self.balancing = balancing
         self._moved_seconds = 0.0
+        self._received = 0
 
     # -- wishes ------------------------------------------------------------------------------------
 
@@ -349,6 +350,7 @@ class Reconfiguration:
             "leaving": list(target.leaving),
             "seconds": seconds,
             "transfer_seconds": self._moved_seconds,
+            "received": self._received,
             "hosted": hosted,
         }
         worker.log_event("joined" if worker.me in target.joining else "reconfigured", **fields)

@@ -67,9 +67,8 @@ class PlannedPolicy(Policy):
     """See the module.
 
     Attributes:
-        pauses: seconds of every interruption by a loss, as the engine's `failover` events have them.
-        moves: seconds of every reconfiguration.
-        transfers: of those the seconds in which state travels.
+        record: filled, if it is a list: "pause" and seconds of every loss, "join", "move" and "transfer" of every
+            reconfiguration with and without a newcomer.
     """
 
     name: ClassVar[str] = "deepspeed-bamboo"
@@ -88,7 +87,8 @@ class PlannedPolicy(Policy):
         super().__init__(progress, ledger)
         self._spec, self._planned, self._costs = spec, planned, costs
         self.redundancy_share = costs.overhead / (1.0 + costs.overhead)
-        self._copy_seconds = coordinate_bytes / spec.link_bytes_per_second
+        by_link = coordinate_bytes / spec.link_bytes_per_second
+        self._copy_seconds = by_link if spec.coordinate_copy_seconds is None else spec.coordinate_copy_seconds
         most = max(1, int(spec.state_memory_bytes / max(1e-9, coordinate_bytes * (2.0 if planned.protected else 1.0))))
         self._least_workers = math.ceil(len(planned.grid) / most)
         self._zones: dict[str, str] = {}
@@ -107,9 +107,7 @@ class PlannedPolicy(Policy):
         # Of the iteration in flight, or of what is left of an interrupted one.
         self._iteration_seconds = 0.0
         self._rest_seconds: float | None = None
-        self.pauses: list[float] = []
-        self.moves: list[float] = []
-        self.transfers: list[float] = []
+        self.record: list[tuple[str, float]] | None = None
 
     # -- machines ----------------------------------------------------------------------------------
 
@@ -164,6 +162,10 @@ class PlannedPolicy(Policy):
         self._resume_at = now + to_milliseconds(seconds)
         self._ring(self._resume_at, _Ring.RESUME)
 
+    def _note(self, what: str, seconds: float) -> None:
+        if self.record is not None:
+            self.record.append((what, seconds))
+
     def _sites(self, workers: Iterable[WorkerId]) -> list[WorkerSite]:
         return [WorkerSite(worker, worker, self._zones.get(worker, "")) for worker in workers]
 
@@ -197,7 +199,7 @@ class PlannedPolicy(Policy):
         self.ledger.failovers += 1
         if self._status is not _Status.WAITING:
             pause = self._spec.detect_seconds + self._spec.regroup_seconds + self._received(copied)
-            self.pauses.append(pause)
+            self._note("pause", pause)
             self._pause(now, pause)
 
     def _interrupt(self, now: int, taking_part: int, lost: int) -> None:
@@ -224,7 +226,7 @@ class PlannedPolicy(Policy):
         count: dict[WorkerId, int] = {}
         for worker in receivers:
             count[worker] = count.get(worker, 0) + 1
-        return max(count.values(), default=0) * self._copy_seconds
+        return self._spec.transfer_seconds + max(count.values()) * self._copy_seconds if count else 0.0
 
     def _lose_all(self, now: int, before: Placement, lost: list[WorkerId]) -> None:
         self.ledger.fatal_losses += 1
@@ -324,13 +326,14 @@ class PlannedPolicy(Policy):
             self._start(now)
             return
         self._arrange(workers)
+        joined = bool(self._waiting)
         self._members = dict.fromkeys(workers)
         self._waiting.clear()
         self._draining.clear()
         self.ledger.reconfigurations += 1
         moving = self._received(move.destination for move in transfers(before, self._placement or before))
-        self.moves.append(self._spec.handover_seconds + moving)
-        self.transfers.append(moving)
+        self._note("join" if joined else "move", self._spec.handover_seconds + moving)
+        self._note("transfer", moving)
         # State and shadows are where they belong when the pause is over.
         self._copying_until = now
         self._pause(now, self._spec.handover_seconds + moving)

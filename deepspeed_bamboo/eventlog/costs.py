@@ -1,0 +1,174 @@
+"""What a job has measured of itself: from its event log, the times that `simulate`, `advise` and `plan` read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from deepspeed_bamboo.core.grid import Coordinate, Grid
+from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.core.timing import Profile, iteration_seconds
+from deepspeed_bamboo.errors import EventLogError
+
+Event = Mapping[str, Any]
+
+_QUIET = 2  # steps at the start, and after anything that happens, whose times say little
+
+
+@dataclass(frozen=True)
+class MeasuredJob:
+    """A job's own measurements.
+
+    Attributes:
+        profile: passes of its stages.
+        pipelines: of its grid.
+        micro_batches: of each pipeline.
+        samples_per_step: of all pipelines.
+        fixed_seconds: of an iteration, besides its passes.
+        costs: by the names that `policies.live` of a scenario has; only what the log tells.
+        counts: how many losses and moves these are from.
+    """
+
+    profile: Profile
+    pipelines: int
+    micro_batches: int
+    samples_per_step: int
+    fixed_seconds: float
+    costs: Mapping[str, float]
+    counts: Mapping[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """What `bamboo.profile` has, and the rest beside it."""
+        return {
+            **self.profile.to_json(),
+            "pipelines": self.pipelines,
+            "micro_batches": self.micro_batches,
+            "samples_per_step": self.samples_per_step,
+            "fixed_seconds": self.fixed_seconds,
+            "costs": dict(self.costs),
+            "counts": dict(self.counts),
+        }
+
+
+def measured_job(files: Mapping[str, Sequence[Event]]) -> MeasuredJob:
+    """The measurements of the newest run in a log.
+
+    Args:
+        files: the events of each worker, by the name of its file.
+
+    Raises:
+        EventLogError: the log has no event `profile`, or no step: the job was too short, or older than that event.
+    """
+    everything = sorted((event for events in files.values() for event in events), key=lambda event: event["t"])
+    run = everything[-1].get("run") if everything else None
+    events = [event for event in everything if event.get("run") == run]
+    told = [event for event in events if event["event"] == "profile"]
+    if not told:
+        raise EventLogError(
+            "the log has no event `profile`, which a job writes once the times of all stages are known, after some "
+            "iterations; let the job run for longer, and set bamboo.event_log"
+        )
+    newest = told[-1]
+    profile = Profile.from_json(newest)
+    grid = Grid(newest["pipelines"], len(profile.forward))
+    samples = next((event["samples"] for event in events if event["event"] == "step"), 0)
+    return MeasuredJob(
+        profile=profile,
+        pipelines=grid.pipelines,
+        micro_batches=newest["micro_batches"],
+        samples_per_step=samples,
+        fixed_seconds=_fixed_seconds(events, grid, profile, newest["micro_batches"]),
+        costs={**_loss_costs(events), **_move_costs(events)},
+        counts={
+            "losses": len({event["epoch"] for event in _of(events, "failover")}),
+            "moves": len({event["epoch"] for event in _of(events, "reconfigured")}),
+        },
+    )
+
+
+def step_ends(events: Iterable[Event]) -> dict[int, float]:
+    """When each step had ended on all workers that log it: seconds since the epoch, by step."""
+    ends: dict[int, float] = {}
+    for event in _of(events, "step"):
+        ends[event["step"]] = max(event["t"], ends.get(event["step"], 0.0))
+    return ends
+
+
+def _of(events: Iterable[Event], *kinds: str) -> list[Event]:
+    return [event for event in events if event["event"] in kinds]
+
+
+def _fixed_seconds(events: Sequence[Event], grid: Grid, profile: Profile, micro_batches: int) -> float:
+    """Of iterations in which nothing happened: their time less that of their passes, by the plan's order."""
+    owners: dict[int, dict[Coordinate, str]] = {}
+    for event in _of(events, "step"):
+        for text in event.get("hosted", ()):
+            owners.setdefault(event["step"], {})[Coordinate.parse(text)] = str(event.get("worker"))
+    disturbed = {event["step"] for event in _of(events, "fault", "failover", "reconfigured", "joined", "protected")}
+    ends = step_ends(events)
+    known: dict[tuple[tuple[Coordinate, str], ...], float] = {}
+    found = []
+    for step, end in ends.items():
+        near = any(step - back in disturbed or step + 1 in disturbed for back in range(_QUIET + 1))
+        if step < _QUIET or near or step - 1 not in ends or len(owners.get(step, ())) < len(grid):
+            continue
+        key = tuple(sorted(owners[step].items()))
+        if key not in known:
+            placement = Placement.of(grid, owners=owners[step], shadows={})
+            known[key] = iteration_seconds(placement, profile, micro_batches=micro_batches)
+        found.append(end - ends[step - 1] - known[key])
+    return max(0.0, median(found)) if found else 0.0
+
+
+def _loss_costs(events: Sequence[Event]) -> dict[str, float]:
+    """Of each loss the parts of who took over: until it is known, and from then to the first instruction done again."""
+    detect, regroup = [], []
+    reports: dict[int, Event] = {}
+    for event in _of(events, "failover"):
+        best = reports.get(event["epoch"])
+        if best is None or bool(event.get("taken_over")) > bool(best.get("taken_over")):
+            reports[event["epoch"]] = event
+    faults = _of(events, "fault")
+    for report in reports.values():
+        parts = report["pause_seconds"]
+        regrouped = report["regrouped_t"]
+        heard = regrouped - parts["regroup"] - parts["abort"]
+        struck = [fault["t"] for fault in faults if fault["step"] == report["step"] and fault["t"] <= heard]
+        detect.append(heard - max(struck) if struck else parts["detect"])
+        first = report.get("first_recomputed_t") or regrouped
+        regroup.append(parts["abort"] + parts["regroup"] + max(0.0, first - regrouped))
+    return {"detect_seconds": median(detect), "regroup_seconds": median(regroup)} if detect else {}
+
+
+def _move_costs(events: Sequence[Event]) -> dict[str, float]:
+    """Of each reconfiguration the longest of those who took part; by least squares what a coordinate's state takes."""
+    moves: dict[int, list[Event]] = {}
+    for event in _of(events, "reconfigured", "joined"):
+        moves.setdefault(event["epoch"], []).append(event)
+    whole, points = [], []
+    for reports in moves.values():
+        stayed = [event for event in reports if event["event"] == "reconfigured"] or reports
+        seconds = max(event["seconds"] for event in stayed)
+        transfer = max(event["transfer_seconds"] for event in stayed)
+        whole.append(seconds - transfer)
+        points.append((max(event.get("received", 0) for event in reports), transfer))
+    if not whole:
+        return {}
+    base, each = _line(points)
+    return {
+        "handover_seconds": max(0.0, median(whole)),
+        "transfer_seconds": max(0.0, base),
+        "coordinate_copy_seconds": max(0.0, each),
+    }
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Constant and slope with the least squared error; where all x are alike, all is the constant."""
+    mean_x, mean_y = (sum(point[i] for point in points) / len(points) for i in (0, 1))
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    if spread <= 0.0:
+        return mean_y, 0.0
+    slope = max(0.0, sum((x - mean_x) * (y - mean_y) for x, y in points) / spread)
+    return mean_y - slope * mean_x, slope
