@@ -104,7 +104,13 @@ def _options(scenario: Scenario, arguments: argparse.Namespace) -> Iterator[Opti
         raise ScenarioError(f"--modes {unknown[0]!r} is unknown: there are {', '.join((*_MODES, _ON_DEMAND))}")
     own = Grid(live.pipelines, live.stages)
     table = [Grid(row.pipelines, row.stages) for row in scenario.model.table]
-    grids = _grids(arguments.grids) if arguments.grids else list(dict.fromkeys([own, *table]))
+    asked = _grids(arguments.grids) if arguments.grids else list(dict.fromkeys([own, *table]))
+    grids = [grid for grid in asked if not scenario.model.samples_per_step % grid.pipelines]
+    if not grids:
+        raise ScenarioError(
+            f"--grids {arguments.grids}: {scenario.model.samples_per_step} samples a step can't be shared evenly by "
+            "any of them, so none would start; give others"
+        )
     for grid in grids:
         default = [max(1, math.ceil(grid.size * share)) for share in _PROVISIONING]
         for machines in _counts(arguments.machines) if arguments.machines else default:

@@ -50,20 +50,16 @@ def planned_grid(job: Job, spec: LiveSpec) -> tuple[PlannedGrid, IterationCosts]
     Raises:
         ScenarioError: the grid does not start, since the batch does not divide.
     """
-    profile = profile_of(job, spec)
-    if profile is None or not spec.plans:
+    profile = profile_of(job, spec) if spec.plans else None
+    samples = job.scenario.model.samples_per_step
+    if profile is None:
+        if spec.plans and samples % spec.pipelines:
+            raise _does_not_start(samples, spec.pipelines, 1)
         return None
-    micro_batches = micro_batches_of(
-        samples_per_step=job.scenario.model.samples_per_step,
-        pipelines=spec.pipelines,
-        micro_batch_samples=profile.micro_batch_samples,
-    )
+    size = profile.micro_batch_samples
+    micro_batches = micro_batches_of(samples_per_step=samples, pipelines=spec.pipelines, micro_batch_samples=size)
     if micro_batches is None:
-        raise ScenarioError(
-            f"{spec.pipelines} pipelines with micro-batches of {profile.micro_batch_samples} samples do not share "
-            f"{job.scenario.model.samples_per_step} samples a step evenly, so the job would not start; "
-            "change policies.live.pipelines, or model.micro_batch_samples"
-        )
+        raise _does_not_start(samples, spec.pipelines, size)
     if 2 * spec.pipelines * spec.stages * micro_batches > MOST_PASSES:
         return None
     grid = PlannedGrid(
@@ -87,6 +83,13 @@ def planned_grid(job: Job, spec: LiveSpec) -> tuple[PlannedGrid, IterationCosts]
         overhead=overhead_of(spec),
     )
     return grid, costs
+
+
+def _does_not_start(samples: int, pipelines: int, micro_batch_samples: int) -> ScenarioError:
+    return ScenarioError(
+        f"{pipelines} pipelines with micro-batches of {micro_batch_samples} do not share {samples} samples a step "
+        "evenly, so the job would not start; change policies.live.pipelines, or model.micro_batch_samples"
+    )
 
 
 def profile_of(job: Job, spec: LiveSpec) -> JobProfile | None:

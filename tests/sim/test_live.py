@@ -42,12 +42,18 @@ def test_one_worker_is_enough() -> None:
     assert 0 < alone.samples < eight.samples
 
 
-def test_a_loss_costs_seconds_and_no_step() -> None:
-    result = run([*some(8), (1800.0, "remove", "n3")])
+@pytest.mark.parametrize(
+    ("plans", "moving"),
+    [
+        (True, 0.0),  # Of seven workers one hosts two of eight stages anyway, so nothing is to be gained by a move.
+        (False, 1.0 + 340e6 * 16 / 4 / 0.6e9),  # A handover and the state of a quarter of BERT.
+    ],
+)
+def test_a_loss_costs_seconds_and_no_step(plans: bool, moving: float) -> None:
+    result = run([*some(8), (1800.0, "remove", "n3")], policies__live__plans=plans)
     assert (result.failovers, result.fatal_losses, result.wasted_steps) == (1, 0, 0)
-    # Detect 3 s, regroup 1 s; then a handover of 1 s and the state of a quarter of BERT.
-    moving = 340e6 * 16 / 4 / 0.6e9
-    assert result.paused_hours == pytest.approx((30 + 4 + 1 + moving) / 3600, abs=2e-6)
+    # Detect 3 s, regroup 1 s.
+    assert result.paused_hours == pytest.approx((30 + 4 + moving) / 3600, abs=2e-6)
     step_hours = 1.0 / 3600 * 20
     assert 0 < result.wasted_hours < step_hours
 
@@ -97,7 +103,7 @@ def test_losing_everyone_goes_back_to_the_checkpoint() -> None:
     back = [(2000.0, "add", f"m{index}") for index in range(8)]
     result = run([*some(8), *gone, *back])
     assert result.fatal_losses == 1
-    assert result.wasted_steps > 100
+    assert result.wasted_steps > 90  # those of ten minutes, less the start
     assert result.samples == result.steps * 264
 
 
@@ -105,7 +111,7 @@ def test_zones_make_the_loss_of_one_of_them_survivable() -> None:
     """A whole zone goes at once: fatal for one pipeline if zones are unknown, not if placement knows them."""
 
     def lost(known: bool) -> RunResult:
-        zone = {f"n{index}": "xy"[index // 4] for index in range(8)}
+        zone = {f"n{index}": "xy"[index % 2] for index in range(8)}
         changes = [(0.0, "add", node, where if known else "-") for node, where in zone.items()]
         changes += [(1800.0, "remove", node, where if known else "-") for node, where in zone.items() if where == "x"]
         job = preset_job(
