@@ -19,7 +19,7 @@ from deepspeed_bamboo.core.placing.solver import decide
 from deepspeed_bamboo.core.timing import Profile, iteration_seconds
 
 # Stages move for the sake of balance alone if that saves so much of an iteration, and pays for the move in so many.
-_GAIN = 0.03
+LEAST_GAIN = 0.03
 _PAID_BACK_ITERATIONS = 100
 _MOVE_SECONDS = 0.5
 
@@ -161,7 +161,7 @@ def _by_time(
     now = iteration_seconds(placement, profile, micro_batches=micro_batches)
     gain = now - found.seconds
     names = tuple(site.worker for site in new)
-    if not (leaving or new) and (gain < _GAIN * now or gain * _PAID_BACK_ITERATIONS < _MOVE_SECONDS):
+    if not (leaving or new) and (gain < LEAST_GAIN * now or gain * _PAID_BACK_ITERATIONS < _MOVE_SECONDS):
         return None
     came = _reason(joining=names, leaving=leaving, uneven=False) if new or leaving else "balance"
     return Target(

@@ -18,7 +18,7 @@ from typing import ClassVar
 from ...core.grid import Coordinate
 from ...core.placement import Placement, WorkerId
 from ...core.placing.sites import Sites, WorkerSite
-from ...core.reconfiguring import transfers
+from ...core.reconfiguring import LEAST_GAIN, transfers
 from ..clock import MILLISECONDS_PER_SECOND, NEVER, to_milliseconds
 from ..engine import Policy
 from ..ledger import Ledger, Mode
@@ -27,9 +27,6 @@ from ..progress import Progress
 from ..scenario import LiveSpec
 
 __all__ = ["IterationCosts", "PlannedPolicy"]
-
-# Of an iteration, that moving stages has to save after a loss (core/reconfiguring.py).
-_GAIN = 0.05
 
 
 class IterationCosts:
@@ -349,7 +346,7 @@ class PlannedPolicy(Policy):
         if not self._look or self._placement is None:
             return None
         best = self._planned.shape(len(staying)).seconds
-        if self._planned.least_seconds_of(self._placement) * (1.0 - _GAIN) < best:
+        if self._planned.least_seconds_of(self._placement) * (1.0 - LEAST_GAIN) < best:
             now = self._passes_seconds()
-            return staying if now - best >= _GAIN * now else None
+            return staying if now - best >= LEAST_GAIN * now else None
         return staying
