@@ -85,10 +85,8 @@ def balance(
 ) -> Balanced:
     """Place ``grid`` on live ``workers`` by time; see the module. Arguments as those of ``solver.decide``.
 
-    ``memory`` is what stages take on devices, and how much room there is. ``most_passes`` bounds the search: fewer take
-    less time, and may find a slower placement.
-
-    Returns the same for the same values, wherever it runs. Raises ValueError as ``decide`` does for workers, and for
+    ``memory`` is what stages take on devices, and how much room there is. ``most_passes`` bounds the search. Returns
+    the same for the same values, wherever it runs. Raises ValueError as ``decide`` does for workers, and for
     a profile of another number of stages.
     """
     sites = Sites.of(workers)
@@ -116,9 +114,7 @@ def balance(
         placement,
         sites,
         seconds=search.final_seconds(owners),
-        least_seconds=least_seconds(
-            profile, pipelines=grid.pipelines, workers=sites.workers, micro_batches=micro_batches
-        ),
+        least_seconds=search.least_seconds,
         bytes_moved=search.bytes_moved(owners),
         fits=fits,
     )
@@ -160,6 +156,12 @@ class _Search:
             handover=profile.handover,
             micro_batches=micro_batches,
         )
+
+    @property
+    def least_seconds(self) -> float:
+        """A lower bound for any placement."""
+        pipelines, workers = self._grid.pipelines, self._sites.workers
+        return least_seconds(self._profile, pipelines=pipelines, workers=workers, micro_batches=self._micro_batches)
 
     # -- what a placement costs --------------------------------------------------------------------
 
