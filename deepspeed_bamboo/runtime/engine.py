@@ -59,7 +59,6 @@ from deepspeed_bamboo.runtime.stock.stock_steps import StockSteps
 from deepspeed_bamboo.runtime.survival import Hooks, Survival
 
 _OPERATION_TIMEOUT_SECONDS = 1800.0  # one transfer may wait for a peer that computes
-_LAST_MESSAGES_SECONDS = 5.0
 
 
 class BambooPipelineEngine(SettlingEngine):
@@ -110,12 +109,21 @@ class BambooPipelineEngine(SettlingEngine):
         self.worker = self._as_worker()
         take_over_stock_state(self, grid)
         show_all_hosted(self.module, self._shown_to_script)
+        self._make_parts_of_an_iteration()
+        self._make_parts_of_changes()
+        self._place_data()
+        follow_reporter(self)
+        self._whereabouts = Whereabouts(session.coordinator, worker=session.worker, where=self._where)
+        self._begin(grid)
+        self._whereabouts.start()
+
+    def _make_parts_of_an_iteration(self) -> None:
         self.script_writes = ScriptWrites(self.host, self.optimizer, tell=lambda text: tell(self.worker, text))
         self.transfer = StateTransfer(
             self.worker, written=self.script_writes.note, process_rank=lambda: int(self.global_rank)
         )
         self.settling = Settling(self.worker, transfer=self.transfer)
-        self.forward_seed = agreed_seed(session.config.seed, device=self.device)
+        self.forward_seed = agreed_seed(self.session.config.seed, device=self.device)
         self.iteration_end = IterationEnd(
             self.worker,
             stock=StockSteps(self),
@@ -129,23 +137,28 @@ class BambooPipelineEngine(SettlingEngine):
                 rebuilt=lambda: self.rebuilding,
             ),
         )
-        redundant = RedundantForwards(session.config.redundancy, device=self.device)
+        redundant = RedundantForwards(self.session.config.redundancy, device=self.device)
         self.host_offload = redundant.host_offload
         self.executor = Executor(
             self,
             host=self.host,
             links=self.links,
-            me=session.worker,
+            me=self.session.worker,
             seed=lambda: self.forward_seed,
             before=self._before_instruction,
             after=self._after_instruction,
             redundant=redundant,
-            pulse=session.pulse,
+            pulse=self.session.pulse,
         )
+
+    def _make_parts_of_changes(self) -> None:
         self.supply = DataSupply(self.worker, data=lambda: self.data, transform=lambda: self.batch_fn)
         self._survive_losses()
         self.checkpoints = automatic_checkpoints(self.worker, copy=self.copy_of)
-        self.common = self._common_state()
+        known: dict[str, Known] = {"modes": self.modes, "settling": self.settling}
+        if self.checkpoints is not None:
+            known["checkpoints"] = self.checkpoints.rounds
+        self.common = CommonState(self.__dict__, names=(*COUNTERS, "forward_seed"), parts=known)
         self.reconfiguration = Reconfiguration(
             self.worker,
             transfer=self.transfer,
@@ -154,11 +167,6 @@ class BambooPipelineEngine(SettlingEngine):
             world=self.world,
             known=self.common.to_json,
         )
-        self._place_data()
-        follow_reporter(self)
-        self._whereabouts = Whereabouts(session.coordinator, worker=session.worker, where=self._where)
-        self._begin(grid)
-        self._whereabouts.start()
 
     def _as_worker(self) -> Worker:
         """What the parts get in place of this engine. Reading its numbers starts nothing."""
@@ -206,12 +214,6 @@ class BambooPipelineEngine(SettlingEngine):
     def _recover(self, cause: EpochChangedError | PeerLostError) -> None:
         self.failover.run(cause)
 
-    def _common_state(self) -> CommonState:
-        parts: dict[str, Known] = {"modes": self.modes, "settling": self.settling}
-        if self.checkpoints is not None:
-            parts["checkpoints"] = self.checkpoints.rounds
-        return CommonState(self.__dict__, names=(*COUNTERS, "forward_seed"), parts=parts)
-
     def _first_contribution(self) -> dict[str, Any]:
         return {
             "losses": stage_losses(self),
@@ -243,30 +245,6 @@ class BambooPipelineEngine(SettlingEngine):
         if self._stage_host is None:
             raise RuntimeError("the engine is not ready")
         return self._stage_host
-
-    # ---- what users see -------------------------------------------------------------------------------
-
-    @at_work
-    def close(self) -> None:
-        """End the job after a last agreement that everybody is done. Called when the script ends; once is enough."""
-        if self.session.closed:
-            return
-        if self.checkpoints is not None:
-            self.checkpoints.finish()
-        self.worker.agree_on("close", lambda: None)
-        self.session.finish(step=self.global_steps)
-        self.leave()
-
-    def leave(self) -> None:
-        """Leave the job at once; the others need this worker no more."""
-        if self.session.closed:
-            return
-        self._whereabouts.close()
-        # The first worker's last messages must be out before its process is.
-        self.links.flush(within_seconds=_LAST_MESSAGES_SECONDS)
-        self.links.close()
-        self.session.close()
-        garbage.take_back()
 
     # ---- hooks of the stock engine --------------------------------------------------------------------
 

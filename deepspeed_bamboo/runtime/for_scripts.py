@@ -17,10 +17,13 @@ from deepspeed_bamboo.core.slowness import DATA, SCRIPT, Cause
 from deepspeed_bamboo.eventlog.log import EventLog
 from deepspeed_bamboo.runtime.feeding import FedEngine
 from deepspeed_bamboo.runtime.iteration.worker import Worker
+from deepspeed_bamboo.runtime.job import garbage
 from deepspeed_bamboo.runtime.job.script_clock import ScriptClock
 from deepspeed_bamboo.runtime.job.view import CurrentView
 from deepspeed_bamboo.runtime.recovery.agreed_digest import agreed_digest
 from deepspeed_bamboo.runtime.recovery.whole_state import collect_whole_state
+
+_LAST_MESSAGES_SECONDS = 5.0
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -81,6 +84,28 @@ class ScriptEngine(FedEngine):
             replica.settle()
         self.host.save()
         return {replica.coordinate: replica.module for replica in self.host.owners()}
+
+    @at_work
+    def close(self) -> None:
+        """End the job after a last agreement that everybody is done. Called when the script ends; once is enough."""
+        if self.session.closed:
+            return
+        if self.checkpoints is not None:
+            self.checkpoints.finish()
+        self.worker.agree_on("close", lambda: None)
+        self.session.finish(step=self.global_steps)
+        self.leave()
+
+    def leave(self) -> None:
+        """Leave the job at once; the others need this worker no more."""
+        if self.session.closed:
+            return
+        self._whereabouts.close()
+        # The first worker's last messages must be out before its process is.
+        self.links.flush(within_seconds=_LAST_MESSAGES_SECONDS)
+        self.links.close()
+        self.session.close()
+        garbage.take_back()
 
     @at_work
     def save_checkpoint(self, *arguments: Any, **options: Any) -> Any:

@@ -119,14 +119,17 @@ class Machine:
             secret=new_secret(),
         )
         try:
-            for rank in range(workers):
-                standby = start_workers is not None and rank >= start_workers
-                node = nodes[rank] if nodes else ""
-                zone = zones[rank] if zones else "unknown"
-                self._add(rank, node=node, zone=zone, entry=Entry.STANDBY if standby else Entry.START)
+            self._start(zones)
         except BaseException:
             self.close()
             raise
+
+    def _start(self, zones: Sequence[str]) -> None:
+        for rank in range(self._workers):
+            standby = self._start_workers is not None and rank >= self._start_workers
+            node = self._nodes[rank] if self._nodes else ""
+            zone = zones[rank] if zones else "unknown"
+            self._add(rank, node=node, zone=zone, entry=Entry.STANDBY if standby else Entry.START)
 
     def __enter__(self) -> Machine:
         return self

@@ -212,24 +212,7 @@ class StageHost:
         module = template.attributes["module"]
         with generators_untouched(engine.device), _more_threads(engine.device):
             logical = self.logical_grid(coordinate, topology=module._topo, process_rank=process_rank)
-            with BlankParameters() if fill is None else nullcontext():
-                new_module = stage_module(
-                    module,
-                    coordinate=coordinate,
-                    grid=self._grid,
-                    logical_grid=logical,
-                    device=engine.device,
-                    fill=fill,
-                    taken=ids_of(replica.module for replica in self.built()),
-                )
-                if description is not None:
-                    examples = [replica.module for replica in self.built()]
-                    liken(new_module, description, examples=examples, device=engine.device)
-            new_module.tied_comms = tied_groups(
-                new_module, coordinate=coordinate, grid=self._grid, exchange=self._exchange
-            )
-            if engine.session.config.gradient_norm == "global":
-                count_in_global_norm(new_module)
+            new_module = self._module(coordinate, logical=logical, like=module, description=description, fill=fill)
             for group in logical_groups(new_module, logical):
                 group.name_ranks(process_rank)
             replica = StageReplica(
@@ -249,6 +232,35 @@ class StageHost:
         self._prepare(replica)
         replica.complete = False
         return replica
+
+    def _module(
+        self,
+        coordinate: Coordinate,
+        *,
+        logical: LogicalGrid,
+        like: Any,
+        description: Description | None,
+        fill: Callable[[Any], None] | None,
+    ) -> Any:
+        """The layers of ``coordinate``, of the PipelineModule ``like`` whose stage is another one."""
+        engine = self._engine
+        with BlankParameters() if fill is None else nullcontext():
+            module = stage_module(
+                like,
+                coordinate=coordinate,
+                grid=self._grid,
+                logical_grid=logical,
+                device=engine.device,
+                fill=fill,
+                taken=ids_of(replica.module for replica in self.built()),
+            )
+            if description is not None:
+                examples = [replica.module for replica in self.built()]
+                liken(module, description, examples=examples, device=engine.device)
+        module.tied_comms = tied_groups(module, coordinate=coordinate, grid=self._grid, exchange=self._exchange)
+        if engine.session.config.gradient_norm == "global":
+            count_in_global_norm(module)
+        return module
 
     def _is_alike(self, replica: StageReplica, description: Description | None) -> bool:
         return description is None or not differences(description, self.description(replica))
