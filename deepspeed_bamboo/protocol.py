@@ -24,6 +24,8 @@ ETCD_PREFIX = "BAMBOO_ETCD_"  # begins the names of what a guarded etcd asks for
 START_DIRECTORY = "BAMBOO_START_DIRECTORY"  # where the job was started: what relative paths of its settings mean
 OTHER_ENGINES = "BAMBOO_OTHER_ENGINES"  # what to do about engines that are not the plugin's: other_engines
 
+RUN_PLAIN = "BAMBOO_RUN_PLAIN"  # "1": the launch module has found the plugin off, and runs the bare script
+
 # What `ds_bamboo run` puts into the environment of its command: a folder for the notes of its slots, see outcome.py.
 OUTCOME = "BAMBOO_OUTCOME"
 
@@ -38,6 +40,8 @@ ADDRESS = "BAMBOO_ADDRESS"  # the address under which others reach this machine
 SECRET_FILE = "BAMBOO_SECRET_FILE"  # a file with the secret that the machines of a job share
 FAULTS = "BAMBOO_FAULTS"  # a JSON file with scripted faults
 NOTICES = "BAMBOO_NOTICES"  # a JSON file with scripted notices
+CONFIG = "BAMBOO_CONFIG"  # a DeepSpeed JSON with the section, for scripts whose own configuration has none
+OPTIONS = "BAMBOO_OPTIONS"  # of the launch module, for scripts that import deepspeed_bamboo.launched
 STANDALONE = "BAMBOO_STANDALONE"  # "1": workers without launcher and agents
 
 # ---- exit codes of a worker ----------------------------------------------------------------------------------

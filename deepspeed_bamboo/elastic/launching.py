@@ -43,12 +43,13 @@ from deepspeed_bamboo.elastic.running_job import (
     private_job,
     private_name,
 )
-from deepspeed_bamboo.elastic.settings_source import find_source, load_section, section_in_script
+from deepspeed_bamboo.elastic.schedulers import ranks_of_scheduler
+from deepspeed_bamboo.elastic.settings_source import find_section
 from deepspeed_bamboo.elastic.slot import Slot, key_part, slot_from_environment
 from deepspeed_bamboo.errors import BambooError
 from deepspeed_bamboo.eventlog.log import check_directory
 from deepspeed_bamboo.news import tell
-from deepspeed_bamboo.protocol import ENDPOINTS, OTHER_ENGINES, OUTCOME, START_DIRECTORY
+from deepspeed_bamboo.protocol import CONFIG, ENDPOINTS, OTHER_ENGINES, OUTCOME, RUN_PLAIN, START_DIRECTORY
 from deepspeed_bamboo.trust.secret import proof_of
 
 WORKER_MODULE = "deepspeed_bamboo.runtime.main"
@@ -81,8 +82,8 @@ def _run(line: CommandLine) -> int:
     try:
         if not Path(line.script).is_file():
             raise LaunchError(f"script {line.script!r} is no file in {Path.cwd()}; check the path")
-        source = find_source(bamboo_config=line.bamboo_config, arguments=line.arguments)
-        config = section_in_script(line.script) if source is None else load_section(source)
+        os.environ.update(ranks_of_scheduler(os.environ))
+        config, source = find_section(line, os.environ)
         if config is None and speaks:
             print(f"deepspeed_bamboo: {_why_unprotected(source)}", file=sys.stderr, flush=True)
         if config is None or not config.enabled:
@@ -124,6 +125,7 @@ def run_plain(line: CommandLine) -> int:
     """Become the script, in this very process, as if the launcher had started it. Does not return."""
     OutcomeNote(os.environ).write(SlotNote(PLAIN))
     os.environ.pop(OUTCOME, None)
+    os.environ[RUN_PLAIN] = "1"
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-u", *line.script_line])
@@ -188,7 +190,7 @@ def _lead(command: _Command, exchange: Exchange) -> int:
         except BambooError:
             exchange.refuse()
             raise
-        source = find_source(bamboo_config=line.bamboo_config, arguments=line.arguments)
+        source = find_section(line, os.environ)[1]
         tell(greeting(boot, slot, config, source=source), who=f"rank {_placed(slot, boot).rank}")
         hooks = AgentHooks(on_registered=until_registered.close, on_all_present=exchange.close)
         settings = replace(command.settings(boot, reached_at), hosts_coordinator=boot.host_pid == os.getpid())
@@ -353,6 +355,7 @@ def _settings(slot: Slot, boot: Boot, config: BambooConfig) -> AgentSettings:
             *EtcdGuard.of(config.coordinator).to_environment().items(),
             *grid_environment(boot.pipelines),
             (START_DIRECTORY, str(Path.cwd())),
+            *((CONFIG, str(Path(named).resolve())) for named in [os.environ.get(CONFIG)] if named),
             (OTHER_ENGINES, config.other_engines),
         ),
         compact_seconds=_COMPACT_SECONDS if config.coordinator.compact else None,

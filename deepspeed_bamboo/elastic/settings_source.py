@@ -7,14 +7,16 @@ import base64
 import errno
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import hjson  # type: ignore[import-untyped]
 
 from deepspeed_bamboo.config.section import SECTION, BambooConfig, load_bamboo_section, parse_bamboo_section
+from deepspeed_bamboo.elastic.command_line import CommandLine
 from deepspeed_bamboo.errors import ConfigError
+from deepspeed_bamboo.protocol import CONFIG
 
 _OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--ds_config", "--ds-config", "--deepspeed")
 
@@ -37,6 +39,17 @@ def find_source(*, bamboo_config: str | None, arguments: Sequence[str]) -> str |
         elif following and not following.startswith("-"):
             found = following
     return found
+
+
+def find_section(line: CommandLine, environment: Mapping[str, str]) -> tuple[BambooConfig | None, str | None]:
+    """The section for a command, and what was named as its configuration; None: there is none.
+
+    Without a section in what the command names, or in the script itself, that of BAMBOO_CONFIG's file counts.
+    """
+    source = find_source(bamboo_config=line.bamboo_config, arguments=line.arguments)
+    found = section_in_script(line.script) if source is None else load_section(source)
+    named = environment.get(CONFIG)
+    return (load_section(named), named) if found is None and named else (found, source)
 
 
 def load_section(source: str) -> BambooConfig | None:

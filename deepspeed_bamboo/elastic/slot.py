@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from deepspeed_bamboo.elastic.errors import LaunchError
 from deepspeed_bamboo.protocol import NODE, ZONE
 
+_LAST_PORT = 65535
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -64,6 +66,9 @@ def slot_from_environment(environment: Mapping[str, str], *, local_rank: int | N
     if not 0 <= rank < world_size:
         raise LaunchError(f"RANK is {rank} and WORLD_SIZE is {world_size}; a rank is less than the world size")
     fallback = local_rank if local_rank is not None else rank
+    port = _number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else 29500
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        port = port - 1 if port == _LAST_PORT else port + 1  # torchrun serves its own store at the other
     return Slot(
         rank=rank,
         local_rank=_number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else fallback,
@@ -72,7 +77,7 @@ def slot_from_environment(environment: Mapping[str, str], *, local_rank: int | N
         node=key_part(environment.get(NODE) or socket.gethostname()),
         zone=(environment.get(ZONE) or "unknown") if zone == "auto" else zone,
         master_addr=environment.get("MASTER_ADDR", "127.0.0.1"),
-        master_port=_number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else 29500,
+        master_port=port,
         passed_local_rank=local_rank is not None,
     )
 

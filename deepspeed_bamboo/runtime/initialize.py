@@ -19,6 +19,7 @@ from deepspeed_bamboo.config.section import SECTION, BambooConfig, load_deepspee
 from deepspeed_bamboo.coordination import connect
 from deepspeed_bamboo.core.seating import Seat
 from deepspeed_bamboo.errors import ConfigError
+from deepspeed_bamboo.protocol import CONFIG
 from deepspeed_bamboo.runtime.job.session import WorkerIdentity, WorkerSession
 from deepspeed_bamboo.runtime.job.standalone import is_standalone, standalone_job
 from deepspeed_bamboo.runtime.stock.patches.entry_points import engine_class
@@ -51,7 +52,7 @@ def initialize_with(stock: Initialize, groups: ScriptGroups, *args: Any, **kwarg
     """
     call = inspect.signature(stock).bind(*args, **kwargs)
     settings = _settings(call.arguments)
-    section = None if settings is None else settings.get(SECTION)
+    section = None if settings is None else settings.get(SECTION, _section_of_environment())
     config = None if section is None else parse_bamboo_section(section)
     block = block_of(call.arguments.get("model"))
     if settings is None or config is None or not config.enabled:
@@ -76,6 +77,12 @@ def initialize_with(stock: Initialize, groups: ScriptGroups, *args: Any, **kwarg
         _take_apart(block, call.arguments)
     with engine_class(partial(_kind_of_engine(session), session=session, script_groups=groups)):
         return stock(*call.args, **call.kwargs)
+
+
+def _section_of_environment() -> Any:
+    """The section in the file that BAMBOO_CONFIG names, for scripts whose own configuration has none."""
+    named = os.environ.get(CONFIG)
+    return load_deepspeed_settings(named).get(SECTION) if named else None
 
 
 def _needs_the_plugin(seat: Seat) -> ConfigError:

@@ -34,6 +34,7 @@ DEFAULT_PORT = 29511 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removepr
 class LaunchedJob:
     """``python -m deepspeed.launcher.launch ... --module tests.elastic.fast_launch train.py``, as the command runs it.
 
+    ``launcher``: the beginning of another command. ``module``: what starts the script, if not the script itself.
     One launcher of several ``nodes`` is made by giving its ``node_rank``.
     With ``command`` it is ``deepspeed ...`` itself, under ``ds_bamboo run`` with options ``run``. It leads a process
     group, so that Ctrl-C can be sent to it.
@@ -54,6 +55,8 @@ class LaunchedJob:
         node_rank: int = 0,
         master_port: int | None = None,
         environment: Mapping[str, str] | None = None,
+        launcher: tuple[str, ...] | None = None,
+        module: tuple[str, ...] = ("--module", "tests.elastic.fast_launch"),
     ) -> None:
         master_port = DEFAULT_PORT if master_port is None else master_port
         folder.mkdir(exist_ok=True)
@@ -61,8 +64,10 @@ class LaunchedJob:
         file.write_text(textwrap.dedent(PRELUDE) + textwrap.dedent(script), encoding="utf-8")
         settings = folder / "ds.json"
         settings.write_text(json.dumps(NO_RESTARTS if config is None else config), encoding="utf-8")
-        tail = ["--module", "tests.elastic.fast_launch", *options, str(file), "--deepspeed_config", str(settings)]
-        if command:
+        tail = [*module, *options, str(file), "--deepspeed_config", str(settings)]
+        if launcher is not None:
+            head = [*launcher]
+        elif command:
             head = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(slots)]
             head += ["--master_port", str(master_port)]
             if run is not None:

@@ -140,7 +140,18 @@ def plus(value: int, *, more: int = 0) -> int:
 
 @pytest.mark.parametrize(
     "value",
-    [3, "text", [1, (2, None)], {"a": [1.5]}, torch.bfloat16, plus, partial(plus, more=4), [plus, 1], {1: plus}],
+    [
+        3,
+        "text",
+        [1, (2, None)],
+        {"a": [1.5]},
+        torch.bfloat16,
+        {"at": torch.device("cpu")},
+        plus,
+        partial(plus, more=4),
+        [plus, 1],
+        {1: plus},
+    ],
 )
 def test_values_are_made_again_from_their_forms(value: Any) -> None:
     form = decode(encode(form_of(value, Parts({}, {}))))

@@ -6,6 +6,7 @@ A form is plain data:
 - ``["module", path]``, ``["parameter", name]``: parts of the stage;
 - ``["function", module, name, line, checksum, defaults, closure]``: a function by where its code is, and the values
   that it holds; ``["method", object, name]`` and ``["partial", function, arguments, keywords]`` accordingly;
+- ``["device", kind]``: a torch device, of which each worker has its own;
 - ``["other", class]``: anything else, of which only the class can be compared.
 
 A receiver makes functions from code that its own script has, never from bytes.
@@ -87,6 +88,8 @@ def form_of(value: Any, parts: Parts) -> Form:
     if type(value) is functools.partial:
         arguments = [form_of(list(value.args), parts), form_of(dict(value.keywords), parts)]
         return ["partial", form_of(value.func, parts), *arguments]
+    if isinstance(value, torch.device):
+        return ["device", value.type]
     return ["other", class_name(type(value))]
 
 
@@ -193,6 +196,8 @@ def value_of(form: Form, parts: Parts, code: CodeOfTheScript) -> Any:
         return parts.tensors[form[1]]
     if kind == "function":
         return _function(form, parts, code)
+    if kind == "device":
+        return torch.device(form[1])
     if kind == "method":
         holder = value_of(form[1], parts, code)
         if hasattr(holder, form[2]):
