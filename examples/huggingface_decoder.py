@@ -1,6 +1,7 @@
 """Trains a causal language model of transformers as a pipeline, and saves it in the library's layout.
 
-``--model FOLDER`` is a folder (or a name on the hub) with safetensors files; without it a tiny Llama is trained. The first line has any launcher start the plugin's agents, so no ``--module`` is needed.
+``--model FOLDER`` is a folder (or a name on the hub) with safetensors files; without it a tiny Llama is trained. The
+first line has any launcher start the plugin's agents, so no ``--module`` is needed.
 """
 
 import deepspeed_bamboo.launched  # noqa: F401, I001 - first

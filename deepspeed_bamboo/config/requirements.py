@@ -77,6 +77,7 @@ def validate_deepspeed_settings(
     problems = [
         *_model_problems(model, model_name=model_name),
         *zero_problems(settings),
+        *parallel_problems(settings),
         *_size_problems(stages, world_size=world_size),
         *(() if shape is None else shape_problems(shape)),
     ]
@@ -103,6 +104,22 @@ def zero_problems(settings: Mapping[str, Any]) -> Iterator[str]:
             f"zero_optimization.stage is {stage}, and DeepSpeed's pipelines work with ZeRO stages 0 and 1 only; "
             "set it to 1 or 0"
         )
+    for name in ("offload_optimizer", "offload_param"):
+        part = zero.get(name) if isinstance(zero, Mapping) else None
+        device = part.get("device", "none") if isinstance(part, Mapping) else "none"
+        if stage == 1 and device not in ("none", None):
+            yield (
+                f"zero_optimization.{name}.device is {device!r}, and a stage whose state is partly offloaded can't be "
+                'rebuilt elsewhere; set it to "none" (bf16 with ZeRO-1 already splits that state over the pipelines)'
+            )
+
+
+def parallel_problems(settings: Mapping[str, Any]) -> Iterator[str]:
+    """What in a DeepSpeed configuration cuts layers in parts."""
+    section = settings.get("tensor_parallel")
+    size = section.get("autotp_size", 0) if isinstance(section, Mapping) else 0
+    if isinstance(size, int) and size > 1:
+        yield f"tensor_parallel.autotp_size is {size}, and tensor parallelism is not supported; set it to 0"
 
 
 def _size_problems(stages: int | None, *, world_size: int) -> Iterator[str]:

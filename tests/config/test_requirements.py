@@ -33,7 +33,9 @@ def validate(**changes: Any) -> None:
         {},
         {"settings": {}},
         {"settings": {"zero_optimization": True}},
-        {"settings": {"zero_optimization": {"stage": 0}}},
+        {"settings": {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}},
+        {"settings": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}}}},
+        {"settings": {"tensor_parallel": {"autotp_size": 1}}},
         {"stages": 4},
         {"stages": 1, "world_size": 3},
         {"shape": PIPE_DATA},
@@ -49,6 +51,11 @@ def test_supported(changes: dict[str, Any]) -> None:
     [
         ({"settings": {"zero_optimization": {"stage": 2}}}, ["stage is 2", "1 or 0"]),
         ({"settings": {"zero_optimization": {"stage": 3}}}, ["stage is 3", "1 or 0"]),
+        (
+            {"settings": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}},
+            ["offload_optimizer.device is 'cpu'", 'set it to "none"'],
+        ),
+        ({"settings": {"tensor_parallel": {"autotp_size": 4}}}, ["autotp_size is 4", "set it to 0"]),
         ({"model": ModelKind.OTHER, "model_name": "Linear"}, ["Linear", "PipelineModule", "enabled"]),
         ({"model": ModelKind.DUALPIPEV, "model_name": "DualPipeVModule"}, ["DualPipeV is not supported"]),
         ({"stages": 3}, ["4 workers", "3 stages", "3 or 6"]),

@@ -169,8 +169,8 @@ def test_reading_the_section_imports_neither_torch_nor_deepspeed(tmp_path: Path)
     file = tmp_path / "ds.json"
     file.write_text(LENIENT, encoding="utf-8")
     code = (
-        "import sys; from deepspeed_bamboo.elastic import launching; "
-        f"launching.load_section({str(file)!r}); print([m for m in ('torch', 'deepspeed') if m in sys.modules])"
+        "import sys; from deepspeed_bamboo.elastic import launching, settings_source; "
+        f"settings_source.load_section({str(file)!r}); print([m for m in ('torch', 'deepspeed') if m in sys.modules])"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
