@@ -33,7 +33,7 @@ TORCHRUN = (str(Path(sys.executable).with_name("torchrun")), "--standalone", "--
 SRUN = (sys.executable, "-m", "tests.elastic.fake_srun", "2", sys.executable, "-u")
 
 
-@pytest.mark.parametrize("way", ["torchrun", "srun"])
+@pytest.mark.parametrize("way", ["torchrun", pytest.param("srun", marks=pytest.mark.sweep)])
 def test_a_worker_is_lost_under_another_launcher_and_its_job_goes_on(
     tmp_path: Path, way: str, temporary_folder: Path
 ) -> None:
