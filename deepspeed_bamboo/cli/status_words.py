@@ -79,6 +79,9 @@ def event_in_words(event: Mapping[str, Any]) -> str:
         what = reason
     elif kind == "fatal_restore":
         what = f"continued from {event.get('path', '?')}"
+    elif kind == "restored":
+        lost = ", ".join(map(str, event.get("workers", ())))
+        what = f"lost {lost}, went back to step {event.get('from_step', '?')}{_pause(number(event.get('seconds')))}"
     else:
         what = f"{kind} {reason}".rstrip()
     return f"step {event['step']}: {printable(what)}"

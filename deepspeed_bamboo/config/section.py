@@ -251,6 +251,17 @@ class CheckpointConfig(Section):
     keep: Annotated[int, Field(ge=1, le=1000)] = 2
     """How many of the newest complete checkpoints are kept. With 1 a damaged one has no other to fall back on."""
 
+    memory_interval_seconds: Seconds | None = None
+    """Time between checkpoints in the host memory of other workers, which survivors go back to when a loss takes the
+    last live copy of a stage; null: none are made, and such a loss ends the job."""
+
+    memory_copies: Annotated[int, Field(ge=1, le=1000)] = 1
+    """How many workers keep each stage's memory checkpoint, besides its owner and the holder of its shadow."""
+
+    memory_limit_gigabytes: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Most host memory that memory checkpoints may take in each worker; null: a quarter of what is free at the start,
+    shared by the workers of a machine."""
+
     @field_validator("dir")
     @classmethod
     def _check_dir(cls, location: str | None) -> str | None:
@@ -307,6 +318,11 @@ class BambooConfig(Section):
 
     debug_check_shadows: Annotated[int, Field(ge=0)] = 0
     """Compare every shadow with its owner each so many steps; 0: never."""
+
+    @property
+    def remembers(self) -> bool:
+        """True where workers keep memory checkpoints of each other's stages."""
+        return self.checkpoint.memory_interval_seconds is not None and self.redundancy.mode != "off"
 
     @field_validator("faults")
     @classmethod

@@ -12,7 +12,8 @@ from typing import Any
 from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable, JobNameTaken, NoEpoch
 from deepspeed_bamboo.coordination.job_news import JobNews
 from deepspeed_bamboo.coordination.keys import jobs_root
-from deepspeed_bamboo.coordination.records import AgentRecord, Change, EpochRecord, JobFailure, Member
+from deepspeed_bamboo.coordination.losing import fatal_loss, without_lost
+from deepspeed_bamboo.coordination.records import AgentRecord, Change, EpochRecord, Member
 from deepspeed_bamboo.coordination.registration import Registration
 from deepspeed_bamboo.coordination.shared_registration import SharedRegistration, conditions_for
 from deepspeed_bamboo.coordination.store import KeyValueStore
@@ -151,8 +152,9 @@ class JobCoordinator(JobNews):
     def propose_loss(self, lost: Iterable[WorkerId], *, reason: str, proposer: str) -> EpochRecord:
         """Go on without the workers in ``lost``: returns the current epoch once it has none of them.
 
-        If that loses a coordinate for good, records a ``fatal_loss`` failure naming it and returns
-        the current epoch as it is. Raises NoEpoch before the first epoch.
+        If that loses a coordinate for good, the survivors bring the state back from copies in their memory, where they
+        keep such; else this records a ``fatal_loss`` failure naming it and returns the current epoch as it is. Raises
+        NoEpoch before the first epoch.
         """
         gone = frozenset(lost)
         while True:
@@ -162,25 +164,11 @@ class JobCoordinator(JobNews):
             leaving = tuple(worker for worker in current.members if worker in gone)
             if not leaving:
                 return current
-            placement, fatal = current.placement.without(leaving)
-            if placement is None:
-                names = ", ".join(map(str, fatal))
-                message = (
-                    f"no live worker holds the state of {names} (pipeline.stage) after the loss of "
-                    f"{', '.join(leaving)} in epoch {current.number} ({reason}); start the same command again, it goes "
-                    "on from the last checkpoint in bamboo.checkpoint.dir if that is set"
-                )
-                self.fail(JobFailure(worker=leaving[0], kind="fatal_loss", message=message, traceback=""))
+            record = without_lost(current, leaving, reason=reason, proposer=proposer)
+            if record is None:
+                why = f"after the loss of {', '.join(leaving)} in epoch {current.number} ({reason})"
+                self.fail(fatal_loss(leaving[0], current.placement.without(leaving)[1], why))
                 return current
-            record = EpochRecord(
-                number=current.number + 1,
-                members=tuple(worker for worker in current.members if worker not in gone),
-                placement=placement,
-                reason=reason,
-                lost=leaving,
-                proposer=proposer,
-                time_seconds=time.time(),
-            )
             if self._swap(record, revision):
                 return record
 

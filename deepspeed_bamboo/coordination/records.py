@@ -62,6 +62,10 @@ class EpochRecord:
 
     ``members`` are all workers that take part, standbys included. ``time_seconds`` is the proposer's
     wall clock, for people to read; nothing is decided by it.
+
+    ``remembers``: workers keep copies of each other's stages in host memory, so that a loss of the last live one of a
+    stage need not end the job. ``restoring``: the number of the epoch from which on they are bringing the state back
+    from those; -1 when they are not. The shadows of such an epoch are yet to be made.
     """
 
     number: int
@@ -71,6 +75,8 @@ class EpochRecord:
     lost: tuple[WorkerId, ...]
     proposer: str
     time_seconds: float
+    remembers: bool = False
+    restoring: int = -1
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -81,6 +87,8 @@ class EpochRecord:
             "lost": list(self.lost),
             "proposer": self.proposer,
             "time_seconds": self.time_seconds,
+            **({"remembers": True} if self.remembers else {}),
+            **({"restoring": self.restoring} if self.restoring >= 0 else {}),
         }
 
     @classmethod
@@ -93,6 +101,8 @@ class EpochRecord:
             lost=tuple(value["lost"]),
             proposer=value["proposer"],
             time_seconds=value["time_seconds"],
+            remembers=bool(value.get("remembers", False)),
+            restoring=int(value.get("restoring", -1)),
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.core.progress import CoordinateProgress
+from deepspeed_bamboo.core.restoring import Kept
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Report:
     ``activity`` counts from 0; ``kind`` is None while the worker has not started it. ``rounds`` are the
     agreements seen in this activity (opaque; the first one decides it), ``previous`` those of the one before.
     ``progress`` covers the coordinates that the worker hosted when the epoch changed, ``redundant`` the
-    shadows that it held: how much of their work is stored.
+    shadows that it held: how much of their work is stored. ``step``: how many iterations were complete when this
+    activity began. ``kept``: what it has in host memory, for a loss that leaves no live copy of a stage.
     """
 
     activity: int
@@ -31,6 +33,8 @@ class Report:
     previous: tuple[str, ...] = ()
     progress: Mapping[Coordinate, CoordinateProgress] = field(default_factory=dict)
     redundant: Mapping[Coordinate, CoordinateProgress] = field(default_factory=dict)
+    step: int = 0
+    kept: Kept = field(default_factory=Kept)
 
     def outline(self) -> Report:
         """The same with blanks for the texts of agreements, which grow with the number of workers.
@@ -52,6 +56,8 @@ class Report:
             "previous": list(self.previous),
             "progress": {str(c): p.to_json() for c, p in self.progress.items()},
             "redundant": {str(c): p.to_json() for c, p in self.redundant.items()},
+            "step": self.step,
+            "kept": self.kept.to_json(),
         }
 
     @classmethod
@@ -68,6 +74,8 @@ class Report:
             previous=tuple(value["previous"]),
             progress={Coordinate.parse(c): CoordinateProgress.from_json(p) for c, p in value["progress"].items()},
             redundant={Coordinate.parse(c): CoordinateProgress.from_json(p) for c, p in value["redundant"].items()},
+            step=int(value["step"]),
+            kept=Kept.from_json(value["kept"]),
         )
 
 
@@ -77,7 +85,8 @@ class Settlement:
 
     ``activity`` is the newest one that anybody is in. ``agreed`` maps an activity to the agreements that
     somebody saw in it: everybody carries it out. When ``activity`` itself is not in it, it goes on from
-    ``progress``, as ``kind`` (None: nobody has started it).
+    ``progress``, as ``kind`` (None: nobody has started it). ``step``: how many iterations were complete when it began.
+    ``kept``: what each survivor has in host memory.
     """
 
     activity: int
@@ -85,6 +94,13 @@ class Settlement:
     agreed: Mapping[int, tuple[str, ...]]
     progress: Mapping[Coordinate, CoordinateProgress]
     redundant: Mapping[Coordinate, CoordinateProgress] = field(default_factory=dict)
+    step: int = 0
+    kept: Mapping[WorkerId, Kept] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """How many iterations are complete, or agreed upon."""
+        return self.step + int(self.kind == "train" and self.decided)
 
     @property
     def decided(self) -> bool:
@@ -135,4 +151,6 @@ def settle(reports: Mapping[WorkerId, Report]) -> Settlement:
         started = report.activity == newest and report.kind is not None
         for result, reported in ((progress, report.progress), (redundant, report.redundant)):
             result.update((c, counts if started else CoordinateProgress()) for c, counts in reported.items())
-    return Settlement(newest, kinds.pop() if kinds else None, agreed, progress, redundant)
+    step = next(report.step for report in reports.values() if report.activity == newest)
+    kept = {worker: report.kept for worker, report in sorted(reports.items())}
+    return Settlement(newest, kinds.pop() if kinds else None, agreed, progress, redundant, step, kept)

@@ -46,6 +46,11 @@ def not_survived(epoch: EpochRecord, members: Mapping[WorkerId, Member]) -> str 
     if len(nodes) == 1:
         return f"all {len(epoch.members)} workers are on node {fatal[0]}: the loss of a worker is survived, its is not"
     many = "the loss of any of these nodes" if len(fatal) > 1 else "the loss of this node"
+    if epoch.remembers:
+        return (
+            f"{many} would take the last live copy of a stage, since neighbours share it: {', '.join(fatal)}. The job "
+            "then goes back to a memory checkpoint, if that is on another node; more nodes would change that"
+        )
     return (
         f"{many} would end the job, since neighbours share it: {', '.join(fatal)} (with a checkpoint.dir it can go on "
         "from there); more nodes, or fewer stages on each, would change that"

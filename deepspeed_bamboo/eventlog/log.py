@@ -42,6 +42,8 @@ EVENTS = (
     "profile",
     "checkpoint",
     "fatal_restore",
+    "restored",
+    "redone",
     "fault",
     "finished",
 )

@@ -24,12 +24,13 @@ from deepspeed_bamboo.runtime.iteration.evaluation import EvaluationRequest, eva
 from deepspeed_bamboo.runtime.iteration.evaluation_position import EvaluationPositions
 from deepspeed_bamboo.runtime.iteration.executor import FAULT_POINTS, Executor
 from deepspeed_bamboo.runtime.iteration.iteration_end import Contributors, IterationEnd
-from deepspeed_bamboo.runtime.iteration.losses import aggregate_losses, agreed_losses, stage_losses
+from deepspeed_bamboo.runtime.iteration.losses import aggregate_losses, agreed_losses
 from deepspeed_bamboo.runtime.iteration.micro_batches import DataFactory, PipelineData
 from deepspeed_bamboo.runtime.iteration.monitoring import follow_reporter, note_step
 from deepspeed_bamboo.runtime.iteration.programs import Programs
 from deepspeed_bamboo.runtime.iteration.redundant_forwards import RedundantForwards
 from deepspeed_bamboo.runtime.iteration.step_event import log_step
+from deepspeed_bamboo.runtime.iteration.step_history import StepHistory
 from deepspeed_bamboo.runtime.iteration.supply import DataSupply
 from deepspeed_bamboo.runtime.iteration.worker import Numbers, Worker
 from deepspeed_bamboo.runtime.job import garbage
@@ -44,7 +45,8 @@ from deepspeed_bamboo.runtime.membership.reconfiguration import Reconfiguration
 from deepspeed_bamboo.runtime.membership.starting import Built, agreed_seed, enter_first_epoch
 from deepspeed_bamboo.runtime.recovery.shadow_check import check_shadows
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
-from deepspeed_bamboo.runtime.settling import Settling, SettlingEngine
+from deepspeed_bamboo.runtime.redoing import KnownMemory, RedoingEngine
+from deepspeed_bamboo.runtime.settling import Settling
 from deepspeed_bamboo.runtime.stock.attributes import COUNTERS
 from deepspeed_bamboo.runtime.stock.built_state import take_over_stock_state
 from deepspeed_bamboo.runtime.stock.hosted_view import show_all_hosted
@@ -61,7 +63,7 @@ from deepspeed_bamboo.runtime.survival import Hooks, Survival
 _OPERATION_TIMEOUT_SECONDS = 1800.0  # one transfer may wait for a peer that computes
 
 
-class BambooPipelineEngine(SettlingEngine):
+class BambooPipelineEngine(RedoingEngine):
     """Hosts one or more stages and shadows; see the module.
 
     Made by :func:`deepspeed_bamboo.initialize`, which passes ``session`` and the groups that the script made; all other
@@ -112,6 +114,7 @@ class BambooPipelineEngine(SettlingEngine):
         self._make_parts_of_an_iteration()
         self._make_parts_of_changes()
         self._place_data()
+        self.forget_memory()
         follow_reporter(self)
         self._whereabouts = Whereabouts(session.coordinator, worker=session.worker, where=self._where)
         self._begin(grid)
@@ -122,7 +125,8 @@ class BambooPipelineEngine(SettlingEngine):
         self.transfer = StateTransfer(
             self.worker, written=self.script_writes.note, process_rank=lambda: int(self.global_rank)
         )
-        self.settling = Settling(self.worker, transfer=self.transfer)
+        self.settling = Settling(self.worker, transfer=self.transfer, changed=self.forget_memory)
+        self.history = StepHistory()
         self.forward_seed = agreed_seed(self.session.config.seed, device=self.device)
         self.iteration_end = IterationEnd(
             self.worker,
@@ -158,6 +162,8 @@ class BambooPipelineEngine(SettlingEngine):
         known: dict[str, Known] = {"modes": self.modes, "settling": self.settling}
         if self.checkpoints is not None:
             known["checkpoints"] = self.checkpoints.rounds
+        if self.memory is not None:
+            known["memory"] = KnownMemory(self)
         self.common = CommonState(self.__dict__, names=(*COUNTERS, "forward_seed"), parts=known)
         self.reconfiguration = Reconfiguration(
             self.worker,
@@ -195,11 +201,12 @@ class BambooPipelineEngine(SettlingEngine):
             abandon=self.iteration_end.abandon,
             evaluated=lambda: self.evaluated_micro_batches,
             on_rank=self._take_rank,
+            way_back=self._way_back(),
         )
         survival = Survival(self.worker, transfer=self.transfer, groups=self.script_groups, hooks=hooks)
         self.modes, self.rebuilding, self.world = survival.modes, survival.rebuilding, survival.world
         self.script_server, self.failover = survival.script_server, survival.failover
-        self.protection = survival.protection
+        self.protection, self.memory = survival.protection, survival.memory
         self.programs = Programs(
             self.worker,
             modes=self.modes,
@@ -213,15 +220,6 @@ class BambooPipelineEngine(SettlingEngine):
     @at_work
     def _recover(self, cause: EpochChangedError | PeerLostError) -> None:
         self.failover.run(cause)
-
-    def _first_contribution(self) -> dict[str, Any]:
-        return {
-            "losses": stage_losses(self),
-            **self.modes.contribution(),
-            **self.settling.contribution(),
-            **(self.checkpoints.contribution() if self.checkpoints is not None else {}),
-            **self.reconfiguration.contribution(),
-        }
 
     def _where(self) -> Where | None:
         kind = self.activity.kind
@@ -293,6 +291,7 @@ class BambooPipelineEngine(SettlingEngine):
                 self.total_additional_losses = None
         self.activate_first()
         loss = super().train_batch()
+        self._keep_in_memory()
         mode, slow = self.modes.mode.value, self.reconfiguration.balancing.slow_workers
         log_step(self, seconds=time.perf_counter() - started, mode=mode, slow=slow)
         note_step(self)
@@ -332,7 +331,7 @@ class BambooPipelineEngine(SettlingEngine):
     @at_work
     def perform(self, kind: str, body: Callable[[], None]) -> None:
         """Run ``body`` as the next activity, again after every recovery, until it gets through."""
-        self.activity.kind = kind
+        self.activity.kind, self.activity.step = kind, self.worker.step
         self.script_writes.follow()
         while True:
             try:
@@ -341,6 +340,8 @@ class BambooPipelineEngine(SettlingEngine):
                 break
             except (EpochChangedError, PeerLostError) as cause:
                 self.failover.run(cause)
+                if self.activity.redone:
+                    break
         self.activity.finish()
         self.script_server.tidy()
 
@@ -352,18 +353,17 @@ class BambooPipelineEngine(SettlingEngine):
             self._reserve_pipe_buffers(self.micro_batches)
             self.fwd_outputs = []
         self.activate_first()  # whose counters are right: a shadow's step may be yet to come
+        step = self.worker.step
         self.perform("train", self._train_body)
         if not self.host.replicas():
-            self._count_iteration()
+            self.count_to(step + 1)
         self.last_losses = agreed_losses(self)
-        self.reconfiguration.note()
-        self.settling.learn(self.activity.previous[0])
-        if self.checkpoints is not None:
-            self.checkpoints.note()
+        if not self.failover.redoing:
+            self._take_in_what_was_agreed()
         self.iteration_end.forget()
         self.host_offload.start_iteration()
         self.failover.log_if_any()
-        self.data.forget()
+        self.data.forget(step)
         self.activate_first()
         self.protection.protect_again()
         self.settling.note()
@@ -395,12 +395,6 @@ class BambooPipelineEngine(SettlingEngine):
     def activate_first(self) -> None:
         """Between iterations the engine shows one stage, see ``StageHost.shown``."""
         self.host.activate_shown()
-
-    def _count_iteration(self) -> None:
-        """On a worker that stands by, what stock counts in its optimizer step."""
-        self.global_steps += 1
-        self.global_samples += self.train_batch_size()
-        self.micro_steps += self.micro_batches
 
     # ---- collectives and faults -----------------------------------------------------------------------
 

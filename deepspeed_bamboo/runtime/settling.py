@@ -11,7 +11,7 @@ step hands that in with the agreement of the iteration. Finding that costs no me
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from deepspeed_bamboo.core.grid import Coordinate
@@ -37,27 +37,29 @@ class Settling:
     Args:
         worker: whose shadows follow.
         transfer: brings state to them.
+        changed: called on every worker after some of their state has become another one otherwise than by a step.
     """
 
-    def __init__(self, worker: Worker, *, transfer: StateTransfer) -> None:
+    def __init__(self, worker: Worker, *, transfer: StateTransfer, changed: Callable[[], None] = lambda: None) -> None:
         self._worker = worker
+        self._changed = changed
         self._transfer = transfer
         self._looks = 0
-        self._by_hand = False
+        self.by_hand = False
         self._known: dict[Coordinate, tuple[str, int, int]] = {}
         self._versions: dict[Coordinate, int] = {}
 
     def note(self) -> None:
         """Owners and shadows are alike now."""
         worker = self._worker
-        if self._looks < _LOOKS or self._by_hand:
+        if self._looks < _LOOKS or self.by_hand:
             self._known = {c: self._now(r) for c, r in worker.host.owned.items()}
         self._versions = {c: _version(r) for c, r in worker.host.owned.items()}
 
     def settle(self) -> None:
         """Before a step, on every worker: bring shadows to what their owners have become; collective at first."""
         worker = self._worker
-        if not worker.protects or (self._looks >= _LOOKS and not self._by_hand):
+        if not worker.protects or (self._looks >= _LOOKS and not self.by_hand):
             return
         first = self._looks == 0
         self._looks += 1
@@ -66,22 +68,23 @@ class Settling:
         for value in worker.agree_on("settle", self._changes).values():
             weights.update(value["weights"])
             structure.update(value["structure"])
-        if weights and not first and not self._by_hand:
-            self._by_hand = True
+        if weights and not first and not self.by_hand:
+            self.by_hand = True
             tell_once(worker, f"{_BY_HAND}: before each step shadows get what has changed")
         if weights or structure:
             self._bring(structure)
+            self._changed()
         self.note()
 
     def contribution(self) -> dict[str, Any]:
         """What this worker hands in with the agreement of an iteration."""
         # As it was at the start of the iteration: nothing changes weights before the step.
-        return {CHANGED: True} if self._looks >= _LOOKS and not self._by_hand and self._changed_since() else {}
+        return {CHANGED: True} if self._looks >= _LOOKS and not self.by_hand and self._changed_since() else {}
 
     def learn(self, agreed: Mapping[str, Mapping[str, Any]]) -> None:
         """What others have handed in with the agreement of an iteration: from then on all copy weights."""
-        if not self._by_hand and any(value.get(CHANGED) for value in agreed.values()):
-            self._by_hand = True
+        if not self.by_hand and any(value.get(CHANGED) for value in agreed.values()):
+            self.by_hand = True
             tell_once(
                 self._worker,
                 f"{_BY_HAND}: from now on shadows get what has changed before each step (they had not yet before the "
@@ -90,11 +93,11 @@ class Settling:
 
     def to_json(self) -> dict[str, Any]:
         """What a worker that joins has to know."""
-        return {"looks": self._looks, "by_hand": self._by_hand}
+        return {"looks": self._looks, "by_hand": self.by_hand}
 
     def take(self, value: Mapping[str, Any]) -> None:
         """Inverse of :meth:`to_json`."""
-        self._looks, self._by_hand = int(value["looks"]), bool(value["by_hand"])
+        self._looks, self.by_hand = int(value["looks"]), bool(value["by_hand"])
 
     def _changes(self) -> dict[str, list[Coordinate]]:
         owned = self._worker.host.owned

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.iteration.mode_choice import ModeChoice
 from deepspeed_bamboo.runtime.iteration.worker import Worker
+from deepspeed_bamboo.runtime.recovery.memory_rounds import memory_rounds
 from deepspeed_bamboo.runtime.recovery.protection import Protection
+from deepspeed_bamboo.runtime.recovery.restore import Restoring, WayBack
 from deepspeed_bamboo.runtime.recovery.script_server import ScriptServer
 from deepspeed_bamboo.runtime.recovery.shadow_rebuild import Rebuilding
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
@@ -24,6 +26,7 @@ class Hooks:
     ``recover`` brings the worker into the newest epoch, for what the script calls between iterations. ``catching_up``
     is true while the script does what the job has done before. ``abandon`` undoes the end of an iteration.
     ``evaluated`` returns how many micro-batches the evaluation in progress has. ``on_rank`` takes the process's rank.
+    ``way_back`` is what it takes to do steps again.
     """
 
     recover: Callable[[EpochChangedError | PeerLostError], None]
@@ -31,6 +34,7 @@ class Hooks:
     abandon: Callable[[], None]
     evaluated: Callable[[], int]
     on_rank: Callable[[int], None]
+    way_back: WayBack
 
 
 class Survival:
@@ -41,6 +45,8 @@ class Survival:
         self.rebuilding = Rebuilding(worker, transfer=transfer)
         self.script_server = ScriptServer(worker, recover=hooks.recover, catching_up=hooks.catching_up)
         self.world = WorldEntry(worker, groups=groups, server=self.script_server, on_rank=hooks.on_rank)
+        self.memory = memory_rounds(worker)
+        restoring = Restoring(worker, memory=self.memory, transfer=transfer, world=self.world, way_back=hooks.way_back)
         self.failover = Failover(
             worker,
             transfer=transfer,
@@ -49,6 +55,7 @@ class Survival:
             world=self.world,
             abandon=hooks.abandon,
             evaluated_micro_batches=hooks.evaluated,
+            restoring=restoring,
         )
         self.protection = Protection(
             worker,

@@ -187,6 +187,50 @@ def train(training: Training) -> dict[str, Any]:
     return result
 
 
+def train_remembering(
+    training: Training, waits: dict[str, int] | None = None, shared_iterator: bool = False, writes: bool = False
+) -> dict[str, Any]:
+    """As :func:`train`, with memory checkpoints as often as can be: each is complete, for all to know, a step later.
+
+    ``waits``: as in :func:`train_with_joiners`; the script then goes by the engine's step. ``shared_iterator``: it has
+    no other source of data. ``writes``: it sets its learning rate itself before each step.
+    """
+    checkpoint = {"memory_interval_seconds": 1e-9, **training.bamboo.get("checkpoint", {})}
+    engine = build(dataclasses.replace(training, bamboo={**training.bamboo, "checkpoint": checkpoint}))
+    make = models.tokens if training.layers.startswith("tied") else functools.partial(models.spiked, training.spikes)
+
+    def source(pipeline: int, step: int) -> Any:
+        return models.micro_batches(make, pipeline=pipeline, first_step=step, count=training.micro_batches)
+
+    if not shared_iterator and not training.training_data:
+        engine.set_data_source(source, evaluation=lambda pipeline, step: source(pipeline + 100, step))
+    iterator = None if training.training_data else source(engine.home, 0)
+    losses: dict[str, float] = {}
+    evaluations: dict[str, float] = {}
+    members = []
+    steps = iter(lambda: engine.global_steps, training.steps) if waits is not None else range(training.steps)
+    for step in steps:
+        wait_for_joiners(engine, (waits or {}).get(str(step), 0))
+        engine.memory.wait()
+        if step in training.evaluate_before:
+            evaluations[str(step)] = float(engine.eval_batch(source(engine.home + 100, step)))
+        if writes:
+            for group in engine.optimizer.param_groups:
+                group["lr"] = 0.01 / (1 + step)
+        losses[str(step)] = float(engine.train_batch(iterator))
+        members.append(len(engine.session.interruption.active.members))
+    result = {"losses": losses, "evaluations": evaluations, "digest": engine.state_digest()}
+    result.update(steps=engine.global_steps, members=members, norm=str(engine.get_global_grad_norm()))
+    result["scale"] = float(getattr(engine.optimizer, "loss_scale", 1.0))
+    result["skipped"] = engine.skipped_steps
+    engine.close()
+    events = engine.event_log.recent()[1]
+    result["redone"] = [[e["step"], e["loss"]] for e in events if e["event"] == "redone"]
+    restored = [e for e in events if e["event"] == "restored"]
+    result["restored"] = [[e["from_step"], e["step"], e["seconds"]] for e in restored]
+    return result
+
+
 def train_with_joiners(
     training: Training,
     waits: dict[str, int],

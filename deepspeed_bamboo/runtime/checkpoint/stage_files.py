@@ -198,6 +198,7 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
         if path is not None:
             self.data.resume_at(self.global_steps)
             self._tell("loaded", path, started)
+            self.forget_memory()
         self.protection.protect_again()
         self.settling.note()
         return path, client_state
@@ -209,6 +210,7 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
         ``load_checkpoint`` keep shadows up to date.
         """
         self.worker.agree_on("refresh", lambda: self.transfer.refresh_shadows(label=f"{self.activity.index}/refresh"))
+        self.forget_memory()
         self.settling.note()
 
     def _tell(self, action: str, path: str | os.PathLike[str], started: float) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deepspeed_bamboo.core.consensus import Report
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.progress import CoordinateProgress
+from deepspeed_bamboo.core.restoring import Kept
 from deepspeed_bamboo.core.schedule import Plan
 from deepspeed_bamboo.errors import MessageError
 from deepspeed_bamboo.runtime.comm.encoding import decode, encode
@@ -44,6 +45,8 @@ class ActivityState:
 
     ``rounds`` are the agreements seen in it, ``delivered`` how many of them were acted upon.
     ``plan`` is what recovery laid down for activity ``planned``; used instead of a fresh one.
+    ``step`` is how many iterations were complete when it began. ``redone``: it is an iteration that was agreed upon,
+    and that has been done again with those before it; ``was_redone``: so was the last one.
     """
 
     index: int = 0
@@ -53,6 +56,9 @@ class ActivityState:
     delivered: int = 0
     planned: int = -1
     plan: Plan | None = None
+    step: int = 0
+    redone: bool = False
+    was_redone: bool = False
 
     def finish(self) -> None:
         """The activity is over; the next one has not started."""
@@ -61,14 +67,21 @@ class ActivityState:
         self.delivered = 0
         self.index += 1
         self.kind = None
+        self.was_redone, self.redone = self.redone, False
+
+    def become(self, other: ActivityState) -> None:
+        """Be what ``other`` is: the parts of a worker share this one."""
+        self.__dict__.update(vars(replace(other)))
 
     def report(
         self,
         progress: Mapping[Coordinate, CoordinateProgress],
         *,
         redundant: Mapping[Coordinate, CoordinateProgress],
+        step: int,
+        kept: Kept,
     ) -> Report:
-        """What the other survivors need to know."""
+        """What the other survivors need to know. ``step``: how many iterations are complete here."""
         return Report(
             activity=self.index,
             kind=self.kind,
@@ -76,6 +89,8 @@ class ActivityState:
             previous=tuple(encode_round(agreed) for agreed in self.previous),
             progress=progress,
             redundant=redundant,
+            step=step if self.kind is None else self.step,
+            kept=kept,
         )
 
     def adopt(self, agreed: Mapping[int, tuple[str, ...]]) -> None:

@@ -14,6 +14,7 @@ from deepspeed_bamboo.runtime.iteration.executor import Executor
 from deepspeed_bamboo.runtime.iteration.losses import mean_over_pipelines, to_host
 from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
 from deepspeed_bamboo.runtime.iteration.programs import Programs
+from deepspeed_bamboo.runtime.iteration.step_history import StepHistory
 from deepspeed_bamboo.runtime.iteration.supply import DataSupply
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
@@ -33,6 +34,7 @@ class EvaluatedEngine(Protocol):
     is_data_parallel: bool
     batch_fn: Any
     global_samples: int
+    history: StepHistory
     eval_return_logits: bool
     _compute_loss: bool
     fwd_outputs: list[Any]
@@ -148,6 +150,7 @@ def _to_device(value: Any, device: torch.device) -> Any:
 def _clean_up(engine: EvaluatedEngine, request: EvaluationRequest) -> None:
     engine.eval_return_logits = False
     engine.worker.links.drain()
+    engine.history.note(evaluated=request.micro_batches)
     for replica in engine.worker.host.replicas():
         # Stock counts evaluated micro-batches like trained ones where it seeds layers; and goes on so.
         replica.micro_offset += request.micro_batches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,6 +30,8 @@ class MicroBatchSource:
         self._pulled: list[Any] = []
         self._before = 0  # pulled in iterations that are committed
         self._last = (0, 0)
+        self._kept: dict[int, list[Any]] | None = None  # by step, for when it is done again
+        self._again: deque[Any] = deque()
 
     @property
     def iterator(self) -> Iterator[Any] | None:
@@ -42,6 +45,9 @@ class MicroBatchSource:
     def get(self, micro_batch: int, *, transform: Transform = None) -> Any:
         """Micro-batch number ``micro_batch`` of this iteration. Raises what the iterator raises."""
         while len(self._pulled) <= micro_batch:
+            if self._again:
+                self._pulled.append(self._again.popleft())
+                continue
             started = time.perf_counter()
             batch = None if self._iterator is None else self._next(self._iterator)
             self._pulled.append(transform(batch) if transform is not None else batch)
@@ -57,10 +63,35 @@ class MicroBatchSource:
                 "a job; pass one with more, or one that begins again (deepspeed.utils.RepeatingLoader)"
             ) from None
 
-    def forget(self) -> None:
-        """The iteration is committed: the next micro-batch is number 0 of the next one."""
+    def forget(self, step: int) -> None:
+        """The iteration of ``step`` is committed: the next micro-batch is number 0 of the next one."""
+        if not self._pulled:
+            return
+        if self._kept is not None:
+            self._kept[step] = list(self._pulled)
         self._last = (self._before, self._before + len(self._pulled))
         self._before += len(self._pulled)
+        self._pulled.clear()
+
+    def keep(self) -> None:
+        """From now on keep what is pulled, for :meth:`rewind`."""
+        self._kept = {}
+
+    def keep_from(self, step: int) -> None:
+        """No step before ``step`` will be done again."""
+        self._kept = None if self._kept is None else {k: v for k, v in self._kept.items() if k >= step}
+
+    @property
+    def kept_bytes(self) -> int:
+        """How much memory the tensors take that are kept."""
+        return sum(_bytes(batch) for batches in (self._kept or {}).values() for batch in batches)
+
+    def rewind(self, step: int) -> None:
+        """The next micro-batch is number 0 of ``step`` again, and so on from there, as it was kept."""
+        kept = self._kept or {}
+        again = [kept.pop(done) for done in sorted(kept) if done >= step]
+        self._before -= sum(map(len, again))
+        self._again = deque([*(batch for batches in again for batch in batches), *self._pulled, *self._again])
         self._pulled.clear()
 
     def used(self, micro_batches: int) -> tuple[int, int]:
@@ -166,11 +197,29 @@ class PipelineData:
             source.seconds = 0.0
         return seconds
 
-    def forget(self) -> None:
-        """The iteration is committed: the next micro-batch is number 0 of the next one."""
-        self._user.forget()
+    def forget(self, step: int) -> None:
+        """The iteration of ``step`` is committed: the next micro-batch is number 0 of the next one."""
+        self._user.forget(step)
         for _, source in self._made.values():
-            source.forget()
+            source.forget(step)
+
+    def keep(self) -> None:
+        """From now on keep what is taken from the user's iterator, for :meth:`rewind`."""
+        self._user.keep()
+
+    def keep_from(self, step: int) -> None:
+        """No step before ``step`` will be done again."""
+        self._user.keep_from(step)
+
+    @property
+    def kept_bytes(self) -> int:
+        """How much memory the tensors take that are kept."""
+        return self._user.kept_bytes
+
+    def rewind(self, step: int) -> None:
+        """Between iterations: go on from ``step`` with the micro-batches that it had; a factory makes them again."""
+        self._user.rewind(step)
+        self._made.clear()
 
     def _source(self, pipeline: int, step: int) -> MicroBatchSource:
         if pipeline == self._home and self._uses_iterator():
@@ -181,6 +230,15 @@ class PipelineData:
             source = MicroBatchSource(iterator, first_step=step)
             self._made[pipeline] = (step, source)
         return source
+
+
+def _bytes(value: Any) -> int:
+    """How much memory the tensors in ``value`` take."""
+    if isinstance(value, dict):
+        return sum(map(_bytes, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(_bytes, value))
+    return int(getattr(value, "nbytes", 0))
 
 
 def missing_data(*, worker: str, pipeline: int, home: int, why: str) -> ConfigError:

@@ -12,7 +12,7 @@ from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobCoordinator
 # it is: at these rates 2 to 3 MB a day. No worker waits for it or hears of it.
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 1.0, 10.0
 _PART_OF_AGE = 1 / 60
-_TOLD = ("loss_of_node", "reconfigured", "notice", "slow_worker", "mode", "checkpoint", "fatal_restore")
+_TOLD = ("loss_of_node", "reconfigured", "notice", "slow_worker", "mode", "checkpoint", "fatal_restore", "restored")
 _OF_STEP = ("loss", "seconds", "mode", "slow")
 _BEGINNINGS = ("taken", "expected", "nothing")  # what need not be told, or whose end is told
 _PERIODIC = "checkpoint"

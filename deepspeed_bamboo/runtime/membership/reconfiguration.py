@@ -271,6 +271,7 @@ class Reconfiguration:
             lost=(),
             proposer=session.worker,
             time_seconds=time.time(),
+            remembers=base.remembers,
         )
         if not session.insist(lambda: session.coordinator.propose(record, expected=number)):
             newest = session.insist(session.coordinator.epoch)

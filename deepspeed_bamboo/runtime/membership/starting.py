@@ -131,6 +131,7 @@ def _build_initial_shadows(
         lost=(),
         proposer=session.worker,
         time_seconds=time.time(),
+        remembers=session.config.remembers,
     )
     worker.links.enter(members=members, order=order, name=f"{session.identity.job}/start")
     try:

@@ -19,6 +19,7 @@ from deepspeed_bamboo.runtime.iteration.mode_choice import ModeChoice
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell, tell_once
 from deepspeed_bamboo.runtime.recovery.regroup import PAUSE, PauseClock, Recovery, agreed_pause
+from deepspeed_bamboo.runtime.recovery.restore import Restoring
 from deepspeed_bamboo.runtime.recovery.shadow_rebuild import Rebuilding, with_rebuilt
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 from deepspeed_bamboo.runtime.recovery.world_entry import WorldEntry
@@ -36,6 +37,7 @@ class Failover:
         world: makes the process group of the new epoch.
         abandon: puts gradients back to before the reduction, in an iteration that nobody has ended.
         evaluated_micro_batches: returns how many micro-batches the evaluation in progress has.
+        restoring: brings a state of before back, after a loss of the last live copy of a stage.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Failover:
         world: WorldEntry,
         abandon: Callable[[], None],
         evaluated_micro_batches: Callable[[], int],
+        restoring: Restoring,
     ) -> None:
         self._worker = worker
         self._transfer = transfer
@@ -56,6 +59,7 @@ class Failover:
         self._world = world
         self._abandon = abandon
         self._evaluated_micro_batches = evaluated_micro_batches
+        self._restoring = restoring
         self._recovery = Recovery(
             worker.session,
             links=worker.links,
@@ -86,13 +90,38 @@ class Failover:
         """How often ``coordinate`` has changed hands in ``step``."""
         return self._attempts[step, coordinate]
 
+    @property
+    def redoing(self) -> bool:
+        """True while steps are done again that the script has done already."""
+        return self._restoring.depth > 0
+
     def run(self, cause: EpochChangedError | PeerLostError) -> None:
-        """Bring this worker into the newest epoch and lay down what is left to do in the current activity."""
+        """Bring this worker into the newest epoch and lay down what is left to do in the current activity.
+
+        Where a state of before had to be restored, the steps since then are done again before this returns.
+        """
+        depth = self._restoring.depth
+        while True:
+            try:
+                self._run(cause)
+                break
+            except (EpochChangedError, PeerLostError) as again:
+                cause = again
+        self._restoring.redo(down_to=depth)
+
+    def _run(self, cause: EpochChangedError | PeerLostError) -> None:
         worker = self._worker
         worker.session.pulse.at("recovery from a loss")
         before, epoch = worker.placement, worker.epoch
         self._rebuilding.end()
+        self._restoring.interrupt()
         record, settlement, clock = self._recovery.recover(cause, placement=before)
+        if record.restoring >= 0:
+            self._clock = None
+            self._modes.lost(len(clock.lost))
+            self._abandon()
+            self._restoring.attempt(record, settlement)
+            return
         after = record.placement
         worker.host.drop_incomplete()
         taken = [c for c in after.hosted_by(worker.me) if c not in worker.host.owned]
@@ -272,6 +301,7 @@ class Failover:
 
     def _report(self) -> Report:
         worker = self._worker
+        self._restoring.enter(worker.record)
         redundant = {}
         for coordinate, replica in worker.host.shadows.items():
             stored = replica.progress
@@ -281,4 +311,4 @@ class Failover:
             if worker.placement.shadow(coordinate) == worker.me:
                 redundant[coordinate] = stored
         owned = {replica.coordinate: replica.progress for replica in worker.host.owners()}
-        return worker.activity.report(owned, redundant=redundant)
+        return worker.activity.report(owned, redundant=redundant, step=worker.step, kept=self._restoring.kept())

@@ -36,6 +36,9 @@ from deepspeed_bamboo.runtime.stock.hyperparameters import (
 )
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
+Written = tuple[tuple[Any, Values], ...]
+"""What a script has written before a step: optimizers, and what their groups held then."""
+
 
 class ScriptWrites:
     """Carries what the script writes to all stages of one worker.
@@ -58,6 +61,8 @@ class ScriptWrites:
         self._made: weakref.WeakKeyDictionary[Any, Values] = weakref.WeakKeyDictionary()
         self._of_the_job: list[tuple[StageReplica, Values]] = []
         self._shows: int | None = None  # the optimizer, by id, whose values the script's shows
+        self._left: dict[int, Values] = {}  # by source, by id: what it held when nobody but the script could change it
+        self._written: list[tuple[Any, Values]] = []  # since the last step: sources, and what they held then
         self.hold(optimizer)
         for replica in host.owners():
             self.note(replica)
@@ -105,7 +110,28 @@ class ScriptWrites:
         if self._detached() and self._shows != id(self._sources()[-1]):
             self._show()
         for source in self._sources():
+            self._note_written(source)
             self._used[id(source)] = self._carry_from(source)
+
+    def take_written(self) -> Written:
+        """What the script has written since the last call, for :meth:`write_again`."""
+        written, self._written = self._written, []
+        return tuple(written)
+
+    def write_again(self, written: Written) -> None:
+        """As the script did before a step that is done again."""
+        for source, values in written:
+            accept_values(source, values)
+            self._left[id(source)] = values_of(source)
+
+    def restored(self) -> None:
+        """The stages have a state of before: what their optimizers hold now is nothing that the script has written."""
+        self._shows = None
+        for replica in self._host.replicas():
+            self.note(replica)
+        if self._detached():
+            self._show()
+        self._leave()
 
     def stepped(self) -> None:
         """After a step: what schedulers of the stages have changed is not the script's doing."""
@@ -128,6 +154,7 @@ class ScriptWrites:
             self._scheduler.step()  # nobody else does, on a worker that stands by
         if self._detached():
             self._show()
+        self._leave()
 
     # ---- who is who -----------------------------------------------------------------------------------
 
@@ -145,6 +172,15 @@ class ScriptWrites:
     def _has_own_scheduler(self, replica: StageReplica) -> bool:
         scheduler = replica.attributes["lr_scheduler"]
         return scheduler is not None and scheduler is not self._scheduler
+
+    def _leave(self) -> None:
+        self._left = {id(source): values_of(source) for source in self._sources()}
+
+    def _note_written(self, source: Any) -> None:
+        now, left = values_of(source), self._left.get(id(source))
+        if left is not None and not same_values(left, now):
+            self._written.append((source, now))
+            self._left[id(source)] = now
 
     def _note_made(self, optimizer: Any) -> None:
         if optimizer is not None and optimizer not in self._made:
@@ -175,6 +211,7 @@ class ScriptWrites:
         if len(shown.param_groups) != len(self._optimizer.param_groups):
             return
         accept_values(self._optimizer, values_of(shown))
+        self._left.pop(id(self._optimizer), None)
         for replica in self._host.owners():
             self._followed[id(self._optimizer), id(replica.attributes["basic_optimizer"])] = values_of(self._optimizer)
 

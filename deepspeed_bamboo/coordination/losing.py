@@ -1,0 +1,50 @@
+"""The epoch after a loss, and the failure of a job that lost more than anybody can bring back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from deepspeed_bamboo.coordination.records import EpochRecord, JobFailure
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.core.restoring import rescued
+
+
+def without_lost(
+    current: EpochRecord, leaving: Sequence[WorkerId], *, reason: str, proposer: str
+) -> EpochRecord | None:
+    """The epoch after ``current`` in which ``leaving`` take no part; None where that ends the job.
+
+    Where nobody alive holds a coordinate any more, and workers keep copies in memory, survivors bring the state back
+    from those. Until that is done a further loss changes only who takes part in it.
+    """
+    members = tuple(worker for worker in current.members if worker not in leaving)
+    placement, restoring = current.placement.without(leaving)[0], current.restoring
+    if placement is None or restoring >= 0:
+        if not (members and current.remembers):
+            return None
+        placement = rescued(current.placement, members)
+        restoring = restoring if restoring >= 0 else current.number + 1
+    return replace(
+        current,
+        number=current.number + 1,
+        members=members,
+        placement=placement,
+        reason=reason,
+        lost=tuple(leaving),
+        proposer=proposer,
+        time_seconds=time.time(),
+        restoring=restoring,
+    )
+
+
+def fatal_loss(worker: WorkerId, coordinates: Sequence[Coordinate], why: str) -> JobFailure:
+    """Nobody holds ``coordinates`` any more since ``worker`` was lost; ``why`` says how that came."""
+    names = ", ".join(map(str, coordinates))
+    message = (
+        f"no live worker holds the state of {names} (pipeline.stage) {why}; start the same command again, it goes on "
+        "from the last checkpoint in bamboo.checkpoint.dir if that is set"
+    )
+    return JobFailure(worker=worker, kind="fatal_loss", message=message, traceback="")

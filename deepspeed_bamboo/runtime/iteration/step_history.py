@@ -1,0 +1,62 @@
+"""What has to be known of past steps to do them again, with the same result, when a state of before is restored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from deepspeed_bamboo.runtime.stock.script_writes import Written
+
+
+@dataclass
+class PastStep:
+    """``written``: by the script into its optimizers before it; ``evaluated``: how many micro-batches were evaluated
+    since the step before; ``loss``: what it had, nothing while it is yet to be done."""
+
+    written: Written = ()
+    evaluated: int = 0
+    loss: float | None = None
+
+
+@dataclass
+class StepHistory:
+    """Steps from ``first`` on, which can be done again. ``coming``: what belongs to step ``following`` already, the one
+    after the last that this worker has done."""
+
+    first: int = 0
+    following: int = 0
+    coming: PastStep = field(default_factory=PastStep)
+    _steps: dict[int, PastStep] = field(default_factory=dict)
+
+    @classmethod
+    def beginning_at(cls, step: int) -> StepHistory:
+        """Nothing before ``step`` can be done again."""
+        return cls(first=step, following=step)
+
+    @property
+    def plain_from(self) -> int:
+        """From here on the script has done nothing before any step that would have to be done again with it."""
+        past = [*self._steps.items(), (self.following, self.coming)]
+        return max((step + 1 for step, own in past if own.written or own.evaluated), default=self.first)
+
+    def note(self, *, written: Written = (), evaluated: int = 0) -> None:
+        """Before the next step."""
+        self.coming.written += written
+        self.coming.evaluated += evaluated
+
+    def done(self, step: int, *, loss: float) -> float | None:
+        """``step`` is complete, with that loss. Returns the loss that it had before, if it was done again."""
+        if step != self.following:
+            return self.of(step).loss
+        self.coming.loss = loss
+        self._steps[step], self.coming = self.coming, PastStep()
+        self.following = step + 1
+        return None
+
+    def of(self, step: int) -> PastStep:
+        """What was before ``step``, done before or coming; nothing where others did it, before this worker came."""
+        return self.coming if step == self.following else self._steps.get(step, PastStep())
+
+    def begin_at(self, step: int) -> None:
+        """No step before ``step`` can be done again, or will be."""
+        self.first = max(self.first, step)
+        self._steps = {done: past for done, past in self._steps.items() if done >= step}

@@ -1,0 +1,337 @@
+"""After a loss that takes the last live copy of a stage: survivors bring a state of before back, in place (arch. 10).
+
+Each has reported what it keeps in host memory, so all choose the same state (``core/restoring.py``). Copies go to
+whoever owns, shadows or keeps a stage from now on, and all agree that they have arrived whole. The next epoch says that
+this is done; until it is there, a further loss makes them begin again with what is left. Then the steps since that
+state are done again. The script hears nothing of it: it is in a call, which goes on where it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from deepspeed_bamboo.coordination import EpochRecord, fatal_loss
+from deepspeed_bamboo.core.consensus import Settlement
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.core.restoring import Handover, Kept, State, handovers, newest_state
+from deepspeed_bamboo.core.roles import proposer
+from deepspeed_bamboo.runtime.comm.all_gather import agree
+from deepspeed_bamboo.runtime.comm.channel import Message
+from deepspeed_bamboo.runtime.iteration.activity import ActivityState
+from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
+from deepspeed_bamboo.runtime.iteration.step_history import StepHistory
+from deepspeed_bamboo.runtime.iteration.worker import Worker
+from deepspeed_bamboo.runtime.job.news import tell_once
+from deepspeed_bamboo.runtime.recovery.memory_parts import SealedPart
+from deepspeed_bamboo.runtime.recovery.memory_rounds import MemoryRounds
+from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer, checked_alike
+from deepspeed_bamboo.runtime.recovery.world_entry import WorldEntry
+from deepspeed_bamboo.runtime.stock.script_writes import ScriptWrites
+
+Damaged = tuple[WorkerId, int, Coordinate]
+
+
+@dataclass(frozen=True)
+class WayBack:
+    """What it takes to do steps again.
+
+    ``history`` returns what was before each, ``data`` where micro-batches come from. ``writes`` carries what the script
+    writes. ``redo`` does the next iteration. ``count_to`` has a worker that stands by be at a step, ``look_alike`` is
+    called when owners and shadows are.
+    """
+
+    history: Callable[[], StepHistory]
+    data: Callable[[], PipelineData]
+    writes: ScriptWrites
+    redo: Callable[[], None]
+    count_to: Callable[[int], None]
+    look_alike: Callable[[], None]
+
+
+@dataclass
+class _Return:
+    """The way back of one worker: to ``state.step`` in what began with epoch ``restoring``, then to ``until`` again.
+
+    ``outer`` is what the worker was in, once it has set out; ``behind``: others were in the next activity already. What
+    is done again has activities from ``first_index`` on.
+    """
+
+    behind: bool
+    step: int
+    until: int
+    restoring: int
+    first_index: int
+    reason: str
+    lost: tuple[WorkerId, ...]
+    started_seconds: float
+    outer: ActivityState = field(default_factory=ActivityState)
+    under_way: int | None = None  # the step that is being done again
+
+
+class Restoring:
+    """One worker's part of it; see the module.
+
+    Args:
+        worker: whose stages are brought back.
+        memory: its copies; None where none are kept.
+        transfer: builds stages that it did not have.
+        world: makes the process group of an epoch.
+        way_back: does steps again.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        memory: MemoryRounds | None,
+        transfer: StateTransfer,
+        world: WorldEntry,
+        way_back: WayBack,
+    ) -> None:
+        self._worker = worker
+        self._memory = memory
+        self._transfer = transfer
+        self._world = world
+        self._way_back = way_back
+        self._pending: _Return | None = None
+        self._returns: list[_Return] = []
+
+    @property
+    def depth(self) -> int:
+        """How many ways back this worker is on: one loss may come on the way back from another."""
+        return len(self._returns)
+
+    def kept(self) -> Kept:
+        """What this worker has in memory, for its report."""
+        return Kept() if self._memory is None else Kept(self._memory.parts.held(), self._way_back.history().first)
+
+    def interrupt(self) -> None:
+        """There is a new epoch."""
+        if self._memory is not None:
+            self._memory.interrupt()
+
+    # -- bringing a state back ---------------------------------------------------------------------
+
+    def attempt(self, record: EpochRecord, settlement: Settlement) -> None:
+        """Bring the newest state back that there is, and enter the epoch in which all have it.
+
+        Raises JobFailedError when there is none, and what interrupts the waits: then it is for the caller to recover.
+        """
+        started, worker, before = time.perf_counter(), self._worker, self._worker.placement
+        worker.host.drop_incomplete()
+        self._world.enter(record)
+        worker.activity.adopt(settlement.agreed)
+        if worker.activity.kind is None:
+            self._way_back.writes.follow()
+        self._way_back.history().note(written=self._way_back.writes.take_written())
+        damaged: set[Damaged] = set()
+        while True:
+            state = newest_state(worker.grid, settlement.kept, until=settlement.steps, without=damaged)
+            if state is None:
+                self._give_up(record, before)
+                continue
+            found = self._bring(record, state, tried=len(damaged))
+            self._pending = self._way(record, settlement, state, started)
+            agreed = self._agree(sorted(found), record, label=f"restored/{len(damaged)}")
+            new = {damage for value in agreed.values() for damage in value}
+            if not new:
+                break
+            damaged |= new
+        self._enter(self._committed(record))
+
+    def enter(self, record: EpochRecord) -> None:
+        """``record`` is entered after a loss. Where the epoch that ends the restoring was there and this worker has not
+        heard of it, it is on the way back now, as the others are."""
+        pending = self._pending
+        if pending is not None and record.restoring != pending.restoring:
+            self._set_out(pending)
+        self._pending = None
+
+    def _way(self, record: EpochRecord, settlement: Settlement, state: State, started: float) -> _Return:
+        return _Return(
+            behind=self._worker.activity.index < settlement.activity,
+            step=state.step,
+            until=settlement.steps,
+            restoring=record.restoring,
+            first_index=settlement.activity + 1,
+            reason=record.reason,
+            lost=record.lost,
+            started_seconds=started,
+        )
+
+    def _agree(self, value: Any, record: EpochRecord, *, label: str) -> dict[WorkerId, Any]:
+        return agree(value, links=self._worker.links, me=self._worker.me, workers=record.members, label=label)
+
+    def _bring(self, record: EpochRecord, state: State, *, tried: int) -> set[Damaged]:
+        """Get the copies that this worker needs, and make its stages what they say; returns which are damaged."""
+        worker, me, memory = self._worker, self._worker.me, self._copies()
+        placement = record.placement
+        moves = handovers(state, placement, memory.keepers(placement, record))
+        damaged = self._exchange(moves, state.step, tried=tried)
+        coordinates = (*placement.hosted_by(me), *placement.shadowed_by(me))
+        wanted = {c: memory.parts.get(state.step, c) for c in coordinates}
+        for coordinate, sealed in wanted.items():
+            if me in state.holders[coordinate] and (sealed is None or not sealed.is_whole()):
+                memory.parts.remove(state.step, coordinate)
+                damaged.add((me, state.step, coordinate))
+        if damaged:
+            return damaged
+        worker.host.take_roles(owned=placement.hosted_by(me), shadows=placement.shadowed_by(me))
+        worker.view.place(placement)
+        self._load({c: sealed for c, sealed in wanted.items() if sealed is not None})
+        return damaged
+
+    def _exchange(self, moves: Collection[Handover], step: int, *, tried: int) -> set[Damaged]:
+        worker, me, memory = self._worker, self._worker.me, self._copies()
+        partners = {m.destination for m in moves if m.source == me} | {m.source for m in moves if m.destination == me}
+        worker.links.meet(partners)
+        for move in moves:
+            if move.source == me:
+                sealed = memory.parts.get(step, move.coordinate)
+                plain, tensors = (None, []) if sealed is None else (sealed.to_plain(), sealed.part.tensors)
+                key = f"restore/{tried}/{step}/{move.coordinate}"
+                worker.links.send(move.destination, Message(key, plain, tensors))
+        damaged: set[Damaged] = set()
+        for move in moves:
+            if move.destination == me:
+                message = worker.links.receive(move.source, f"restore/{tried}/{step}/{move.coordinate}")
+                tensors = [tensor.to("cpu") for tensor in message.tensors]
+                arrived = None if message.data is None else SealedPart.from_plain(message.data, tensors)
+                if arrived is None or not arrived.is_whole():
+                    damaged.add((move.source, step, move.coordinate))
+                else:
+                    memory.parts.put(arrived)
+        return damaged
+
+    def _load(self, parts: dict[Coordinate, SealedPart]) -> None:
+        worker, host = self._worker, self._worker.host
+        for coordinate, sealed in parts.items():
+            packed, description = sealed.part.state()
+            replica = host.owned.get(coordinate) or host.shadows.get(coordinate)
+            if replica is None:
+                replica = checked_alike(coordinate, *self._transfer.build_alike(coordinate, description))
+            kind = host.owned if worker.placement.owner(coordinate) == worker.me else host.shadows
+            kind[coordinate] = replica
+            host.save()
+            replica.settle()
+            self._transfer.complete_replica(replica, packed)
+        for replica in host.replicas():
+            host.restart(replica, micro_batches=worker.micro_batches)
+        host.activate_shown()
+
+    def _give_up(self, record: EpochRecord, before: Placement) -> None:
+        """End the job: nobody has what was lost. Raises JobFailedError."""
+        session = self._worker.session
+        gone = [c for c in before.grid if not {before.owner(c), before.shadow(c)} & set(record.members)]
+        why = (
+            f"after the loss of {', '.join(record.lost)} ({record.reason}), and there is no memory checkpoint that "
+            "those who are left could go back to"
+        )
+        failure = fatal_loss(record.lost[0], gone or tuple(before.grid), why)
+        session.insist(lambda: session.coordinator.fail(failure))
+        session.interruption.announce_failure(failure)
+        session.interruption.check()
+
+    def _copies(self) -> MemoryRounds:
+        if self._memory is None:
+            raise RuntimeError("an epoch that goes back to memory checkpoints, in a job without")
+        return self._memory
+
+    # -- the epoch that ends it --------------------------------------------------------------------
+
+    def _committed(self, record: EpochRecord) -> EpochRecord:
+        """The epoch that says that all have the state; made by one, awaited by all."""
+        session = self._worker.session
+        final = replace(
+            record,
+            number=record.number + 1,
+            reason="a memory checkpoint is restored",
+            lost=(),
+            proposer=session.worker,
+            time_seconds=time.time(),
+            restoring=-1,
+        )
+        session.interruption.expect(record.members, record.placement)
+        try:
+            if proposer(record.members) != session.worker:
+                return session.interruption.wait_for_expected(after=record.number)
+            if not session.insist(lambda: session.coordinator.propose(final, expected=record.number)):
+                newest = session.insist(session.coordinator.epoch)
+                if newest is not None:
+                    session.interruption.announce_epoch(newest)
+                session.interruption.wait_until(lambda: False)
+            return final
+        finally:
+            session.interruption.expect(None)
+
+    def _enter(self, record: EpochRecord) -> None:
+        worker, pending = self._worker, self._pending
+        worker.view.adopt(record, record.placement)
+        worker.links.extend(
+            members=worker.links.members, order=record.members, name=f"{worker.session.identity.job}/{record.number}"
+        )
+        self._world.enter(record)
+        self._pending = None
+        if pending is not None:
+            self._set_out(pending)
+
+    # -- doing steps again -------------------------------------------------------------------------
+
+    def _set_out(self, way: _Return) -> None:
+        """The state is here and everybody's; what comes now is the way back to where the script is."""
+        worker, back = self._worker, self._way_back
+        if not worker.host.replicas():
+            back.count_to(way.step)
+        self._copies().restored(way.step)
+        back.data().rewind(way.step)
+        back.history().begin_at(way.step)
+        back.writes.restored()
+        back.look_alike()
+        way.outer = replace(worker.activity)
+        worker.activity.become(ActivityState(index=way.first_index))
+        self._returns.append(way)
+
+    def redo(self, *, down_to: int) -> None:
+        """Do again what is lost, and put this worker back into the calls that it was in."""
+        while len(self._returns) > down_to:
+            way = self._returns[-1]
+            while (step := self._worker.step) < way.until:
+                way.under_way = step
+                self._as_before(step)
+                self._way_back.redo()
+                way.under_way = None
+            self._returns.pop()
+            self._arrive(way)
+
+    def _as_before(self, step: int) -> None:
+        """What the script has done before ``step``."""
+        past = self._way_back.history().of(step)
+        self._way_back.writes.write_again(past.written)
+        for replica in self._worker.host.replicas():
+            replica.micro_offset += past.evaluated
+
+    def _arrive(self, way: _Return) -> None:
+        worker, outer = self._worker, way.outer
+        # On the way back from an earlier loss this is done before each step, of which one may be under way.
+        if not self._returns or self._returns[-1].under_way == way.until:
+            self._as_before(way.until)
+        outer.index = worker.activity.index - int(way.behind)
+        outer.delivered = len(outer.rounds)
+        outer.plan, outer.planned = None, -1
+        outer.redone = outer.kind == "train" and bool(outer.rounds)
+        worker.activity.become(outer)
+        for replica in worker.host.replicas():
+            worker.host.restart(replica, micro_batches=worker.micro_batches)
+        worker.host.activate_shown()
+        seconds, steps = time.perf_counter() - way.started_seconds, way.until - way.step
+        tell_once(
+            worker,
+            f"step {way.until}: {', '.join(way.lost)} lost with the last copy of a stage; went back to step {way.step} "
+            f"and did {steps} {'step' if steps == 1 else 'steps'} again, {seconds:.2f} s",
+        )
+        fields = {"from_step": way.step, "redone": steps, "workers": list(way.lost), "reason": way.reason}
+        worker.session.log("restored", step=way.until, **fields, seconds=seconds)

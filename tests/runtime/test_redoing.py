@@ -1,0 +1,98 @@
+"""What is kept to do steps again: micro-batches, what the script did before each step, and copies of stages."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.runtime.comm.encoding import decode, encode
+from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
+from deepspeed_bamboo.runtime.iteration.step_history import StepHistory
+from deepspeed_bamboo.runtime.recovery.memory_parts import MemoryPart, MemoryParts, SealedPart
+
+PER_STEP = 3
+
+
+def step_of(data: PipelineData, step: int, *, count: int = PER_STEP) -> list[int]:
+    return [data.get(0, micro_batch, step=step) for micro_batch in range(count)]
+
+
+@given(st.data())
+def test_every_step_gets_its_own_micro_batches_however_often_it_is_done(data: st.DataObject) -> None:
+    source = PipelineData(home=0)
+    source.set_iterator(iter(range(10_000)))
+    source.keep()
+    oldest = step = 0
+    for _ in range(20):
+        if data.draw(st.booleans()) and step > oldest:
+            step_of(source, step, count=data.draw(st.integers(0, PER_STEP)))  # interrupted
+            step = data.draw(st.integers(oldest, step))
+            source.rewind(step)
+        if data.draw(st.booleans()):
+            oldest = data.draw(st.integers(oldest, step))
+            source.keep_from(oldest)
+        assert step_of(source, step) == list(range(PER_STEP * step, PER_STEP * (step + 1)))
+        source.forget(step)
+        assert source.used(0, micro_batches=PER_STEP) == (PER_STEP * step, PER_STEP * (step + 1))
+        step += 1
+
+
+def test_a_factory_makes_them_again() -> None:
+    source = PipelineData(home=1)
+    source.set_factory(lambda pipeline, step: iter(range(PER_STEP * step, 1000)))
+    for step in (0, 1, 2):
+        assert step_of(source, step) == [PER_STEP * step + micro_batch for micro_batch in range(PER_STEP)]
+        source.complete(PER_STEP, step=step)
+        source.forget(step)
+    source.rewind(1)
+    assert step_of(source, 1) == [3, 4, 5]
+
+
+def test_what_the_script_did_belongs_to_the_step_that_followed() -> None:
+    history = StepHistory.beginning_at(4)
+    history.note(evaluated=2)
+    assert history.of(4).evaluated == 2 and history.of(3).evaluated == 0
+    assert history.done(4, loss=0.5) is None
+    history.note(evaluated=1)
+    assert (history.of(4).evaluated, history.of(5).evaluated) == (2, 1)
+    assert history.done(4, loss=0.7) == 0.5  # again
+    assert history.plain_from == 6
+    history.begin_at(5)
+    assert history.first == 5 and history.of(4).loss is None
+
+
+def sealed(step: int = 3) -> SealedPart:
+    tensors = [torch.arange(6.0).reshape(2, 3), torch.tensor([True, False]), torch.zeros(0)]
+    part = MemoryPart(step, Coordinate(0, 1), encode([{"lr": 0.1}, {"modules": {}}]), tensors)
+    return SealedPart(part, part.sha256())
+
+
+def test_a_copy_that_is_not_what_it_was_is_found() -> None:
+    assert sealed().is_whole()
+    for index in range(6):
+        damaged = sealed()
+        damaged.part.tensors[0].view(-1)[index] += 1
+        assert not damaged.is_whole()
+    whole = sealed()
+    others = [
+        MemoryPart(4, whole.part.coordinate, whole.part.body, whole.part.tensors),
+        MemoryPart(3, Coordinate(0, 2), whole.part.body, whole.part.tensors),
+        MemoryPart(3, whole.part.coordinate, whole.part.body[:-1] + b"x", whole.part.tensors),
+        MemoryPart(3, whole.part.coordinate, whole.part.body, whole.part.tensors[:-1]),
+        MemoryPart(3, whole.part.coordinate, whole.part.body, [t.clone().reshape(-1) for t in whole.part.tensors]),
+    ]
+    assert not any(SealedPart(part, whole.sha256).is_whole() for part in others)
+    arrived = SealedPart.from_plain(decode(encode(whole.to_plain())), [t.clone() for t in whole.part.tensors])
+    assert arrived.is_whole() and arrived.part.state()[1] == {"modules": {}}
+
+
+def test_copies_of_steps_that_are_not_wanted_go() -> None:
+    parts = MemoryParts()
+    for step in (1, 2, 3):
+        parts.put(sealed(step))
+    assert parts.held() == dict.fromkeys((1, 2, 3), (Coordinate(0, 1),)) and parts.size() == 3 * sealed().part.size
+    parts.keep_only((2, 3))
+    parts.remove(3, Coordinate(0, 1))
+    assert parts.held() == {2: (Coordinate(0, 1),)} and parts.get(3, Coordinate(0, 1)) is None
