@@ -23,6 +23,7 @@ from .cli import progress_bar, scenario_of, write_text
 from .console import print_whole, table_console
 from .errors import ScenarioError, SimulationError
 from .jobs import build_job
+from .own import how_timed, said_of_costs
 from .results import Summary
 from .runner import run_seeds
 from .scenario import Scenario, preset_names
@@ -47,6 +48,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--preset", metavar="NAME", help=f"a preset: {', '.join(preset_names())}")
     parser.add_argument("--scenario", metavar="FILE", type=Path, help="a scenario of your own (JSON)")
+    parser.add_argument("--profile", metavar="FILE", type=Path, help="your own model, from `ds_bamboo profile`")
     parser.add_argument("--removal-probability", metavar="P", type=float, help="of each machine, per hour, 0 to 1")
     goal = parser.add_argument_group("goal; without one: the cheapest")
     goal.add_argument("--deadline-hours", metavar="H", type=float, help="done by then, as cheaply as possible")
@@ -60,7 +62,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--jobs", metavar="N", type=int, default=1, help="processes; results are the same (default 1)")
     parser.add_argument("--json", metavar="FILE", help="write advice and options as JSON; - is standard output")
     # Read by what is shared with `simulate`.
-    parser.set_defaults(run=run, capacity=None, duration_hours=None, window=None, value=None)
+    parser.set_defaults(run=run, rivals=None, capacity=None, duration_hours=None, window=None, value=None)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -88,9 +90,9 @@ def _run(arguments: argparse.Namespace) -> int:
             report(len(outcomes))
     advice = recommend(outcomes, goal)
     if arguments.json:
-        write_text(arguments.json, _as_json(advice, outcomes, scenario, arguments))
+        write_text(arguments.json, _as_json(advice, outcomes, _assumptions(scenario, folder), arguments))
     if arguments.json != "-":
-        _print(advice, scenario, arguments)
+        _print(advice, _assumptions(scenario, folder), arguments)
     return 0 if advice.chosen else 1
 
 
@@ -167,25 +169,26 @@ def _runs_of(summary: Summary) -> list[tuple[float, float, bool]]:
     return [(run.duration_hours, run.cost_dollars, bool(run.completed)) for run in summary.runs]
 
 
-def _assumptions(scenario: Scenario) -> str:
+def _assumptions(scenario: Scenario, folder: Path | None) -> str:
     market, odds = scenario.market, scenario.market.removal_probability
     removal = f"{odds:g} an hour" if isinstance(odds, float) else "by the hour of the day"
     price = market.price_history or f"${market.dollars_per_hour:g} a machine-hour"
+    timed = how_timed(build_job(scenario, folder=folder))
     return (
         f"Assumed: {price}; each machine is taken with odds of {removal}, on its own (no losses of a whole zone), "
-        f"and missing ones come back by the market's odds; the step times of {scenario.model.name}; "
-        "losses and joins cost what policies.live says; mode off survives by replicas in other pipelines, which "
-        "neither bf16 nor ZeRO-1 keeps. See docs/simulator.md."
+        f"and missing ones come back by the market's odds; {timed}; losses and joins cost what policies.live says; "
+        f"{said_of_costs(scenario)}; mode off survives by replicas in other pipelines, which neither bf16 nor ZeRO-1 "
+        "keeps. See docs/simulator.md."
     )
 
 
-def _print(advice: Advice, scenario: Scenario, arguments: argparse.Namespace) -> None:
+def _print(advice: Advice, assumptions: str, arguments: argparse.Namespace) -> None:
     console = table_console()
     shown = [] if advice.chosen is None else [advice.chosen]
     console.print(f"Run {advice.chosen.option}." if advice.chosen else "Nothing fits.", highlight=False)
     console.print(advice.reason, highlight=False)
     print_whole(_table([*shown, *advice.others], arguments.confidence), console)
-    console.print(_assumptions(scenario), highlight=False)
+    console.print(assumptions, highlight=False)
 
 
 def _table(outcomes: list[Outcome], confidence: float) -> Table:
@@ -200,12 +203,12 @@ def _table(outcomes: list[Outcome], confidence: float) -> Table:
     return table
 
 
-def _as_json(advice: Advice, outcomes: list[Outcome], scenario: Scenario, arguments: argparse.Namespace) -> str:
+def _as_json(advice: Advice, outcomes: list[Outcome], assumptions: str, arguments: argparse.Namespace) -> str:
     return json.dumps(
         {
             "chosen": _plain(advice.chosen) if advice.chosen else None,
             "reason": advice.reason,
-            "assumptions": _assumptions(scenario),
+            "assumptions": assumptions,
             "confidence": arguments.confidence,
             "seeds": arguments.seeds,
             "options": [_plain(one) for one in outcomes],

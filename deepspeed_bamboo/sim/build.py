@@ -11,7 +11,7 @@ from .engine import Policy
 from .errors import ScenarioError
 from .jobs import Job
 from .ledger import Ledger
-from .own import alike, effective_mode, least_seconds, overhead_of, planned_grid
+from .own import alike, busy_seconds, effective_mode, least_seconds, overhead_of, planned_grid
 from .policies.bamboo import BambooPolicy, BambooRules, Oddities
 from .policies.bounds import OnDemandPolicy, OraclePolicy
 from .policies.dropping import DroppingPolicy
@@ -19,8 +19,9 @@ from .policies.live import LivePolicy
 from .policies.planned import PlannedPolicy
 from .policies.proactive import ProactivePolicy
 from .policies.restarting import CheckpointPolicy, RestartCosts, VarunaPolicy
+from .policies.rivals import ReinstantiatingPolicy, ReroutingPolicy
 from .progress import Progress
-from .scenario import BambooSpec, CheckpointSpec, Scenario
+from .scenario import BambooSpec, CheckpointSpec, ReinstantiatingSpec, Scenario
 
 __all__ = ["available_policies", "build_policy"]
 
@@ -41,6 +42,9 @@ def available_policies(scenario: Scenario) -> list[str]:
         ("deepspeed-bamboo", policies.live),
         ("deepspeed-bamboo-off", policies.live),
         ("proactive", policies.proactive),
+        ("oobleck-like", policies.oobleck),
+        ("checkfree-like", policies.checkfree),
+        ("recycle-like", policies.recycle),
         ("oracle", policies),
     ]
     return [name for name, spec in found if spec is not None]
@@ -57,6 +61,7 @@ def build_policy(job: Job, ledger: Ledger, *, policy: str, seed: int) -> Policy:
             f"policy {policy!r} is unknown, or the scenario has no parameters for it; "
             f"there are {', '.join(available_policies(job.scenario))}"
         )
+    policies = job.scenario.policies
     builders: dict[str, Callable[[], Policy]] = {
         "on-demand": lambda: _on_demand(job, ledger),
         "checkpoint": lambda: _checkpoint(job, ledger),
@@ -68,6 +73,9 @@ def build_policy(job: Job, ledger: Ledger, *, policy: str, seed: int) -> Policy:
         "deepspeed-bamboo": lambda: _live(job, ledger, mode=None),
         "deepspeed-bamboo-off": lambda: _live(job, ledger, mode="off"),
         "proactive": lambda: _proactive(job, ledger, seed),
+        "oobleck-like": lambda: _reinstantiating(job, ledger, policies.oobleck, without_replicas=False),
+        "checkfree-like": lambda: _reinstantiating(job, ledger, policies.checkfree, without_replicas=True),
+        "recycle-like": lambda: _rerouting(job, ledger),
         "oracle": lambda: OraclePolicy(_progress(job, ledger, 0), ledger, least_seconds=least_seconds(job)),
     }
     return builders[policy]()
@@ -92,7 +100,8 @@ def _on_demand(job: Job, ledger: Ledger) -> Policy:
 
 
 def _restart_costs(spec: CheckpointSpec) -> RestartCosts:
-    return RestartCosts(spec.restart_seconds, spec.restore_seconds, 1.0 + spec.stall_seconds / spec.checkpoint_seconds)
+    slowdown = 1.0 + spec.stall_seconds / spec.checkpoint_seconds
+    return RestartCosts(spec.restart_seconds, spec.restore_seconds, slowdown, spec.detect_seconds)
 
 
 def _checkpoint(job: Job, ledger: Ledger) -> Policy:
@@ -176,6 +185,28 @@ def _proactive(job: Job, ledger: Ledger, seed: int) -> Policy:
         model_state_bytes=float(model.parameters * model.state_bytes_per_parameter),
         # Not the market's generator: what a policy samples must not change what happens to it.
         generator=random.Random(f"proactive {seed}"),
+    )
+
+
+def _reinstantiating(job: Job, ledger: Ledger, given: ReinstantiatingSpec | None, *, without_replicas: bool) -> Policy:
+    spec = _given(given)
+    slowdown = 1.0 if without_replicas else 1.0 + spec.stall_seconds / spec.checkpoint_seconds
+    return ReinstantiatingPolicy(
+        _progress(job, ledger, spec.checkpoint_seconds),
+        ledger,
+        costs=RestartCosts(spec.reconfigure_seconds, 0.0, slowdown, spec.detect_seconds),
+        steps=job.plain_steps,
+        stages=range(spec.least_stages, spec.most_stages + 1),
+        rollback_seconds=spec.rollback_seconds,
+        without_replicas=without_replicas,
+    )
+
+
+def _rerouting(job: Job, ledger: Ledger) -> Policy:
+    spec = _given(job.scenario.policies.recycle)
+    progress = _progress(job, ledger, spec.checkpoint_seconds)
+    return ReroutingPolicy(
+        progress, ledger, spec=spec, steps=job.plain_steps, busy_seconds=lambda grid: busy_seconds(job, grid)
     )
 
 

@@ -24,6 +24,8 @@ from .build import available_policies
 from .console import print_whole, table_console
 from .errors import ScenarioError, SimulationError
 from .jobs import Job, build_job
+from .measured import with_measurements
+from .own import how_timed, said_of_costs
 from .predict import (
     counts_by_interval,
     fitting_history,
@@ -32,6 +34,7 @@ from .predict import (
     require_statsmodels,
 )
 from .report import as_json, never_trained, print_table
+from .rivals import RIVAL_COSTS, with_rival_costs
 from .runner import run_seeds
 from .scenario import Scenario, load_preset, load_scenario, preset_names, validated
 from .traces import Trace, read_trace, segment
@@ -65,6 +68,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to simulate")
     what.add_argument("--preset", metavar="NAME", help=f"a preset: {', '.join(preset_names())}")
     what.add_argument("--scenario", metavar="FILE", type=Path, help="a scenario of your own (JSON); see configs/sim")
+    what.add_argument("--profile", metavar="FILE", type=Path, help="your own model and costs, from `ds_bamboo profile`")
+    what.add_argument("--rivals", choices=RIVAL_COSTS, help="more rivals, and what all are charged (sim/rivals.py)")
     what.add_argument("--policy", metavar="NAME", action="append", help="repeatable; default: the preset's, or all")
     what.add_argument("--seeds", metavar="N", type=int, default=1, help="runs with the seeds 1 to N (default 1)")
     what.add_argument("--duration-hours", metavar="H", type=float, help="default: to completion, or to the trace's end")
@@ -117,7 +122,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with progress_bar(len(policies) * len(seeds)) as report:
         summaries = run_seeds(job, policies=policies, seeds=seeds, processes=arguments.jobs, report=report)
     repairs = list(trace.repairs) if trace else []
-    about = {
+    about: dict[str, Any] = {
         "preset": arguments.preset,
         "scenario": str(arguments.scenario) if arguments.scenario else None,
         "trace": str(arguments.trace) if arguments.trace else None,
@@ -125,6 +130,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "seeds": arguments.seeds,
         "repairs": repairs,
         "notes": never_trained(summaries),
+        "assumed": _assumed(job, policies),
     }
     if arguments.json:
         write_text(arguments.json, as_json(summaries, about=about))
@@ -132,9 +138,18 @@ def _run(arguments: argparse.Namespace) -> int:
         print_table(summaries, title=_title(job, arguments), console=console)
         for repair in repairs:
             console.print(f"repaired: {repair}")
+        for line in about["assumed"]:
+            console.print(f"assumed: {line}", highlight=False)
     if arguments.plot:
         plot_policies(job, policies=policies, seed=1, path=arguments.plot)
     return 0
+
+
+def _assumed(job: Job, policies: Sequence[str]) -> list[str]:
+    """What the figures of this project's policy rest on, where it is among those simulated."""
+    if not any(policy.startswith("deepspeed-bamboo") for policy in policies):
+        return []
+    return [f"{how_timed(job)}; losses and joins cost what policies.live says; {said_of_costs(job.scenario)}"]
 
 
 def _compare_predictors(arguments: argparse.Namespace, console: Console) -> int:
@@ -202,6 +217,10 @@ def scenario_of(arguments: argparse.Namespace) -> tuple[Scenario, Path | None]:
     if bool(arguments.preset) == bool(arguments.scenario):
         raise ScenarioError(f"give --preset NAME or --scenario FILE, one of them; presets: {', '.join(preset_names())}")
     scenario = load_preset(arguments.preset) if arguments.preset else load_scenario(arguments.scenario)
+    if arguments.profile:
+        scenario = with_measurements(scenario, arguments.profile)
+    if arguments.rivals:
+        scenario = with_rival_costs(scenario, arguments.rivals)
     data = scenario.model_dump(exclude_none=True)
     options = (
         ("--removal-probability", arguments.removal_probability, ("market", "removal_probability")),

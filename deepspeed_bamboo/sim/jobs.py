@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import heapq
+import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from .clock import MILLISECONDS_PER_HOUR, MILLISECONDS_PER_SECOND
 from .cost import JobProfile, ProfileError, profile_from_json, redundant_forward_overhead
 from .errors import ScenarioError
 from .machines import Change, MachineEvent
 from .market import HourlyMarket, hourly_events
+from .measured import is_measured, measured_profile
 from .prices import Prices, constant_price, read_prices
 from .scenario import Scenario
 from .steptimes import Grid, ProfiledSteps, StepTable, StepTimes, WithoutRedundancy
@@ -101,11 +104,20 @@ def build_job(scenario: Scenario, *, trace: Trace | None = None, folder: Path | 
 
 def _read_profile(path: Path) -> JobProfile:
     try:
-        return profile_from_json(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        data = _parsed(text)
+        return measured_profile(data, name=path.name) if is_measured(data) else profile_from_json(text)
     except OSError as error:
         raise ScenarioError(f"{path}: cannot be read ({error.strerror}); give the path of a profile") from error
     except ProfileError as error:
         raise ScenarioError(f"{path}: {error}") from error
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None  # profile_from_json says what is wrong
 
 
 def _with_notices(events: Sequence[MachineEvent], notice_seconds: int) -> list[MachineEvent]:

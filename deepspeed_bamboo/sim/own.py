@@ -10,12 +10,23 @@ from .cost import JobProfile, reduce_seconds, split_layers, total_work_seconds
 from .errors import ScenarioError
 from .fitted import TableModel, fitted_profile
 from .jobs import Job
+from .measured import MEASURED
 from .planned import MOST_PASSES, PlannedGrid, micro_batches_of
 from .policies.planned import IterationCosts
-from .scenario import LiveSpec, ModelSpec
+from .scenario import LiveSpec, ModelSpec, Scenario
 from .steptimes import Grid
 
-__all__ = ["alike", "effective_mode", "how_timed", "least_seconds", "overhead_of", "planned_grid", "profile_of"]
+__all__ = [
+    "alike",
+    "busy_seconds",
+    "effective_mode",
+    "how_timed",
+    "least_seconds",
+    "overhead_of",
+    "planned_grid",
+    "profile_of",
+    "said_of_costs",
+]
 
 # Of a mean forward, that passes before a tensor is on another worker, where nothing says more (core/measuring.py).
 _HANDOVER_SHARE = 0.1
@@ -130,6 +141,15 @@ def least_seconds(job: Job) -> Callable[[int], float]:
     return least
 
 
+def busy_seconds(job: Job, grid: Grid) -> float:
+    """What a stage of a grid computes in a step, without bubbles; all of the step, where nothing says more."""
+    spec = job.scenario.policies.live
+    profile = None if spec is None else profile_of(job, spec)
+    if profile is None:
+        return job.plain_steps.grid_seconds(grid)
+    return total_work_seconds(profile, samples_per_step=job.scenario.model.samples_per_step) / grid.size
+
+
 def _stage_times(profile: JobProfile, stages: int) -> Profile:
     parts = split_layers(profile, stages=stages)
     forward = tuple(sum(profile.layers[i].forward_seconds for i in part) for part in parts)
@@ -155,3 +175,13 @@ def how_timed(job: Job) -> str:
     else:
         source = "times of layers fitted to the step table"
     return f"this project's policy by the engine's own placements and plans, with {source}"
+
+
+def said_of_costs(scenario: Scenario) -> str:
+    """In words: whether the costs of losses and joins were measured in a job of the user's own."""
+    if scenario.model.source.startswith(MEASURED):
+        return "those that the profile has were measured in your own job, the rest are assumptions"
+    return (
+        "these are assumptions, none of them measured on your cluster (`ds_bamboo profile` measures them, --profile "
+        "uses them; scripts/sim_validate.py compares the simulation with the engine)"
+    )

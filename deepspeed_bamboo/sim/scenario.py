@@ -137,6 +137,8 @@ class CheckpointSpec(_Spec):
     """Ending, meeting, starting processes and process groups."""
     restore_seconds: NonNegative = 14.0
     """Loading the checkpoint."""
+    detect_seconds: NonNegative = 0.0
+    """Until a loss is known."""
 
 
 class VarunaSpec(CheckpointSpec):
@@ -158,6 +160,7 @@ class DroppingSpec(_Spec):
     restore_seconds: NonNegative = 14.0
     first_rendezvous_seconds: NonNegative = 30.0
     checkpoint_seconds: Positive = 600.0
+    detect_seconds: NonNegative = 0.0
 
 
 class OdditySpec(_Spec):
@@ -254,11 +257,37 @@ class ProactiveSpec(_Spec):
     pipeline_seconds: NonNegative = 45.0
     """The model is cut anew, besides the state that moves."""
     restore_seconds: NonNegative = 14.0
+    detect_seconds: NonNegative = 0.0
     checkpoint_seconds: Positive = 60.0
     link_bytes_per_second: Positive = 0.6e9
     exact_limit: Annotated[int, Field(ge=0)] = 64
     """Up to so many expected preemptions their effect is counted exactly; beyond it it is sampled."""
     samples: Count = 1_000
+
+
+class ReinstantiatingSpec(_Spec):
+    """New pipelines of whoever is left, in the manner of Oobleck (SOSP'23) or CheckFree (2025)."""
+
+    least_stages: Count = 8
+    most_stages: Count = 24
+    reconfigure_seconds: NonNegative = 10.0
+    """Groups are made anew and layers copied."""
+    rollback_seconds: NonNegative = 74.0
+    """On top, where a stage has no replica left and the job starts again from its checkpoint."""
+    checkpoint_seconds: Positive = 60.0
+    stall_seconds: NonNegative = 1.0
+    detect_seconds: NonNegative = 0.0
+
+
+class ReroutingSpec(_Spec):
+    """A lost machine's micro-batches go to its peers, in the manner of ReCycle (SOSP'24)."""
+
+    stages: Count
+    reroute_seconds: NonNegative = 1.0
+    restart_seconds: NonNegative = 60.0
+    restore_seconds: NonNegative = 14.0
+    checkpoint_seconds: Positive = 60.0
+    detect_seconds: NonNegative = 0.0
 
 
 class PoliciesSpec(_Spec):
@@ -271,6 +300,9 @@ class PoliciesSpec(_Spec):
     bamboo: BambooSpec | None = None
     live: LiveSpec | None = None
     proactive: ProactiveSpec | None = None
+    oobleck: ReinstantiatingSpec | None = None
+    checkfree: ReinstantiatingSpec | None = None
+    recycle: ReroutingSpec | None = None
 
 
 class Scenario(_Spec):

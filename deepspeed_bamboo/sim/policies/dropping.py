@@ -57,11 +57,12 @@ class DroppingPolicy(Policy):
             if self._regrouping or self.alarm_at == NEVER:
                 self._regrouping = True
                 self.ledger.enter(now, Mode.PAUSED)
-                self.alarm_at = now + to_milliseconds(self._spec.regroup_seconds)
+                self.alarm_at = now + to_milliseconds(self._spec.detect_seconds + self._spec.regroup_seconds)
             return
         self.ledger.fatal_losses += 1
         self.progress.roll_back(now)
-        self._meet(now, self._spec.first_rendezvous_seconds + self._spec.restore_seconds)
+        spec = self._spec
+        self._meet(now, spec.detect_seconds + spec.first_rendezvous_seconds + spec.restore_seconds)
 
     def _meet(self, now: int, seconds: float) -> None:
         self._regrouping = False

@@ -110,7 +110,7 @@ class ProactivePolicy(Policy):
         else:
             self.ledger.failovers += 1
             self.progress.stop(now)
-        self._migrate(now)
+        self._migrate(now, extra_seconds=self._spec.detect_seconds)
 
     def _least_replicas(self) -> int:
         if self._grid is None:
@@ -118,7 +118,7 @@ class ProactivePolicy(Policy):
         held = Counter(self._stage.values())
         return min(held[stage] for stage in range(self._grid.stages))
 
-    def _migrate(self, now: int) -> None:
+    def _migrate(self, now: int, *, extra_seconds: float = 0.0) -> None:
         """Choose a grid for the machines that there are, and stand still until it is set up."""
         least = self._least_replicas()
         target = self._planned(least)
@@ -130,7 +130,7 @@ class ProactivePolicy(Policy):
             return
         kind = migration_between(self._grid, target, least_replicas=least)
         self._target = target
-        self._resume_at = now + to_milliseconds(self._costs.seconds(kind, stages=target.stages))
+        self._resume_at = now + to_milliseconds(self._costs.seconds(kind, stages=target.stages) + extra_seconds)
         self._set_alarm()
         self.ledger.enter(now, Mode.PAUSED)
 

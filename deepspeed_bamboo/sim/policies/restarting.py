@@ -33,11 +33,13 @@ class RestartCosts:
         restart_seconds: to end the job and start it anew.
         restore_seconds: to load the checkpoint.
         checkpoint_slowdown: what every step is multiplied by for the checkpoints that are taken meanwhile.
+        detect_seconds: until a loss is known.
     """
 
     restart_seconds: float
     restore_seconds: float
     checkpoint_slowdown: float
+    detect_seconds: float = 0.0
 
 
 class _RestartingPolicy(Policy):
@@ -74,7 +76,7 @@ class _RestartingPolicy(Policy):
         if missed:
             self.ledger.fatal_losses += 1
             self.progress.roll_back(now)
-            self._restart(now)
+            self._restart(now, extra_seconds=self._costs.detect_seconds)
 
     def _takes_part(self, node: str) -> bool:
         """Whether the running job, or the restart that is under way, counts on the machine."""
@@ -82,13 +84,13 @@ class _RestartingPolicy(Policy):
             return node in self._ready and node not in self._came
         return node in self._active
 
-    def _restart(self, now: int) -> None:
+    def _restart(self, now: int, *, extra_seconds: float = 0.0) -> None:
         """Begin, or begin anew: a loss during a restart starts it over."""
         self._grid = None
         self._active = set()
         self._came.clear()
         self.ledger.enter(now, Mode.PAUSED)
-        self.alarm_at = now + to_milliseconds(self._costs.restart_seconds + self._costs.restore_seconds)
+        self.alarm_at = now + to_milliseconds(self._costs.restart_seconds + self._costs.restore_seconds + extra_seconds)
 
     def alarm(self, now: int) -> None:
         """See Policy: the restart is done; those who came meanwhile take part."""

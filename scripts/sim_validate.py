@@ -1,0 +1,98 @@
+"""Is the simulator right about this engine? A real job of layers that sleep, next to what is predicted; no GPU.
+
+    python scripts/sim_validate.py                 # calibration and three seeded traces; five minutes
+    python scripts/sim_validate.py --seeds 1 --steps 40
+
+Workers are killed, join and are drained by the clock, as on a spot market that is many times as fast. The profile of
+the simulation is what `ds_bamboo profile` reads from the log of the first job, in which a few such things happen; of
+the others it knows what happens when, and nothing else. Exit code 1 if throughput is off by more than 5 % in one of
+the runs, or the mean pause, join or transfer by more than 20 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from deepspeed_bamboo.sweep.forked import PRELOAD
+from deepspeed_bamboo.sweep.job import job_environment
+from deepspeed_bamboo.sweep.sim_validation import (
+    Comparison,
+    Incident,
+    SleepingJob,
+    calibrated,
+    compare,
+    drawn,
+    run_job,
+)
+from deepspeed_bamboo.testing.fork_server import ForkServer
+
+SCRIPT = Path(__file__).with_name("train_sleeping.py")
+MOST_THROUGHPUT_ERROR, MOST_ERROR = 0.05, 0.2
+CALIBRATION = ("kill", "join", "drain", "join", "kill", "kill", "join", "join")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the jobs. Returns 1 if a prediction is off by more than it may be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--workers", type=int, default=6)
+    parser.add_argument("--milliseconds", type=float, default=20.0, help="of a stage's forward (default: 20)")
+    parser.add_argument("--every-seconds", type=float, default=6.0, help="between incidents (default: 6)")
+    parser.add_argument("--output", type=Path, help="also write the figures as JSON")
+    arguments = parser.parse_args(argv)
+    os.environ.update(job_environment())
+    job = SleepingJob(
+        script=SCRIPT,
+        seconds=(arguments.milliseconds / 1000.0,) * arguments.workers,
+        workers=arguments.workers,
+        micro_batches=8,
+        steps=arguments.steps,
+        limit_seconds=180.0,
+    )
+    results: dict[str, Any] = {}
+    wrong = False
+    with tempfile.TemporaryDirectory() as name, ForkServer(PRELOAD) as server:
+        folder, profile = Path(name), Path(name) / "profile.json"
+        incidents = [Incident((i + 1) * arguments.every_seconds, what) for i, what in enumerate(CALIBRATION)]
+        first = run_job(job, incidents, server=server, folder=folder / "calibration")
+        measured, join_seconds = calibrated(first, path=profile)
+        results["profile"] = {**measured.to_json(), "join_seconds": join_seconds}
+        print(json.dumps(results["profile"]), flush=True)
+        for seed in arguments.seeds:
+            count = int(arguments.steps * 0.8 * arguments.milliseconds * 0.039 / arguments.every_seconds)
+            trace = drawn(seed, workers=arguments.workers, count=count, every_seconds=arguments.every_seconds)
+            happened = run_job(job, trace, server=server, folder=folder / f"seed{seed}")
+            found = compare(job, happened, profile, join_seconds=join_seconds)
+            results[f"seed {seed}"] = {**asdict(found), "incidents": happened.incidents}
+            wrong |= report(seed, found)
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return int(wrong)
+
+
+def report(seed: int, found: Comparison) -> bool:
+    """Print a comparison; returns whether it is off by more than it may be."""
+    measured, predicted = found.steps_per_second
+    wrong = abs(found.throughput_error) > MOST_THROUGHPUT_ERROR
+    parts = [f"seed {seed}: {measured:.3f} steps/s measured, {predicted:.3f} predicted ({found.throughput_error:+.1%})"]
+    for name, (is_so, said) in found.means.items():
+        error = found.error(name)
+        if error is None:
+            continue
+        wrong |= abs(error) > MOST_ERROR
+        parts.append(f"{name} {is_so:.3f} s, {said:.3f} s predicted ({error:+.0%})")
+    print("; ".join(parts) + (" -- OFF" if wrong else ""), flush=True)
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())
