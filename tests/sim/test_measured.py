@@ -1,0 +1,109 @@
+"""What a job has measured of itself: from its log to a scenario."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_bamboo.cli.main import main
+from deepspeed_bamboo.core.timing import Profile
+from deepspeed_bamboo.errors import EventLogError
+from deepspeed_bamboo.eventlog.costs import measured_job
+from deepspeed_bamboo.sim.errors import ScenarioError
+from deepspeed_bamboo.sim.measured import with_measurements
+from deepspeed_bamboo.sim.scenario import load_preset
+
+STEP = 0.5  # 4 micro-batches through 2 stages of 20 + 40 ms are 5 x 60 ms, and 200 ms more
+PROFILE = {"forward": [0.02, 0.02], "backward": [0.04, 0.04], "speeds": {}, "handover": 0.0}
+
+
+def log(*more: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Twenty steps of two workers, each with a stage."""
+    files: dict[str, list[dict[str, Any]]] = {"a": [], "b": []}
+    for worker, name in enumerate(files):
+        for step in range(20):
+            event = {
+                "t": 100.0 + step * STEP,
+                "worker": name,
+                "step": step,
+                "event": "step",
+                "loss": 1.0,
+                "samples": 16,
+            }
+            files[name].append({**event, "hosted": [f"0.{worker}"]})
+    profile = {"t": 103.0, "worker": "a", "step": 6, "event": "profile", "pipelines": 1, "micro_batches": 4, **PROFILE}
+    files["a"] += [profile, *more]
+    return files
+
+
+LOSS = {
+    "t": 106.2, "worker": "a", "step": 12, "epoch": 1, "event": "failover", "taken_over": ["0.1"],
+    "pause_seconds": {"detect": 0.05, "abort": 0.01, "regroup": 0.04}, "regrouped_t": 106.1,
+    "first_recomputed_t": 106.12,
+}  # fmt: skip
+MOVES = [
+    {"t": 107.0 + n, "worker": "a", "step": 14 + 2 * n, "epoch": 2 + n, "event": "reconfigured", "joining": ["c"],
+     "seconds": 0.3 + 0.1 * n, "transfer_seconds": 0.2 + 0.1 * n, "received": 1 + n}
+    for n in range(2)
+]  # fmt: skip
+
+
+def test_what_an_iteration_takes_besides_its_passes_is_found() -> None:
+    found = measured_job(log())
+    assert found.profile == Profile.from_json(PROFILE)
+    assert (found.pipelines, found.micro_batches, found.samples_per_step) == (1, 4, 16)
+    assert found.fixed_seconds == pytest.approx(0.2)
+    assert found.costs == {}
+
+
+def test_losses_and_moves_are_measured() -> None:
+    found = measured_job(log(LOSS, *MOVES))
+    assert found.costs == pytest.approx(
+        {
+            "detect_seconds": 0.05,
+            "regroup_seconds": 0.07,
+            "handover_seconds": 0.1,
+            "transfer_seconds": 0.1,
+            "coordinate_copy_seconds": 0.1,
+        }
+    )
+    assert found.counts == {"losses": 1, "moves": 2}
+
+
+def test_a_log_without_a_profile_says_what_to_do() -> None:
+    files = log()
+    files["a"] = [event for event in files["a"] if event["event"] != "profile"]
+    with pytest.raises(EventLogError, match="let the job run for longer"):
+        measured_job(files)
+
+
+def test_from_a_log_to_advice_with_costs_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "events"
+    folder.mkdir()
+    for name, events in log(LOSS, *MOVES).items():
+        (folder / f"events-{name}.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    profile = tmp_path / "profile.json"
+    assert main(["profile", str(folder), "--output", str(profile)]) == 0
+    assert "1 losses and 2 moves" in capsys.readouterr().err
+    scenario = with_measurements(load_preset("bert"), profile)
+    live = scenario.policies.live
+    assert live is not None
+    assert (live.pipelines, live.stages, live.lazy_overhead) == (1, 2, 0.0)
+    assert live.regroup_seconds == pytest.approx(0.07)
+    assert Profile.from_json(json.loads(profile.read_text())) == Profile.from_json(
+        PROFILE
+    )  # what `plan --profile` reads
+    command = ["simulate", "--preset", "bert", "--profile", str(profile), "--duration-hours", "1"]
+    assert main([*command, "--policy", "deepspeed-bamboo"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "times of layers from the profile" in text and "measured in your own job" in text
+
+
+def test_a_file_that_is_no_measurement_is_refused(tmp_path: Path) -> None:
+    for text in ("{}", "no", '{"forward": [1.0], "backward": [1.0]}'):
+        (tmp_path / "profile.json").write_text(text)
+        with pytest.raises(ScenarioError, match="ds_bamboo profile"):
+            with_measurements(load_preset("bert"), tmp_path / "profile.json")
