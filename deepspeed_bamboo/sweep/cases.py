@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from deepspeed_bamboo.faults import INSTRUCTIONS, PER_MICRO_BATCH, Fault, FaultScript
-from deepspeed_bamboo.sweep.kinds import covering_losses
+from deepspeed_bamboo.sweep.kinds import covering_losses, few_losses
 from deepspeed_bamboo.sweep.outside import OutsideKill
-from deepspeed_bamboo.sweep.setups import FIRST_SETUPS, MODE_SETUPS, STEPS, Setup, covering_setups
+from deepspeed_bamboo.sweep.setups import FIRST_SETUPS, MODE_SETUPS, STEPS, Setup, covering_setups, few_setups
 
 EARLY_STEP, LATE_STEP = 0, 5
 SELECTED_POINTS = ("reported",)
@@ -71,7 +71,7 @@ def full() -> Iterator[Case]:
     Every point of every stage for one setup (M4 in a later step, M8 in the first), kills from outside, losses in a
     row; the modes at points that differ in kind; and setups in which every two values of ``FACTORS`` meet (grids,
     micro-batches, modes, precisions, models, updates), in each at least two losses, so that every kind of loss meets
-    every value that it can meet. About an hour on two cores.
+    every value that it can meet; and setups that start on fewer workers than coordinates. About an hour on two cores.
     """
     for setup, step in zip(FIRST_SETUPS, (LATE_STEP, EARLY_STEP), strict=True):
         for fault in every_point(setup, step=step):
@@ -82,12 +82,20 @@ def full() -> Iterator[Case]:
         for fault in points_of_each_kind(setup, step=LATE_STEP):
             yield Case(setup, FaultScript((fault,)))
     yield from covering()
+    yield from few()
     yield from at_random()
 
 
 def covering() -> Iterator[Case]:
     """The part of the full profile that combines everything with everything."""
     for setup, script in covering_losses(covering_setups(), least=2):
+        yield Case(setup, script)
+
+
+def few() -> Iterator[Case]:
+    """The part of the full profile that starts on fewer workers than coordinates: blocks, and boundaries at which they
+    change. Each is compared with the undisturbed run that has a worker for each coordinate."""
+    for setup, script in few_losses(few_setups(), each=2):
         yield Case(setup, script)
 
 
@@ -114,6 +122,7 @@ PROFILES: Mapping[str, Callable[[], Iterable[Case]]] = {
     "first": first_failover,
     "random": at_random,
     "covering": covering,
+    "few": few,
     "selection": selection,
     "full": full,
 }

@@ -15,7 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+from deepspeed_bamboo.config.section import SECTION, load_deepspeed_settings, parse_bamboo_section
 from deepspeed_bamboo.coordination.server import PrivateEtcd
+from deepspeed_bamboo.elastic.grid_told import grid_environment, told_pipelines
 from deepspeed_bamboo.errors import BambooError
 from deepspeed_bamboo.sweep.job import PAST_LIMIT, JobResult
 from deepspeed_bamboo.sweep.outside import OutsideKill, OutsideKiller
@@ -29,6 +31,7 @@ PRELOAD = (
     "deepspeed_bamboo.models.catalog",
     "rich.progress",
 )
+CONFIGURATION = "--deepspeed_config"
 _SHOW_STACKS = signal.SIGUSR2
 _STACKS_SECONDS = 1.0
 _RESTART_SECONDS = 0.1
@@ -84,6 +87,7 @@ class ForkedJobs:
             max_restarts=max_restarts,
             restart_seconds=_RESTART_SECONDS,
             lease_seconds=self._lease_seconds,
+            environment=_grid_told(script),
         ) as machine:
             killer = OutsideKiller(outside, events=folder / "events", strike=machine.kill_worker) if outside else None
             with killer or nullcontext():
@@ -94,6 +98,15 @@ class ForkedJobs:
         codes = [code for code in outcome.exit_codes.values() if code]
         code = PAST_LIMIT if outcome.timed_out else next(iter(codes), 0)
         return JobResult(code, outcome.seconds, output, kills=int(killer is not None and killer.struck))
+
+
+def _grid_told(script: Sequence[str]) -> dict[str, str]:
+    """What launched agents tell their workers of the grid, by the configuration among the arguments of ``script``."""
+    if CONFIGURATION not in script:
+        return {}
+    settings = load_deepspeed_settings(script[script.index(CONFIGURATION) + 1])
+    config = parse_bamboo_section(settings.get(SECTION, {}))
+    return dict(grid_environment(told_pipelines(config)))
 
 
 def with_stacks(machine: Machine, outcome: Outcome) -> Outcome:

@@ -39,6 +39,20 @@ def covering_losses(setups: Sequence[Setup], *, least: int, seed: int = 0) -> It
             yield setup, scripts[setup].pop(kind)
 
 
+def few_losses(setups: Sequence[Setup], *, each: int, seed: int = 0) -> Iterator[tuple[Setup, FaultScript]]:
+    """``each`` scripts for every setup that starts on fewer workers than coordinates, kinds in turn.
+
+    Between two losses there is a boundary at which stages may move, by measured times, so only losses in different
+    steps are scripted: those are survived wherever stages are.
+    """
+    numbers = random.Random(seed)
+    for number, setup in enumerate(setups):
+        kinds = [_FEW_KINDS[(number * each + turn) % len(_FEW_KINDS)] for turn in range(len(_FEW_KINDS))]
+        scripts = [script for kind in kinds if (script := KINDS[kind](setup, numbers)) is not None]
+        for script in scripts[:each]:
+            yield setup, script
+
+
 def _in_a_pass(setup: Setup, numbers: _Draw) -> FaultScript | None:
     """One loss in a pass or send, in the first step or a later one."""
     return _script(setup, [_fault(setup, numbers, PER_MICRO_BATCH, step=numbers.choice((0, _LATE)))])
@@ -128,6 +142,9 @@ KINDS: Mapping[str, Kind] = {
 }
 
 
+_FEW_KINDS = ("in-a-pass", "in-a-row", "in-the-tail", "again", "stopped")
+
+
 def _fault(
     setup: Setup,
     numbers: _Draw,
@@ -147,6 +164,9 @@ def _fault(
 
 def _script(setup: Setup, faults: Sequence[Fault], *, at_once: bool = False) -> FaultScript | None:
     """The script, if all its losses can be survived and leave somebody. ``at_once``: no shadow is rebuilt between."""
+    if setup.few is not None:
+        steps = {fault.step for fault in faults}
+        return FaultScript(tuple(faults)) if len(steps) == len(faults) < setup.workers else None
     workers = [f"w{number}" for number in range(setup.workers)]
     protected = setup.mode != "off"
     placement = Placement.initial(setup.grid, workers, protected=protected, alike=setup.pipelines_alike)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -31,6 +32,7 @@ class Setup:
     check_shadows_every: int = 0  # steps
     schedule: bool = False  # a learning rate that changes with every step
     script_arguments: tuple[str, ...] = ()
+    few: int | None = None  # workers, fewer than coordinates
 
     @property
     def grid(self) -> Grid:
@@ -39,8 +41,13 @@ class Setup:
 
     @property
     def workers(self) -> int:
-        """One for each coordinate."""
-        return len(self.grid)
+        """One for each coordinate, or :attr:`few`."""
+        return self.few or len(self.grid)
+
+    @property
+    def whole(self) -> Setup:
+        """The same with a worker for each coordinate: what a job on few is compared with."""
+        return self if self.few is None else replace(self, name=self.name.removesuffix(f"-on{self.few}"), few=None)
 
     @property
     def pipelines_alike(self) -> bool:
@@ -64,6 +71,8 @@ class Setup:
             "gradient_clipping": self.gradient_clipping,
             "bamboo": {**bamboo, "redundancy": {**bamboo.get("redundancy", {}), **redundancy}},
         }
+        if self.few is not None:
+            settings["bamboo"]["topology"] = {**bamboo.get("topology", {}), "pipelines": self.pipelines}
         if self.global_norm:
             settings["bamboo"]["gradient_norm"] = "global"
         if self.check_shadows_every:
@@ -114,6 +123,34 @@ _MODELS: Mapping[str, tuple[str, ...]] = {
 def covering_setups() -> tuple[Setup, ...]:
     """Setups in which every two values of ``FACTORS`` meet that can."""
     return tuple(_setup(combination) for combination in pairwise(FACTORS, possible=_survives))
+
+
+# Grids that start on fewer workers than coordinates; blocks of two to three stages, also of two pipelines.
+_FEW = (("1x4", 3), ("1x4", 2), ("1x6", 4), ("2x2", 3), ("2x3", 4), ("3x2", 5))
+_FEW_SETUPS = 18
+
+
+@cache
+def few_setups() -> tuple[Setup, ...]:
+    """Setups that start on fewer workers than coordinates: every value of ``FACTORS`` that can be, several times.
+
+    Not every pair: what a value does is covered with a worker for each coordinate; here it has to do it in blocks.
+    """
+    values = {name: [value for value in FACTORS[name] if value != "off"] for name in FACTORS if name != "grid"}
+    result: list[Setup] = []
+    for number in itertools.count():
+        grid, workers = _FEW[number % len(_FEW)]
+        turn = number // len(_FEW)
+        chosen = {"grid": grid}
+        for shift, (name, its) in enumerate(values.items()):
+            chosen[name] = its[(number + turn * (shift + 1)) % len(its)]
+        if not _survives(chosen):
+            continue
+        whole = _setup(chosen)
+        result.append(replace(whole, name=f"{whole.name}-on{workers}", few=workers))
+        if len(result) == _FEW_SETUPS:
+            return tuple(result)
+    raise AssertionError("unreachable")
 
 
 def _survives(chosen: Mapping[str, str]) -> bool:

@@ -50,7 +50,8 @@ class Sweep:
             yield from pool.map(one, cases)
 
     def reference_once(self, setup: Setup) -> RunSummary:
-        """The undisturbed run's summary; run when it is first asked for."""
+        """The summary of the undisturbed run of the whole setup; run when it is first asked for."""
+        setup = setup.whole
         with self._guard:
             lock = self._locks.setdefault(setup, threading.Lock())
         with lock:

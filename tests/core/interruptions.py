@@ -8,7 +8,7 @@ hit again in the middle of that.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from hypothesis import strategies as st
@@ -17,10 +17,15 @@ from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.instructions import Op
 from deepspeed_bamboo.core.interpret import Execution, interpret
 from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.core.placing.balance import balance
+from deepspeed_bamboo.core.placing.shadowing import choose_shadows
+from deepspeed_bamboo.core.placing.sites import Sites, WorkerSite
 from deepspeed_bamboo.core.planning import plan_iteration
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.core.recovery import progress_after_loss, redundant_after_loss
 from deepspeed_bamboo.core.schedule import Plan
+from deepspeed_bamboo.core.seating import Seat
+from deepspeed_bamboo.core.timing import Profile
 from deepspeed_bamboo.core.verify import verify
 from tests.core.cuts import Cut, Cuts
 
@@ -117,6 +122,29 @@ def scattered_cases(draw: st.DrawFn, *, modes: tuple[str, ...]) -> Case:
         draw(st.sampled_from(modes)),
         tuple(draw(hits(len(names))) for _ in range(draw(st.integers(1, 3)))),
     )
+
+
+@st.composite
+def block_cases(draw: st.DrawFn, *, modes: tuple[str, ...]) -> Case:
+    """A job of blocks, as at its start on fewer workers than coordinates, or as balanced with one at half speed."""
+    grid = Grid(draw(st.integers(1, 3)), draw(st.integers(2, 8)))
+    count, micro_batches = draw(st.integers(2, max(2, min(6, len(grid) - 1)))), draw(st.integers(1, 8))
+    return Case(
+        blocks(grid, count, balanced=draw(st.booleans()), micro_batches=micro_batches),
+        micro_batches,
+        draw(st.sampled_from(modes)),
+        tuple(draw(hits(count)) for _ in range(draw(st.integers(1, 3)))),
+    )
+
+
+@cache
+def blocks(grid: Grid, workers: int, *, balanced: bool, micro_batches: int) -> Placement:
+    sites = [WorkerSite(f"w{i}", f"n{i}") for i in range(workers)]
+    if balanced:
+        slow = replace(Profile.even(grid.stages), speeds={"w1": 0.5})
+        return balance(grid, sites, profile=slow, micro_batches=micro_batches).placement
+    owners = {c: f"w{index}" for c, index in Seat(grid, 0, workers).owners().items()}
+    return Placement.of(grid, owners=owners, shadows=choose_shadows(grid, owners, Sites.of(sites), held={}))
 
 
 def run_to_the_end(case: Case) -> Execution:

@@ -13,6 +13,7 @@ from deepspeed_bamboo.core.recovery import progress_after_loss
 from deepspeed_bamboo.core.verify import verify
 from tests.core.interruptions import (
     Case,
+    block_cases,
     cases,
     fresh_cuts,
     fresh_plan,
@@ -67,6 +68,12 @@ def test_cuts_are_those_of_the_interpreter(case: Case) -> None:
 @settings(FAST, max_examples=400)
 @given(scattered_cases(modes=MODES))
 def test_coordinates_and_shadows_anywhere(case: Case) -> None:
+    run_to_the_end(case)
+
+
+@settings(FAST, max_examples=150)
+@given(block_cases(modes=MODES))
+def test_blocks_of_stages(case: Case) -> None:
     run_to_the_end(case)
 
 
@@ -127,4 +134,12 @@ def test_hit_again_in_the_middle_of_a_recovery_10000_times(case: Case) -> None:
 @settings(SWEEP)
 @given(scattered_cases(modes=MODES))
 def test_coordinates_and_shadows_anywhere_10000_times(case: Case) -> None:
+    run_to_the_end(case)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1800)  # a busy machine makes it slow, not wrong
+@settings(SWEEP)
+@given(block_cases(modes=MODES))
+def test_blocks_of_stages_10000_times(case: Case) -> None:
     run_to_the_end(case)

@@ -12,7 +12,7 @@ from deepspeed_bamboo.faults import INSTRUCTIONS, RECOVERY_POINTS
 from deepspeed_bamboo.sweep.cases import PROFILES, select
 from deepspeed_bamboo.sweep.covering import pairwise
 from deepspeed_bamboo.sweep.kinds import KINDS
-from deepspeed_bamboo.sweep.setups import FACTORS, FIRST_SETUPS, MODE_SETUPS, STEPS, Setup, covering_setups
+from deepspeed_bamboo.sweep.setups import FACTORS, FIRST_SETUPS, MODE_SETUPS, STEPS, Setup, covering_setups, few_setups
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -79,6 +79,24 @@ def test_the_full_profile_covers_every_pair_of_values_and_every_kind_of_loss() -
     assert set(setups) <= {case.setup.name for case in select("full")}
 
 
+def test_the_full_profile_has_jobs_that_start_on_few_workers() -> None:
+    """Every value that can be, blocks of two and more, every kind of loss that is survived wherever stages are."""
+    cases = select("few")
+    assert len(cases) <= 60 and {case.name for case in cases} <= {case.name for case in select("full")}
+    setups = few_setups()
+    assert all(setup.workers == setup.few < len(setup.grid) for setup in setups)
+    assert {case.setup for case in cases} == set(setups)
+    names = {part for setup in setups for part in setup.name.split("-")}
+    assert {value for name in FACTORS if name != "grid" for value in FACTORS[name]} - names == {"off"}
+    faults = [fault for case in cases for fault in case.faults.faults]
+    assert {len(case.faults.faults) for case in cases} == {1, 2, 3} and {"KILL", "STOP"} == {f.signal for f in faults}
+    assert {fault.at for fault in faults} == set(INSTRUCTIONS)
+    for case in cases:
+        assert len({fault.step for fault in case.faults.faults}) == len(case.faults.faults) < case.setup.workers
+        assert case.setup.whole.workers == len(case.setup.grid) and case.setup.whole.whole == case.setup.whole
+        assert case.setup.settings({})["bamboo"]["topology"] == {"pipelines": case.setup.pipelines}
+
+
 # Without shadows only another pipeline that holds all of the state survives; one stage can't have fewer micro-batches.
 IMPOSSIBLE = {
     *(("off", precision) for precision in ("bf16", "fp32.zero1", "bf16.zero1", "fp16.zero1")),
@@ -110,7 +128,9 @@ def test_cases_are_selected_by_name() -> None:
     assert select("first", only=["nothing"]) == []
 
 
-@pytest.mark.parametrize("setup", (*FIRST_SETUPS, *MODE_SETUPS, *covering_setups()), ids=lambda setup: setup.name)
+@pytest.mark.parametrize(
+    "setup", (*FIRST_SETUPS, *MODE_SETUPS, *covering_setups(), *few_setups()), ids=lambda setup: setup.name
+)
 def test_every_setup_is_a_valid_configuration(setup: Setup) -> None:
     base = {"optimizer": {"type": "Adam"}, "bamboo": {"coordinator": {"lease_seconds": 2}}}
     settings = setup.settings(base)
@@ -122,5 +142,5 @@ def test_every_setup_is_a_valid_configuration(setup: Setup) -> None:
 
 
 def test_setups_have_names_of_their_own() -> None:
-    names = [setup.name for setup in (*FIRST_SETUPS, *MODE_SETUPS, *covering_setups())]
+    names = [setup.name for setup in (*FIRST_SETUPS, *MODE_SETUPS, *covering_setups(), *few_setups())]
     assert len(set(names)) == len(names)
