@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from deepspeed_bamboo.protocol import PULSE_FILE
 
 IN_SCRIPT = "its script, outside of the engine's calls"
+AT_ITS_OWN_PACE = frozenset({IN_SCRIPT, "save", "load", "latest", "last checkpoint"})
+"""What takes as long as script, model and disk want: evaluation, callbacks, files. Never a reason to end a worker."""
 BEFORE_STEPS = -1
 
 # When (time.monotonic), the step, whether it waits for others, what it does.

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-from deepspeed_bamboo.pulse import BEFORE_STEPS, PulseReading
+from deepspeed_bamboo.pulse import AT_ITS_OWN_PACE, BEFORE_STEPS, PulseReading
 
 HangAction = Literal["warn", "drain", "end"]
 
@@ -40,6 +40,11 @@ class Hang:
     step: int
     seconds: float
     waiting: bool
+
+    @property
+    def is_fault(self) -> bool:
+        """False for who waits, and for what has no usual time: the script between steps, and files."""
+        return not self.waiting and self.doing not in AT_ITS_OWN_PACE
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def on_stuck(event: Stuck, slot: Slot, *, action: HangAction) -> list[Action]:
     """Tell everybody; and have the job go on without the worker, if the settings say so. See :func:`ending`."""
     facts = facts_of(event, slot)
     actions: list[Action] = [Say(in_words(event.worker, facts)), PublishHang(event.worker, facts)]
-    if action == "drain" and not event.hang.waiting:
+    if action == "drain" and event.hang.is_fault:
         actions += [
             Say(f"worker {event.worker} is ended, so that the job goes on without it (hangs.action)"),
             KillWorker("it stood still"),

@@ -314,7 +314,7 @@ class Supervisor(SlotState):
         if isinstance(event, WentOn):
             return on_went_on(event)
         actions = on_stuck(event, self._slot, action=self._rules.hangs.action)
-        if self._rules.hangs.action == "end" and not event.hang.waiting and self._offered is None:
+        if self._rules.hangs.action == "end" and event.hang.is_fault and self._offered is None:
             actions += [*self._offer(ending(event, self._slot)), *self._end_worker()]
         return actions
 

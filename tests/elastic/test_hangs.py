@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 
-from deepspeed_bamboo.elastic.hang_watch import Hang, HangRules, HangWatch, Resumed
+from deepspeed_bamboo.elastic.decisions import Stuck
+from deepspeed_bamboo.elastic.hang_watch import Hang, HangAction, HangRules, HangWatch, Resumed
+from deepspeed_bamboo.elastic.rules import Rules
+from deepspeed_bamboo.elastic.supervisor import Supervisor
 from deepspeed_bamboo.elastic.worker_pulse import WorkerPulse, catches
 from deepspeed_bamboo.protocol import STACK_SIGNAL
 from deepspeed_bamboo.pulse import BEFORE_STEPS, IN_SCRIPT, Pulse, PulseReading
 from deepspeed_bamboo.testing.fork_server import ForkServer
 from deepspeed_bamboo.testing.harness import Machine
-from tests.coordination.helpers import wait_until
+from tests.coordination.helpers import member, wait_until
 from tests.elastic import workers
 from tests.elastic.test_agent import ALL_WELL, epoch_of, finish, ranks
+from tests.elastic.test_supervisor import OWN, SLOT, WORKERS, changed, epoch, kinds
 
 
 def reading(since: float, *, step: int = 3, waiting: bool = False, doing: str = "FNC 0.1 2") -> PulseReading:
@@ -66,6 +70,30 @@ def test_who_waits_is_told_of_later_than_who_is_waited_for() -> None:
     waits = reading(now, step=step, waiting=True, doing="RECV_GRAD 0.1 2")
     assert watch.look(waits, now_seconds=now + 119.0) is None
     assert watch.look(waits, now_seconds=now + 121.0) == Hang("RECV_GRAD 0.1 2", step, 121.0, waiting=True)
+
+
+@pytest.mark.parametrize("action", ["drain", "end"])
+@pytest.mark.parametrize(
+    ("doing", "waiting", "ended"),
+    [
+        ("FNC 0.1 2", False, True),
+        ("train", False, True),
+        ("RECV_GRAD 0.1 2", True, False),
+        (IN_SCRIPT, False, False),  # an evaluation of its own, a callback, an export
+        ("save", False, False),
+        ("last checkpoint", False, False),
+    ],
+)
+def test_nobody_is_ended_for_what_a_script_does_between_steps(
+    action: HangAction, doing: str, waiting: bool, ended: bool
+) -> None:
+    agent = Supervisor(SLOT, lease_seconds=3, rules=Rules(hangs=HangRules(action=action)))
+    agent.start()
+    for event in (*(changed("member", member(worker), worker=worker) for worker in WORKERS), epoch()):
+        agent.handle(event)
+    done = kinds(agent.handle(Stuck(OWN, Hang(doing, 7, 100.0, waiting), "the stack")))
+    assert done[:2] == ["Say", "PublishHang"]
+    assert bool({"KillWorker", "Fail"} & {*done}) == ended
 
 
 def test_what_the_worker_writes_is_what_its_agent_reads() -> None:
