@@ -6,7 +6,9 @@ their shadows were made from, and make those anew that have changed.
 
 A script that changes weights itself after each step shows before its second one. From then on shadows get the changed
 weights before each step, and so they do where it is found later: a worker that finds weights changed since the last
-step hands that in with the agreement of the iteration. Finding that costs no message.
+step hands that in with the agreement of the iteration. Finding that costs no message. The same goes for changes of
+structure, hooks, ``requires_grad`` and parameter groups (a script that unfreezes layers one after the other): shadows
+of stages that have changed are made anew before the next step.
 """
 
 from __future__ import annotations
@@ -23,10 +25,13 @@ from deepspeed_bamboo.runtime.recovery.stage_state import checksum
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 from deepspeed_bamboo.runtime.stock.gradients import master_weights
 from deepspeed_bamboo.runtime.stock.hosting import StageHost
+from deepspeed_bamboo.runtime.stock.outline import Outline, outline_of
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
 CHANGED = "changed by hand"
 """Under which name a worker hands in that its script has changed weights between two steps."""
+RESHAPED = "changed layers"
+"""Under which name a worker hands in that its script has changed what a stage consists of."""
 _BY_HAND = "the script changes weights itself between two steps"
 _LOOKS = 3  # before the first steps; a script that changes weights after each step does so after the first one
 
@@ -48,6 +53,9 @@ class Settling:
         self.by_hand = False
         self._known: dict[Coordinate, tuple[str, int, int]] = {}
         self._versions: dict[Coordinate, int] = {}
+        self._outlines: dict[Coordinate, Outline] = {}
+        self._reshaped: set[Coordinate] = set()  # here, since the shadows were made
+        self._anew = False  # somewhere
 
     def note(self) -> None:
         """Owners and shadows are alike now."""
@@ -55,12 +63,17 @@ class Settling:
         if self._looks < _LOOKS or self.by_hand:
             self._known = {c: self._now(r) for c, r in worker.host.owned.items()}
         self._versions = {c: _version(r) for c, r in worker.host.owned.items()}
+        self._outlines = {c: outline_of(r) for c, r in worker.host.owned.items()}
 
     def settle(self) -> None:
         """Before a step, on every worker: bring shadows to what their owners have become; collective at first."""
         worker = self._worker
-        if not worker.protects or (self._looks >= _LOOKS and not self.by_hand):
+        if not worker.protects:
             return
+        if self._looks >= _LOOKS:
+            self._reshaped |= self._changed_outlines()
+            if not (self.by_hand or self._anew):
+                return
         first = self._looks == 0
         self._looks += 1
         weights: set[Coordinate] = set()
@@ -68,6 +81,8 @@ class Settling:
         for value in worker.agree_on("settle", self._changes).values():
             weights.update(value["weights"])
             structure.update(value["structure"])
+        self._anew = False
+        self._reshaped.clear()
         if weights and not first and not self.by_hand:
             self.by_hand = True
             tell_once(worker, f"{_BY_HAND}: before each step shadows get what has changed")
@@ -79,7 +94,9 @@ class Settling:
     def contribution(self) -> dict[str, Any]:
         """What this worker hands in with the agreement of an iteration."""
         # As it was at the start of the iteration: nothing changes weights before the step.
-        return {CHANGED: True} if self._looks >= _LOOKS and not self.by_hand and self._changed_since() else {}
+        by_hand = self._looks >= _LOOKS and not self.by_hand and self._changed_since()
+        reshaped = {RESHAPED: sorted(map(str, self._reshaped))} if self._reshaped else {}
+        return {**({CHANGED: True} if by_hand else {}), **reshaped}
 
     def learn(self, agreed: Mapping[str, Mapping[str, Any]]) -> None:
         """What others have handed in with the agreement of an iteration: from then on all copy weights."""
@@ -91,18 +108,29 @@ class Settling:
                 "last one)",
             )
 
+        reshaped = sorted({stage for value in agreed.values() for stage in value.get(RESHAPED, ())})
+        if reshaped:
+            self._anew = True
+            tell_once(
+                self._worker,
+                "the script has changed layers, hooks, requires_grad or parameter groups between two steps (of "
+                f"{' '.join(reshaped)}): shadows are made anew before the next step (a loss in the last one would have "
+                "brought back what was before; engine.refresh_shadows() on every rank excludes that)",
+            )
+
     def to_json(self) -> dict[str, Any]:
         """What a worker that joins has to know."""
-        return {"looks": self._looks, "by_hand": self.by_hand}
+        return {"looks": self._looks, "by_hand": self.by_hand, "anew": self._anew}
 
     def take(self, value: Mapping[str, Any]) -> None:
         """Inverse of :meth:`to_json`."""
         self._looks, self.by_hand = int(value["looks"]), bool(value["by_hand"])
+        self._anew = bool(value["anew"])
 
     def _changes(self) -> dict[str, list[Coordinate]]:
         owned = self._worker.host.owned
         if self._looks > _LOOKS:
-            return {"structure": [], "weights": self._changed_since()}
+            return {"structure": sorted(self._reshaped), "weights": self._changed_since()}
         now = {c: self._now(replica) for c, replica in owned.items()}
         known = {c: self._known.get(c, now[c]) for c in now}
         compared = slice(1, 3) if self._looks == 1 else slice(1, 2)  # an evaluation may change buffers
@@ -120,6 +148,10 @@ class Settling:
     def _changed_since(self) -> list[Coordinate]:
         owned = self._worker.host.owned
         return [c for c, version in self._versions.items() if c in owned and _version(owned[c]) != version]
+
+    def _changed_outlines(self) -> set[Coordinate]:
+        owned = self._worker.host.owned
+        return {c for c, outline in self._outlines.items() if c in owned and outline_of(owned[c]) != outline}
 
     def _bring(self, rebuilt: set[Coordinate]) -> None:
         worker = self._worker

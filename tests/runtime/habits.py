@@ -184,6 +184,26 @@ class Late(Habit):
             parameter.register_post_accumulate_grad_hook(halve_gradient)
 
 
+class Gradual(Habit):
+    """Half of each layer is frozen at first; later it is trained, too, with a hook, and the other half is frozen."""
+
+    def built(self, module: PipelineModule) -> None:
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_("inner" not in name)
+
+    def arguments(self, module: PipelineModule) -> dict[str, Any]:
+        return {"model_parameters": list(module.parameters())}
+
+    def stepped(self, engine: Any, step: int) -> None:
+        if step == 3:
+            for name, parameter in engine.module.named_parameters():
+                if "inner" in name:
+                    parameter.requires_grad_(True)
+                    parameter.register_post_accumulate_grad_hook(halve_gradient)
+                elif "outer" in name:
+                    parameter.requires_grad_(False)
+
+
 class Shared(nn.Module):
     """A part of a model that is whole on every rank: a block of its own, and one that all layers use."""
 
@@ -234,7 +254,7 @@ class UncallableObject(Habit):
         return {"optimizer": Uncallable(module.parameters(), 1)}
 
 
-_KINDS = (Habit, RatesByHand, Everything, Objects, Late, OneModel, Unknown, UncallableObject)
+_KINDS = (Habit, RatesByHand, Everything, Objects, Late, Gradual, OneModel, Unknown, UncallableObject)
 HABITS: dict[str, type[Habit]] = {kind.__name__: kind for kind in _KINDS}
 
 

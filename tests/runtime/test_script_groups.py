@@ -10,7 +10,14 @@ import pytest
 import torch
 import torch.distributed as td
 
+from deepspeed_bamboo.coordination import Member
+from deepspeed_bamboo.errors import MessageError
+from deepspeed_bamboo.runtime.comm import board, frames
 from deepspeed_bamboo.runtime.comm.board import pack, unpack
+from deepspeed_bamboo.runtime.comm.encoding import encode
+from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption
+from deepspeed_bamboo.runtime.comm.peers import Links
+from deepspeed_bamboo.runtime.comm.store_server import StoreServer
 from tests.runtime import models
 from tests.runtime.jobs import Jobs
 from tests.runtime.scenarios import Training, build, fresh_process_group
@@ -114,7 +121,31 @@ def test_what_is_laid_out_comes_back_as_it_was() -> None:
     tensors = [torch.tensor([1.5, -0.0], dtype=torch.bfloat16), torch.arange(3), torch.empty(0, 4), torch.tensor(True)]
     for value, found in zip(tensors, unpack(pack(tensors)), strict=True):
         assert found.dtype == value.dtype and found.shape == value.shape and torch.equal(found, value)
-    with pytest.raises(ValueError, match="is no type of tensors"):
-        unpack(b'[["system", [1]]]\nx')
-    with pytest.raises(ValueError, match="bytes of content"):
-        unpack(pack(tensors) + b"more")
+    for damaged in (pack(tensors) + b"more", pack(tensors)[:-1], b"", encode({"no": "list"}), encode([1])):
+        with pytest.raises(MessageError):
+            unpack(damaged)
+
+
+def test_what_is_larger_than_a_message_to_a_store_is_laid_out_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board, "PIECE_BYTES", 100)
+    monkeypatch.setattr(frames, "_LIMIT_BYTES", 400)
+    names = ("w0", "w1")
+    stores = {name: StoreServer("127.0.0.1", secret="s") for name in names}
+    members = {n: Member(n, n, "z", "127.0.0.1", stores[n].port, os.getpid(), 0) for n in names}
+    boards = {}
+    for name in names:
+        waits = Interruption()
+        links = Links(name, interruption=waits, timeout_seconds=20, device=torch.device("cpu"), secret="s")
+        links.enter(members=members, order=names, name="epoch")
+        boards[name] = board.Board(stores[name], links=links, me=name, interruption=waits)
+    large = torch.arange(1000)
+    for remove in (False, True):
+        boards["w0"].lay_out("large", [large, torch.ones(2)])
+        for name in names:
+            (found, _) = boards[name].fetch({"w0": "large"}, remove=remove and name == "w1")["w0"]
+            assert torch.equal(found, large)
+        boards["w0"].take_in([] if remove else ["large"])
+        assert stores["w0"]._count() == 0
+        assert boards["w1"].look({"w0": "large"}) == {}
+    for store in stores.values():
+        store.close()

@@ -63,6 +63,13 @@ def test_rates_by_hand_and_a_scheduler_of_the_script_act_on_what_was_taken_over(
     assert all(value["plugin"]["rate"] == value["stock"]["rate"] for value in result.values.values())
 
 
+def test_layers_that_thaw_later_are_trained_where_they_were_taken_over(jobs: Jobs) -> None:
+    result = jobs.run(compare_habit, world=3, habit="Gradual", stages=3, steps=7, faults=[kill(5, 1)])
+    assert result.codes.count(-9) == 1, result.transcript()
+    assert all(value["plugin"]["losses"] == value["stock"]["losses"] for value in result.values.values())
+    assert "shadows are made anew before the next step" in result.transcript()
+
+
 def test_a_worker_that_joins_writes_what_the_others_have_written(jobs: Jobs) -> None:
     more = {"joining": 1, "joining_after_deaths": 1, "waits": {"4": 1}, "steps": 7}
     faults = [kill(1, 1), {**kill(5, 0), "micro_batch": 2}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import socket
 import threading
@@ -19,6 +20,7 @@ import torch
 
 from deepspeed_bamboo.coordination import Member
 from deepspeed_bamboo.errors import MessageError
+from deepspeed_bamboo.protocol import SECRET as SECRET_NAME
 from deepspeed_bamboo.runtime.comm import proved_group
 from deepspeed_bamboo.runtime.comm.c10d import c10d
 from deepspeed_bamboo.runtime.comm.channel import Message
@@ -28,7 +30,9 @@ from deepspeed_bamboo.runtime.comm.guarded_store import StoreClient
 from deepspeed_bamboo.runtime.comm.pass_words import PASS_WORD_BYTES, PassWords
 from deepspeed_bamboo.runtime.comm.peers import Links
 from deepspeed_bamboo.runtime.comm.proved_group import connect_proved, network_device
+from deepspeed_bamboo.runtime.comm.proved_mesh import ProvingGloo
 from deepspeed_bamboo.runtime.comm.store_server import StoreServer
+from deepspeed_bamboo.runtime.job.meeting import guarded_meetings
 from deepspeed_bamboo.trust import server as server_module
 from deepspeed_bamboo.trust.handshake import GREETING, StrangerError, admit, prove
 from deepspeed_bamboo.trust.server import GuardedServer, connect
@@ -324,6 +328,44 @@ def test_a_stranger_who_connects_to_gloo_in_advance_keeps_nobody_from_the_next_c
     for name in names:
         links[name].close()
         servers[name].close()
+
+
+def groups_of(*secrets: str) -> list[Any]:
+    """What each member gets, whose secret is given: a group, or an error."""
+    store, results = c10d.HashStore(), [None] * len(secrets)
+    torchs = importlib.import_module("torch.distributed.distributed_c10d")
+
+    def make(rank: int) -> None:
+        maker = ProvingGloo(torchs.ProcessGroupGloo, secret=secrets[rank])
+        try:
+            results[rank] = maker(store, rank, len(secrets), timeout=timedelta(seconds=20))
+        except StrangerError as error:
+            results[rank] = error
+
+    members = [threading.Thread(target=make, args=(rank,)) for rank in range(len(secrets))]
+    for thread in members:
+        thread.start()
+    for thread in members:
+        thread.join()
+    return results
+
+
+def test_members_of_torchs_own_groups_prove_themselves_before_anything_is_sent() -> None:
+    assert [group.rank() for group in groups_of(SECRET, SECRET, SECRET)] == [0, 1, 2]
+    one, two, stranger = groups_of(SECRET, SECRET, "t" * 64)
+    assert all(isinstance(found, StrangerError) for found in (one, two, stranger))
+    assert "in the place of rank 2 does not know" in str(one) and "in the place of rank 2 does not know" in str(two)
+
+
+def test_torch_makes_proved_groups_for_a_script_and_knows_them_as_its_own() -> None:
+    torchs = importlib.import_module("torch.distributed.distributed_c10d")
+    stock = torchs.ProcessGroupGloo
+    with guarded_meetings({SECRET_NAME: SECRET}):
+        made = torchs.ProcessGroupGloo(c10d.HashStore(), 0, 1, timeout=timedelta(seconds=20))
+        assert isinstance(torchs.ProcessGroupGloo, ProvingGloo)
+        assert isinstance(made, torchs.ProcessGroupGloo) and type(made) is stock
+        assert torchs.ProcessGroupGloo._Options is stock._Options
+    assert torchs.ProcessGroupGloo is stock
 
 
 class Hurried:

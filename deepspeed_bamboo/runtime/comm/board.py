@@ -6,7 +6,7 @@ again after a loss, finds what it needs for as long as it is laid out.
 
 from __future__ import annotations
 
-import json
+import struct
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,11 +14,15 @@ from typing import Any
 import torch
 
 from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.errors import MessageError
 from deepspeed_bamboo.runtime.comm.connection_errors import cause_of
+from deepspeed_bamboo.runtime.comm.encoding import decode, encode
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption, PeerLostError
 from deepspeed_bamboo.runtime.comm.peers import Links
 
 Tensors = list[torch.Tensor]
+PIECE_BYTES = 2**24  # of one value in a store, whose messages have a limit
+_COUNT = struct.Struct("<I")
 
 
 class Board:
@@ -29,19 +33,22 @@ class Board:
         self._links = links
         self._me = me
         self._interruption = interruption
-        self._out: set[str] = set()
+        self._out: dict[str, int] = {}  # of how many pieces each is
 
     def lay_out(self, key: str, tensors: Sequence[torch.Tensor]) -> None:
         """Let others fetch copies of ``tensors`` under ``key``. Never waits."""
-        self._store.set(key, pack(tensors))
-        self._out.add(key)
+        packed = pack(tensors)
+        pieces = [packed[start : start + PIECE_BYTES] for start in range(0, len(packed), PIECE_BYTES)]
+        for number, piece in enumerate(pieces[1:], start=1):
+            self._store.set(_piece_key(key, number), piece)
+        self._store.set(key, _COUNT.pack(len(pieces)) + pieces[0])  # last: who finds it finds the others
+        self._out[key] = len(pieces)
 
     def take_in(self, keys: Sequence[str]) -> None:
         """Lay these out no longer."""
         for key in keys:
-            if key in self._out:
-                self._out.discard(key)
-                self._store.delete_key(key)
+            for number in range(self._out.pop(key, 0)):
+                self._store.delete_key(_piece_key(key, number))
 
     def fetch(self, wanted: Mapping[WorkerId, str], *, remove: bool = False) -> dict[WorkerId, Tensors]:
         """What each worker has laid out under its key; waits until all have. ``remove``: they lay it out no longer.
@@ -50,20 +57,17 @@ class Board:
         """
 
         def get(client: Any, key: str) -> bytes:
-            found = bytes(client.get(key))
-            if remove:
-                client.delete_key(key)
-            return found
+            return _read(client, key, remove=remove)
 
-        return {worker: unpack(value) for worker, value in self._ask(wanted, get).items() if value is not None}
+        return _unpacked(self._ask(wanted, get))
 
     def look(self, wanted: Mapping[WorkerId, str]) -> dict[WorkerId, Tensors]:
         """As :meth:`fetch`, of those only that have laid it out by now."""
 
         def get(client: Any, key: str) -> bytes | None:
-            return bytes(client.get(key)) if client.check([key]) else None
+            return _read(client, key) if client.check([key]) else None
 
-        return {worker: unpack(value) for worker, value in self._ask(wanted, get).items() if value is not None}
+        return _unpacked(self._ask(wanted, get))
 
     def _ask(self, wanted: Mapping[WorkerId, str], question: Any) -> dict[WorkerId, bytes | None]:
         answers: dict[WorkerId, bytes | None] = {}
@@ -76,7 +80,7 @@ class Board:
                 else:
                     with self._links.store_of(worker) as client:
                         answers[worker] = question(client, key)
-            except (RuntimeError, ValueError, OSError) as error:
+            except (RuntimeError, ValueError, OSError, struct.error) as error:
                 errors[worker] = cause_of(error)
             self._interruption.notify()
 
@@ -90,28 +94,39 @@ class Board:
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> bytes:
-    """``tensors`` as bytes: a line that describes them, then their content."""
-    host = [tensor.detach().to("cpu").contiguous() for tensor in tensors]
-    head = json.dumps([[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in host])
-    parts = [tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"" for tensor in host]
-    return b"\n".join([head.encode(), b"".join(parts)])
+    """``tensors`` as bytes."""
+    return encode([tensor.detach().to("cpu").contiguous() for tensor in tensors])
 
 
 def unpack(data: bytes) -> Tensors:
-    """Inverse of :func:`pack`. Raises ValueError for anything else."""
-    head, _, content = data.partition(b"\n")
-    tensors, offset = [], 0
-    for name, shape in json.loads(head):
-        dtype = getattr(torch, name, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{name!r} is no type of tensors")
-        tensor = torch.empty(shape, dtype=dtype)
-        size = tensor.numel() * dtype.itemsize
-        if size:
-            piece = torch.frombuffer(bytearray(content[offset : offset + size]), dtype=dtype)
-            tensor.copy_(piece.view(tensor.shape))
-        tensors.append(tensor)
-        offset += size
-    if offset != len(content):
-        raise ValueError(f"{len(content)} bytes of content for tensors of {offset}")
+    """Inverse of :func:`pack`. Raises MessageError for anything else."""
+    tensors = decode(data)
+    if not isinstance(tensors, list) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        raise MessageError("a worker has laid out something else than tensors")
     return tensors
+
+
+def _unpacked(answers: Mapping[WorkerId, bytes | None]) -> dict[WorkerId, Tensors]:
+    found = {}
+    for worker, value in answers.items():
+        if value is not None:
+            try:
+                found[worker] = unpack(value)
+            except MessageError as error:
+                raise PeerLostError(worker, str(error)) from error
+    return found
+
+
+def _read(client: Any, key: str, *, remove: bool = False) -> bytes:
+    """All pieces of what lies under ``key``, once it is there."""
+    head = bytes(client.get(key))
+    (count,) = _COUNT.unpack_from(head)
+    packed = head[_COUNT.size :] + b"".join(bytes(client.get(_piece_key(key, number))) for number in range(1, count))
+    if remove:
+        for number in range(count):
+            client.delete_key(_piece_key(key, number))
+    return packed
+
+
+def _piece_key(key: str, number: int) -> str:
+    return f"{key}/piece {number}" if number else key

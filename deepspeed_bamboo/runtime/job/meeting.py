@@ -1,7 +1,8 @@
 """Where torch's own process groups meet: at a store that asks for the job secret, on the job's own address only.
 
 torch's TCPStore listens on every interface and answers anybody. Scripts make their first process group with it
-(``init_process_group``, ``deepspeed.init_distributed``), so inside :func:`guarded_meetings` it is not made.
+(``init_process_group``, ``deepspeed.init_distributed``), so inside :func:`guarded_meetings` it is not made. Gloo's groups
+are made as ever, and then their members prove that they belong to the job.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from deepspeed.utils import logger
 from deepspeed_bamboo.protocol import ADDRESS, SECRET
 from deepspeed_bamboo.runtime.comm.c10d import c10d
 from deepspeed_bamboo.runtime.comm.guarded_store import StoreClient
+from deepspeed_bamboo.runtime.comm.proved_mesh import ProvingGloo
 from deepspeed_bamboo.runtime.comm.store_server import StoreServer
 
 _MAKER = "_create_c10d_store"
+_GLOO = "ProcessGroupGloo"
 
 
 @contextmanager
@@ -37,11 +40,15 @@ def guarded_meetings(environment: Mapping[str, str]) -> Iterator[None]:
         yield
         return
     meetings = _Meetings(environment[SECRET], address=environment.get(ADDRESS) or "127.0.0.1")
+    groups = importlib.import_module("torch.distributed.distributed_c10d")
+    gloo = getattr(groups, _GLOO)
     setattr(rendezvous, _MAKER, meetings.store)
+    setattr(groups, _GLOO, ProvingGloo(gloo, secret=environment[SECRET]))
     try:
         yield
     finally:
         setattr(rendezvous, _MAKER, stock)
+        setattr(groups, _GLOO, gloo)
 
 
 class _Meetings:
