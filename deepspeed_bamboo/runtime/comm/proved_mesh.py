@@ -23,7 +23,7 @@ _WITHIN = timedelta(seconds=60)  # all members are there: the group has been mad
 
 
 class ProvingGloo:
-    """Stands for torch's class ProcessGroupGloo where torch makes such groups: each is proved before anybody uses it."""
+    """Stands for torch's class ProcessGroupGloo where torch makes such groups: each is proved before its use."""
 
     def __init__(self, stock: Any, *, secret: str) -> None:
         self._stock, self._secret = stock, secret
@@ -69,8 +69,8 @@ def prove_to_all(group: Any, store: Any, *, rank: int, size: int, secret: str) -
 def _stranger(rank: str, error: Exception | None) -> StrangerError:
     why = "does not know the job's secret" if error is None else f"does not prove that it is one of the job's ({error})"
     return StrangerError(
-        f"while torch's process group was made: whoever answers in the place of rank {rank} {why}. Nothing has been sent "
-        "to it. Start the command again; docs/security.md says who can do this"
+        f"while torch's process group was made: whoever answers in the place of rank {rank} {why}. Nothing has been "
+        "sent to it. Start the command again; docs/security.md says who can do this"
     )
 
 
