@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from deepspeed_bamboo.coordination import server as server_module
-from deepspeed_bamboo.coordination.errors import ServerStartError
+from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable, ServerStartError
 from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.published import PublishedJob, publish
 from deepspeed_bamboo.coordination.server import PrivateEtcd
@@ -82,17 +82,25 @@ def test_etcd_does_not_outlive_its_keeper() -> None:
     assert not server.directory.exists()
 
 
+def answers(store: EtcdStore) -> bool:
+    """How long etcd takes to start depends on the machine's load; that it does is what counts."""
+    try:
+        store.get("/a")
+    except CoordinatorUnavailable:
+        return False
+    return True
+
+
 def test_a_killed_etcd_is_started_again_on_its_data() -> None:
     with PrivateEtcd() as server:
         store = EtcdStore([server.endpoint])
         store.put("/a", "kept")
         first = server.pid
         os.kill(first, signal.SIGKILL)
-        start = time.monotonic()
+        wait_until(lambda: server.pid != first, within_seconds=60, what="another etcd")
+        wait_until(lambda: answers(store), within_seconds=60, what="an answer")
         entry = store.get("/a")
         assert entry is not None and entry.value == "kept"
-        assert time.monotonic() - start < stretched(3)
-        assert server.pid != first
         store.close()
 
 
