@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -67,12 +67,13 @@ def validate_deepspeed_settings(
     stages: int | None,
     world_size: int,
     shape: ModelShape | None = None,
+    further: Iterable[str] = (),
 ) -> None:
     """Raise one ConfigError that lists whatever stands in the way of recovering lost stages.
 
     ``settings``: the DeepSpeed configuration. ``model_name``: the class of the model, for messages.
     ``stages``: None for a model without stages. ``world_size``: workers at the start.
-    ``shape``: how the model is cut, if it is a pipeline.
+    ``shape``: how the model is cut, if it is a pipeline. ``further``: what else was found.
     """
     problems = [
         *_model_problems(model, model_name=model_name),
@@ -80,6 +81,7 @@ def validate_deepspeed_settings(
         *parallel_problems(settings),
         *_size_problems(stages, world_size=world_size),
         *(() if shape is None else shape_problems(shape)),
+        *further,
     ]
     if problems:
         raise ConfigError(*problems, where="deepspeed_bamboo can't run this job")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,7 @@ def initialize_with(stock: Initialize, groups: ScriptGroups, *args: Any, **kwarg
             raise _needs_the_plugin(block.seat)
         return stock(*args, **kwargs)
     check_symbols()
-    _validate(settings, call.arguments, config)
+    _validate(settings, call.arguments, config, seat=None if block is None else block.seat)
     if has_engine():
         raise ConfigError(
             "this process has a bamboo engine already, and its workers come and go together with that one's stages; "
@@ -95,11 +95,6 @@ def _needs_the_plugin(seat: Seat) -> ConfigError:
 
 def _take_apart(block: StartBlock, arguments: dict[str, Any]) -> None:
     """Leave one stage of the block in the model, and its parameters in what is to be trained; collective."""
-    if isinstance(arguments.get("optimizer"), torch.optim.Optimizer):
-        raise ConfigError(
-            f"optimizer is an object with the parameters of all stages of a worker, where {block.seat.workers} workers "
-            f"host {len(block.seat.grid)} stages; pass a function (parameters -> optimizer), which makes one for each"
-        )
     block.take_apart(arguments["model"])
     given = arguments.get("model_parameters")
     if given is not None:
@@ -145,14 +140,15 @@ def _settings(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
     return None if source is None else load_deepspeed_settings(source)
 
 
-def _validate(settings: Mapping[str, Any], arguments: Mapping[str, Any], config: BambooConfig) -> None:
+def _validate(
+    settings: Mapping[str, Any], arguments: Mapping[str, Any], config: BambooConfig, *, seat: Seat | None
+) -> None:
     model = arguments.get("model")
     kind = ModelKind.OTHER
     if isinstance(model, DualPipeVModule):
         kind = ModelKind.DUALPIPEV
     elif isinstance(model, PipelineModule):
         kind = ModelKind.PIPELINE
-    _check_pipelines(model, config)
     validate_deepspeed_settings(
         settings,
         model=kind,
@@ -160,6 +156,7 @@ def _validate(settings: Mapping[str, Any], arguments: Mapping[str, Any], config:
         stages=model.num_pipeline_stages() if isinstance(model, PipelineModule) else None,
         world_size=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
         shape=_shape(model) if isinstance(model, PipelineModule) else None,
+        further=(*_problems_with_pipelines(model, config), *_problems_with_optimizer(arguments.get("optimizer"), seat)),
     )
 
 
@@ -171,14 +168,23 @@ def _shape(model: PipelineModule) -> ModelShape:
     return ModelShape(axes, places, tuple(model.parts))
 
 
-def _check_pipelines(model: Any, config: BambooConfig) -> None:
-    """Raise ConfigError where the module was made for another number of pipelines than the section says."""
+def _problems_with_pipelines(model: Any, config: BambooConfig) -> Iterator[str]:
+    """Where the module was made for another number of pipelines than the section says."""
     wanted = config.topology.pipelines
     if wanted is None or not isinstance(model, PipelineModule) or model._topo.get_dim("data") == wanted:
         return
-    raise ConfigError(
+    yield (
         f"topology.pipelines is {wanted}, but this script's PipelineModule was made for "
         f"{model._topo.get_dim('data')}. The module is made before the configuration is passed, so the number must be "
         "in the configuration that the launcher finds: name its file by --deepspeed_config, or by --bamboo_config "
         "before the script"
     )
+
+
+def _problems_with_optimizer(optimizer: Any, seat: Seat | None) -> Iterator[str]:
+    """Where a worker hosts several stages from the start."""
+    if seat is not None and isinstance(optimizer, torch.optim.Optimizer):
+        yield (
+            f"optimizer is an object with the parameters of all stages of a worker, where {seat.workers} workers "
+            f"host {len(seat.grid)} stages; pass a function (parameters -> optimizer), which makes one for each"
+        )

@@ -142,6 +142,7 @@ def test_without_the_right_password_the_reason_is_told(
     with pytest.raises(CoordinatorUnavailable) as raised:
         store.ping(within_seconds=1)
     assert "user name is empty" in str(raised.value) or "authentication failed" in str(raised.value)
+    assert "refuses this user" in str(raised.value) and "gave no answer" not in str(raised.value)
     assert "guess" not in str(raised.value)
     store.close()
 
