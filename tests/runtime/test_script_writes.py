@@ -61,6 +61,7 @@ def test_rates_by_hand_and_a_scheduler_of_the_script_act_on_what_was_taken_over(
     assert result.codes.count(-9) == 1, result.transcript()
     assert all(value["plugin"]["losses"] == value["stock"]["losses"] for value in result.values.values())
     assert all(value["plugin"]["rate"] == value["stock"]["rate"] for value in result.values.values())
+    assert "made anew" not in result.transcript(), "values of groups are no change of what a stage is"
 
 
 def test_layers_that_thaw_later_are_trained_where_they_were_taken_over(jobs: Jobs) -> None:

@@ -408,7 +408,7 @@ def test_a_stranger_who_takes_the_peers_place_costs_another_attempt_and_no_loss(
     store = StoreServer("127.0.0.1", secret=SECRET)
     groups: dict[bool, Any] = {}
     warnings: list[str] = []
-    monkeypatch.setattr(proved_group.logger, "warning", lambda text, *rest: warnings.append(text % rest))
+    monkeypatch.setattr(proved_group.logger, "log", lambda _, text, *rest: warnings.append(text % rest))
 
     def meet(first: bool) -> None:
         groups[first] = connect_proved(

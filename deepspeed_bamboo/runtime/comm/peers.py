@@ -215,17 +215,18 @@ class Links:
         return self._members
 
     def _channel_to(self, peer: WorkerId, network: Any) -> Channel:
-        pair = sorted((self._me, peer), key=self._order.index)
+        pair, epoch = sorted((self._me, peer), key=self._order.index), self._name
         first = pair[0] == self._me
         with self._shared_store(pair[0]) as store:
             group = connect_proved(
                 store,
-                name=f"{self._name}/{pair[0]}/{pair[1]}",
+                name=f"{epoch}/{pair[0]}/{pair[1]}",
                 first=first,
                 peer=peer,
                 secret=self._secret,
                 network=network,
                 timeout_seconds=self._timeout_seconds,
+                wanted=lambda: self._name == epoch,
             )
         return Channel(group, first=first, peer=peer, interruption=self._interruption)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +29,15 @@ CONNECTING_SECONDS = 10.0
 
 
 def connect_proved(
-    shared: SharedStore, *, name: str, first: bool, peer: str, secret: str, network: Any, timeout_seconds: float
+    shared: SharedStore,
+    *,
+    name: str,
+    first: bool,
+    peer: str,
+    secret: str,
+    network: Any,
+    timeout_seconds: float,
+    wanted: Callable[[], bool] = lambda: True,
 ) -> Any:
     """The group of this worker and ``peer``, which calls this with the same ``name`` and the other ``first``.
 
@@ -38,6 +46,7 @@ def connect_proved(
         name: of this group; no other ever has it.
         network: gloo's device, which all groups made at the same time may share.
         timeout_seconds: how long the peer is waited for, and a single operation of the group may take.
+        wanted: False once nobody waits for the group any more, since the epoch has changed.
 
     Raises RuntimeError when the peer does not come, or has gone, and StrangerError when others are faster each time.
     """
@@ -50,10 +59,11 @@ def connect_proved(
             group = _group_of_two(store, 0 if first else 1, network=network if failure is None else network_device())
             _prove_to_each_other(group, words, other=1 if first else 0, peer=peer)
         except (RuntimeError, StrangerError) as error:
-            if not store.met:
+            if not (store.met and wanted()):
                 raise failure or error from None  # nobody is there to try again with
             failure = error
-            logger.warning("connecting to %s again, after: %s", peer, cause_of(error))
+            level = logging.WARNING if isinstance(error, StrangerError) else logging.INFO
+            logger.log(level, "connecting to %s again, after: %s", peer, cause_of(error))
             continue
         group._set_default_timeout(timedelta(seconds=timeout_seconds))
         return group
