@@ -5,7 +5,8 @@
 
 Models BERT and GPT-2, fp32 and bf16, odds of 0.01 to 0.5 an hour and all traces of a folder, rivals with generous and
 with fair costs (deepspeed_bamboo/sim/rivals.py). `own` is the best of this project's modes (redundancy.mode); in bf16
-mode off survives nothing. The last columns say where its hours went, in points of the oracle's value.
+mode off survives nothing. The last columns say what lacks to the oracle: hours that were not useful, in points of all hours, and slower steps (bubbles,
+uneven loads, reducing gradients), which are the rest.
 Traces that are not there are left out, and named. Step times are of V100s whatever machines a trace is of.
 """
 
@@ -27,13 +28,15 @@ from deepspeed_bamboo.sim.jobs import build_job
 from deepspeed_bamboo.sim.results import Summary
 from deepspeed_bamboo.sim.rivals import RIVAL_COSTS, RivalCosts, with_rival_costs
 from deepspeed_bamboo.sim.runner import run_seeds
-from deepspeed_bamboo.sim.scenario import Scenario, load_preset, validated
+from deepspeed_bamboo.sim.scenario import load_preset, validated
 from deepspeed_bamboo.sim.traces import Trace, read_trace, segment
 
 ODDS = (0.01, 0.05, 0.1, 0.25, 0.5)
 OWN = ("deepspeed-bamboo-eager", "deepspeed-bamboo", "deepspeed-bamboo-off")
 # As published, it is another simulator's account of Bamboo.
 LEFT_OUT = ("bamboo-published", "on-demand", "oracle", *OWN)
+# Grids that start with the batch; the best one is taken, as a user would.
+GRIDS = {"bert": ((6, 24), (12, 24)), "gpt2": ((4, 24), (8, 24))}
 SEGMENTS = {"aws-p3-us-east.csv": ((5.5, 6.5), (1.5, 2.5), (8.0, 9.0), (10.0, 11.0))}
 
 
@@ -45,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--precisions", default="fp32,bf16", help="comma-separated (default fp32,bf16)")
     parser.add_argument("--fatal", choices=("restart", "in-place"), default="restart", help="policies.live.fatal")
     parser.add_argument("--seeds", type=int, default=10, help="of the odds (default 10)")
+    parser.add_argument("--hours", type=float, default=8.0, help="of runs by odds (default 8)")
     parser.add_argument("--output", type=Path, help="also write the rows as JSON")
     arguments = parser.parse_args(argv)
     console = table_console()
@@ -54,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = []
     for preset in arguments.presets.split(","):
         for precision in arguments.precisions.split(","):
-            for row in _rows(preset, precision, traces, fatal=arguments.fatal, seeds=arguments.seeds):
+            for row in _rows(preset, precision, traces, arguments):
                 rows.append(row)
                 print(json.dumps(row), file=sys.stderr, flush=True)
     print_whole(_table(rows), console)
@@ -75,36 +79,56 @@ def _traces(folder: Path | None) -> Iterator[tuple[str, Trace]]:
             yield f"{path.stem} {begin:g}-{end:g} h", segment(trace, from_hours=begin, to_hours=end)
 
 
-def _rows(preset: str, precision: str, traces: dict[str, Trace], *, fatal: str, seeds: int) -> Iterator[dict[str, Any]]:
+def _rows(
+    preset: str, precision: str, traces: dict[str, Trace], arguments: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
     data = load_preset(preset).model_dump(exclude_none=True)
     data["model"]["precision"] = precision
-    data["policies"]["live"]["fatal"] = fatal
+    data["policies"]["live"]["fatal"] = arguments.fatal
+    grids = GRIDS.get(preset, ((data["policies"]["live"]["pipelines"], data["policies"]["live"]["stages"]),))
+    where = {"model": preset, "precision": precision}
     for costs in RIVAL_COSTS:
+        for name, trace in traces.items():
+            yield where | _row(data, costs, trace, name, grids=grids, seeds=1)
         for odds in ODDS:
             data["market"]["removal_probability"] = odds
-            scenario = validated(data, where="table")
-            yield _row(scenario, costs, None, f"odds {odds:g}", seeds=seeds) | {"model": preset, "precision": precision}
-        for name, trace in traces.items():
-            scenario = validated(data, where="table")
-            yield _row(scenario, costs, trace, name, seeds=1) | {"model": preset, "precision": precision}
+            by_odds = data | {"run": {"duration_hours": arguments.hours}}
+            yield where | _row(by_odds, costs, None, f"odds {odds:g}", grids=grids, seeds=arguments.seeds)
 
 
-def _row(scenario: Scenario, costs: RivalCosts, trace: Trace | None, name: str, *, seeds: int) -> dict[str, Any]:
-    job = build_job(with_rival_costs(scenario, costs), trace=trace)
-    rivals = [policy for policy in available_policies(job.scenario) if policy not in LEFT_OUT]
-    found = {
-        summary.policy: summary
-        for summary in run_seeds(job, policies=[*OWN, *rivals, "on-demand", "oracle"], seeds=range(1, seeds + 1))
-    }
-    own = max((found[policy] for policy in OWN), key=_value)
+def _row(
+    data: dict[str, Any],
+    costs: RivalCosts,
+    trace: Trace | None,
+    name: str,
+    *,
+    grids: Sequence[tuple[int, int]],
+    seeds: int,
+) -> dict[str, Any]:
+    scenario = with_rival_costs(validated(data, where="table"), costs)
+    live = scenario.policies.live
+    numbers = range(1, seeds + 1)
+    found: dict[str, Summary] = {}
+    owned: list[tuple[Summary, str]] = []
+    for pipelines, stages in grids:
+        own_grid = None if live is None else live.model_copy(update={"pipelines": pipelines, "stages": stages})
+        policies = scenario.policies.model_copy(update={"live": own_grid})
+        job = build_job(scenario.model_copy(update={"policies": policies}), trace=trace)
+        owned += [(one, f"{pipelines}x{stages}") for one in run_seeds(job, policies=OWN, seeds=numbers)]
+        if not found:
+            rivals = [policy for policy in available_policies(job.scenario) if policy not in LEFT_OUT]
+            others = run_seeds(job, policies=[*rivals, "on-demand", "oracle"], seeds=numbers)
+            found = {summary.policy: summary for summary in others}
+    own, grid = max(owned, key=lambda pair: _value(pair[0]))
+    lazy = max(_value(one) for one, _ in owned if one.policy == "deepspeed-bamboo")
     best = max((found[policy] for policy in rivals), key=_value)
     oracle = _value(found["oracle"])
     return {
         "machines": name,
         "costs": costs,
         "own": round(_value(own), 3),
-        "mode": _mode(own),
-        "lazy": round(_value(found["deepspeed-bamboo"]), 3),
+        "mode": f"{_mode(own)} {grid}",
+        "lazy": round(lazy, 3),
         "best_rival": round(_value(best), 3),
         "rival": best.policy,
         "on_demand": round(_value(found["on-demand"]), 3),
@@ -112,7 +136,7 @@ def _row(scenario: Scenario, costs: RivalCosts, trace: Trace | None, name: str, 
         "share": round(_value(own) / oracle, 3) if oracle else None,
         "fatal": round(own.mean("fatal_losses"), 1),
         **_points(own, oracle),
-        "values": {policy: round(_value(summary), 3) for policy, summary in found.items()},
+        "values": {policy: round(_value(summary), 3) for policy, summary in found.items()},  # of the rivals
     }
 
 
@@ -138,6 +162,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(title="value (samples/s per $/h); points lacking to the oracle", title_justify="left")
     names = {
         "model": "model", "precision": "", "machines": "machines", "costs": "rivals", "own": "own", "mode": "mode",
+        "lazy": "lazy",
         "best_rival": "best rival", "rival": "", "oracle": "oracle", "share": "share", "fatal": "fatal",
         "redundant": "replicas", "wasted": "again", "paused": "paused", "idle": "idle", "uneven_and_bubbles": "steps",
     }  # fmt: skip
