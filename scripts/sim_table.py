@@ -5,8 +5,8 @@
 
 Models BERT and GPT-2, fp32 and bf16, odds of 0.01 to 0.5 an hour and all traces of a folder, rivals with generous and
 with fair costs (deepspeed_bamboo/sim/rivals.py). `own` is the best of this project's modes (redundancy.mode); in bf16
-mode off survives nothing. The last columns say what lacks to the oracle: hours that were not useful, in points of all hours, and slower steps (bubbles,
-uneven loads, reducing gradients), which are the rest.
+mode off survives nothing. The last columns say what lacks to the oracle: hours that were not useful, in points of all
+hours, and slower steps (bubbles, uneven loads, reducing gradients), which are the rest.
 Traces that are not there are left out, and named. Step times are of V100s whatever machines a trace is of.
 """
 
