@@ -173,9 +173,14 @@ def _assumptions(scenario: Scenario, folder: Path | None) -> str:
     market, odds = scenario.market, scenario.market.removal_probability
     removal = f"{odds:g} an hour" if isinstance(odds, float) else "by the hour of the day"
     price = market.price_history or f"${market.dollars_per_hour:g} a machine-hour"
+    together = (
+        f"and a whole zone with {market.zone_removal_probability:g}"
+        if market.zone_removal_probability
+        else "on its own (no losses of a whole zone)"
+    )
     timed = how_timed(build_job(scenario, folder=folder))
     return (
-        f"Assumed: {price}; each machine is taken with odds of {removal}, on its own (no losses of a whole zone), "
+        f"Assumed: {price}; each machine is taken with odds of {removal}, {together}, "
         f"and missing ones come back by the market's odds; {timed}; losses and joins cost what policies.live says; "
         f"{said_of_costs(scenario)}; mode off survives by replicas in other pipelines, which neither bf16 nor ZeRO-1 "
         "keeps. See docs/simulator.md."

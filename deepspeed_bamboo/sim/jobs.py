@@ -154,6 +154,7 @@ def machine_events(job: Job, *, policy: str, seed: int) -> Iterator[MachineEvent
         start_hour=spec.start_hour,
         notice_seconds=spec.notice_seconds,
         zones=spec.zones,
+        zone_removal_probability=spec.zone_removal_probability,
     )
     return hourly_events(market, generator=random.Random(seed), end_milliseconds=job.end_milliseconds)
 

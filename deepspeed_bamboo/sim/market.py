@@ -33,6 +33,7 @@ class HourlyMarket:
         start_hour: hour of the day at which the run starts, 0 to 23.
         notice_seconds: how long before its end a machine is warned; 0 is never.
         zones: names given to machines in turn; empty leaves machines without a zone.
+        zone_removal_probability: that within an hour all machines of a zone go at once, drawn for each zone.
     """
 
     capacity: int
@@ -41,11 +42,17 @@ class HourlyMarket:
     start_hour: int = 0
     notice_seconds: int = 0
     zones: tuple[str, ...] = ()
+    zone_removal_probability: float = 0.0
 
     def __post_init__(self) -> None:
         if self.capacity < 1:
             raise ScenarioError(f"capacity {self.capacity}: a market has at least 1 slot; give a positive number")
         _check_probabilities("removal_probabilities", self.removal_probabilities)
+        if not 0.0 <= self.zone_removal_probability <= 1.0 or (self.zone_removal_probability and not self.zones):
+            raise ScenarioError(
+                f"zone_removal_probability {self.zone_removal_probability} with the zones {list(self.zones)}: a "
+                "probability lies in [0, 1], and needs zones; give market.zones"
+            )
         if self.addition_probabilities is not None:
             _check_probabilities("addition_probabilities", self.addition_probabilities)
 
@@ -116,8 +123,10 @@ def _plan_hour(
     Slots are refilled in order of time and never beyond the capacity; a machine added in this hour can also be
     taken in it.
     """
-    drawn = ((odds.draw(odds.removal), node) for node in live)
-    removals = [(second, node) for second, node in drawn if second is not None]
+    drawn = [(odds.draw(odds.removal), node) for node in live]
+    struck = _struck_zones(market, odds)
+    earliest = ((_earlier(second, struck.get(live[node])), node) for second, node in drawn)
+    removals = [(second, node) for second, node in earliest if second is not None]
     missing = market.capacity - len(live) + len(removals)
     fills = (odds.draw(odds.addition) for _ in range(missing))
     additions = [second for second in fills if second is not None]
@@ -142,7 +151,21 @@ def _plan_hour(
         events.append(added)
         live[added.node] = added.zone
         added_at[added.node] = added.at_milliseconds
-        gone = odds.draw(odds.removal)
+        gone, zone_gone = odds.draw(odds.removal), struck.get(added.zone)
+        if zone_gone is not None and zone_gone >= second:
+            gone = _earlier(None if gone is None or gone < second else gone, zone_gone)
         if gone is not None and gone >= second:
             heapq.heappush(removals, (gone, added.node))
     return events
+
+
+def _struck_zones(market: HourlyMarket, odds: _Odds) -> dict[str, int]:
+    """The second of the hour at which all machines of a zone go, for the zones where that happens."""
+    if not market.zone_removal_probability:
+        return {}  # Nothing is drawn, so that runs without it stay what they were.
+    drawn = {zone: odds.draw(market.zone_removal_probability) for zone in dict.fromkeys(market.zones)}
+    return {zone: second for zone, second in drawn.items() if second is not None}
+
+
+def _earlier(one: int | None, other: int | None) -> int | None:
+    return one if other is None else other if one is None else min(one, other)

@@ -100,6 +100,8 @@ class MarketSpec(_Spec):
     boot_seconds: NonNegative = 45.0
     notice_seconds: Annotated[int, Field(ge=0)] = 0
     zones: tuple[str, ...] = ()
+    zone_removal_probability: Probability = 0.0
+    """That within an hour all machines of a zone go at once, for each zone; on top of removal_probability."""
     dollars_per_hour: Positive = 0.91
     price_history: str | None = None
     """Path of a price history, instead of dollars_per_hour."""

@@ -77,3 +77,29 @@ def test_removals_are_as_frequent_as_asked() -> None:
 def test_wrong_odds_are_refused_with_value_and_rule(arguments: tuple[object, ...], words: str) -> None:
     with pytest.raises(ScenarioError, match=words):
         HourlyMarket(*arguments)  # type: ignore[arg-type]
+
+
+@given(seed=st.integers(0, 1000), removal=st.sampled_from([0.0, 0.3]))
+@settings(max_examples=30, deadline=None)
+def test_a_zone_goes_as_a_whole(seed: int, removal: float) -> None:
+    """Whenever a zone is struck, no machine of it is left at that second."""
+    market = HourlyMarket(12, (removal,) * 24, (1.0,) * 24, zones=("a", "b"), zone_removal_probability=1.0)
+    zone_of: dict[str, str] = {}
+    struck: dict[str, dict[int, int]] = {"a": {}, "b": {}}
+    left: dict[tuple[int, str], int] = {}
+    for event in hourly_events(market, generator=random.Random(seed), end_milliseconds=6 * HOUR):
+        if event.change is Change.ADD:
+            zone_of[event.node] = event.zone
+        else:
+            zone = zone_of.pop(event.node)
+            struck[zone][event.at_milliseconds] = struck[zone].get(event.at_milliseconds, 0) + 1
+            left[event.at_milliseconds, zone] = sum(1 for its in zone_of.values() if its == zone)
+    for zone, times in struck.items():
+        for hour in range(6):
+            its = {at: count for at, count in times.items() if at // HOUR == hour}
+            assert any(left[at, zone] == 0 for at in its) or not its
+
+
+def test_zones_are_needed_for_losses_of_zones() -> None:
+    with pytest.raises(ScenarioError, match="needs zones"):
+        HourlyMarket(4, (0.1,) * 24, zone_removal_probability=0.1)
