@@ -64,15 +64,15 @@ def subject_of(arguments: argparse.Namespace) -> Subject:
     if arguments.model is None:
         return subject
     stages = arguments.stages or subject.workers or 1
-    return Subject(**{**vars(subject), "stages": stages, "model": _facts(arguments.model, stages)})
+    return Subject(**{**vars(subject), "stages": stages, "model": model_facts(arguments.model, stages)})
 
 
-def _facts(name: str, stages: int) -> ModelFacts | None:
+def model_facts(name: str, stages: int) -> ModelFacts | None:
     """None without torch or deepspeed, which the checks then tell of."""
     # Only where it is asked for: this imports torch and deepspeed, which takes seconds and prints warnings.
     try:
         from deepspeed_bamboo.models.catalog import model_named
-        from deepspeed_bamboo.models.costs import layer_costs, layer_parameters
+        from deepspeed_bamboo.models.costs import layer_activations, layer_costs, layer_parameters
         from deepspeed_bamboo.models.partition import balanced_parts
     except ImportError:
         return None
@@ -83,5 +83,8 @@ def _facts(name: str, stages: int) -> ModelFacts | None:
     layers = model.layers()
     counts = layer_parameters(layers)
     parts = balanced_parts(layer_costs(layers, model.sample), min(stages, len(layers)))
-    held = tuple(sum(counts[start:stop]) for start, stop in itertools.pairwise(parts))
-    return ModelFacts(name, layers=len(layers), stage_parameters=held)
+    held, kept = (
+        tuple(sum(numbers[start:stop]) for start, stop in itertools.pairwise(parts))
+        for numbers in (counts, layer_activations(layers, model.sample))
+    )
+    return ModelFacts(name, layers=len(layers), stage_parameters=held, stage_activations=kept)

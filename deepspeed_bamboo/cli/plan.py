@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from deepspeed_bamboo.cli.node_files import read_placement, read_profile, read_sites
+from deepspeed_bamboo.cli.plan_memory import HEADING as MEMORY_HEADING
+from deepspeed_bamboo.cli.plan_memory import LEGEND as MEMORY_LEGEND
+from deepspeed_bamboo.cli.plan_memory import asked_for, memory_rows, too_little
 from deepspeed_bamboo.cli.plan_times import HEADING, legend, loss_times
 from deepspeed_bamboo.config.section import RedundancyConfig, RedundancyMode
 from deepspeed_bamboo.core.grid import Coordinate, Grid
@@ -64,6 +67,16 @@ def add_parser(subparsers: _SubParsers) -> None:
     parser.add_argument(
         "--micro-batches", type=int, default=8, metavar="M", help="of an iteration, for its time (default: 8)"
     )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="DeepSpeed's JSON: with --model, what devices have to hold"
+    )
+    parser.add_argument("--model", metavar="NAME", help="a model of scripts/train.py, for --config")
+    parser.add_argument(
+        "--device-gib",
+        type=float,
+        metavar="GIB",
+        help="memory of a device, for --config: what none can hold is not planned",
+    )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the placement as JSON, for --current")
     parser.set_defaults(run=run)
 
@@ -80,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
         protected, alike = args.mode != "off", args.zero == 0
         sites = read_sites(args.nodes)
         profile = Profile.even(grid.stages) if args.profile is None else read_profile(args.profile, grid)
+        memory = asked_for(args, [site.worker for site in sites])
         decision: Decision | Balanced = (
             balance(
                 grid,
@@ -89,10 +103,13 @@ def run(args: argparse.Namespace) -> int:
                 current=current,
                 protected=protected,
                 alike=alike,
+                memory=memory,
             )
             if args.most is None and (len(sites) < len(grid) or profile.speeds)
             else decide(grid, sites, current=current, most=args.most, protected=protected, alike=alike)
         )
+        if memory is not None and not memory.fits(decision.placement, micro_batches=args.micro_batches):
+            raise ValueError(too_little(decision.placement, memory, micro_batches=args.micro_batches))
         if args.write is not None:
             args.write.write_text(json.dumps(decision.placement.to_json()) + "\n", encoding="utf-8")
     except OSError as error:
@@ -103,10 +120,13 @@ def run(args: argparse.Namespace) -> int:
         print(f"ds_bamboo plan: {error}", file=sys.stderr)
         return 2
     print("\n".join(plan_lines(decision, current=current)))
+    if memory is not None:
+        rows = list(memory_rows(decision.placement, memory, micro_batches=args.micro_batches))
+        print("\n".join(["", *_table(MEMORY_HEADING, rows), "", *MEMORY_LEGEND]))
     measured = args.profile is not None
     times = loss_times(decision.placement, decision.sites, profile, micro_batches=args.micro_batches, measured=measured)
-    if rows := list(times):
-        print("\n".join(["", *_table(HEADING, rows), "", legend(measured=measured)]))
+    if times_of_losses := list(times):
+        print("\n".join(["", *_table(HEADING, times_of_losses), "", legend(measured=measured)]))
     fatal = _fatal(decision)
     if fatal:
         print(f"\nnot survived: the loss of {', or of '.join(fatal)} (exit code {_EXIT_FATAL})")

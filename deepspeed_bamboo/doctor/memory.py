@@ -44,14 +44,15 @@ def state_bytes(subject: Subject, *, shadow: bool) -> int:
     pipelines, stages = subject.grid
     hosted = max(1, -(-pipelines * stages // subject.workers))
     parameters = subject.model.stage_parameters
-    each = _bytes_each(subject.settings, pipelines)
+    each = bytes_each(subject.settings, pipelines)
     own = [round(count * each) for count in parameters]
     if not shadow:
         return hosted * max(own)
     return hosted * max(here + there for here, there in zip(own, own[1:] + own[:1], strict=True))
 
 
-def _bytes_each(settings: Mapping[str, Any], pipelines: int) -> float:
+def bytes_each(settings: Mapping[str, Any], pipelines: int) -> float:
+    """What a parameter takes with its gradient and optimizer state, by DeepSpeed's ``settings``."""
     optimizer = settings.get("optimizer", {})
     kind = str(optimizer.get("type", "Adam")).upper()
     moments = _MOMENTS.get(kind, _USUAL_MOMENTS) + bool(optimizer.get("params", {}).get("momentum"))

@@ -26,11 +26,13 @@ class Host:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model in stages: how many layers it has, and the parameters of each stage."""
+    """A model in stages: how many layers it has, the parameters of each stage, and the bytes that its forward of one
+    sample in fp32 keeps for the backward (0: not known)."""
 
     name: str
     layers: int
     stage_parameters: tuple[int, ...]
+    stage_activations: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

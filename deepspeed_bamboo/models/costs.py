@@ -50,6 +50,46 @@ def layer_costs(layers: Sequence[LayerSpec], sample: Any) -> list[int]:
     return costs
 
 
+def layer_activations(layers: Sequence[LayerSpec], sample: Any) -> list[int]:
+    """Bytes that each layer's forward of ``sample``, a batch of one in fp32, keeps for its backward.
+
+    Parameters are not among them. The input of a layer counts where its backward needs it, and so may count twice: as
+    the output of the layer before, and here; as it does where the two are in different stages.
+    """
+    kept, x = [], _on_meta(sample)
+    known: dict[Any, tuple[int, Any]] = {}
+    with torch.device("meta"):
+        for spec in layers:
+            alike = _kind(spec), _shapes(x)
+            if alike not in known:
+                known[alike] = kept_bytes(spec.build(), x, forward=getattr(spec, "forward_fn", None))
+            size, x = known[alike]
+            kept.append(size)
+    return kept
+
+
+def kept_bytes(layer: torch.nn.Module, x: Any, *, forward: Any = None) -> tuple[int, Any]:
+    """Bytes that a forward of ``layer`` keeps for its backward, and its output, as input of the next layer."""
+    own = {parameter.untyped_storage()._cdata for parameter in layer.parameters()}
+    kept: dict[int, Any] = {}  # storages, which stay alive here, so that each has another address
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage
+        return tensor
+
+    inputs = _leaves(x)
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = layer(inputs) if forward is None else forward(layer, inputs)
+    return sum(storage.nbytes() for address, storage in kept.items() if address not in own), _leaves(output)
+
+
+def _leaves(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.detach().requires_grad_(x.is_floating_point())
+    return tuple(_leaves(part) for part in x)
+
+
 def _forward(spec: LayerSpec, x: Any) -> tuple[int, Any]:
     layer, forward = spec.build(), getattr(spec, "forward_fn", None)
     with FlopCounterMode(display=False) as counter:

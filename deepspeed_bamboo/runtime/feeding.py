@@ -76,6 +76,11 @@ class FedEngine(CheckpointedEngine):
             check_complete(batch, worker=self.session.worker)
         return batch
 
+    def has_read(self, pipeline: int, micro_batch: int) -> bool:
+        """Whether loading ``micro_batch`` runs nothing of the user's: another stage has loaded it already."""
+        data = self.data if self.evaluation_data is None else self.evaluation_data
+        return data.has(pipeline) and data.has_read(pipeline, micro_batch, step=self.global_steps)
+
     @property
     def confined(self) -> bool:
         """True where a worker has the data of its own pipeline only: nobody else can do its first and last stages."""

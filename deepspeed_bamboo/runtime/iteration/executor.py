@@ -160,16 +160,16 @@ class Executor:
         if Op.COMMIT in ops and record is not None:
             expected.update(expected_of(self._me, record.members))
         self._links.expect(expected)
-        self._followed_by = {} if self._engine.dynamic_shape else _sends_behind(program)
+        away = [i for i in program if i.op not in SENDS or _receiver(i, context) != self._me]
+        self._followed_by = {} if self._engine.dynamic_shape else _sends_behind(away)
 
     def _announce(self, send: Instruction, context: IterationContext) -> None:
         """Before the pass whose result ``send`` sends, so that the receiver is ready when the result is."""
         if send.coordinate is None or send.micro_batch is None:
             return
+        receiver = _receiver(send, context)
         context = dataclasses.replace(context, for_shadow=send.to_shadow)
         name = "activation" if send.op is Op.SEND_ACTIVATION else "gradient"
-        step = 1 if send.op is Op.SEND_ACTIVATION else -1
-        receiver = _holder(Coordinate(send.coordinate.pipeline, send.coordinate.stage + step), context)
         key = _key(name, send.coordinate, send.micro_batch, context)
         self._links.announce(receiver, key, kind=_kind(name, send.coordinate, context))
 
@@ -207,8 +207,8 @@ class Executor:
         return replica
 
     def _load(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
-        # The user's iterator may draw, too.
-        self._generators.give_back()
+        if not self._engine.has_read(replica.coordinate.pipeline, micro_batch):
+            self._generators.give_back()  # the user's iterator may draw, too
         self._engine.next_micro_batch = micro_batch
         self._engine._exec_load_micro_batch(buffer_id=micro_batch)
         _advance(replica, loaded=micro_batch + 1)
@@ -279,6 +279,8 @@ class Executor:
         outputs = replica.retained_outputs[micro_batch]
         single = isinstance(outputs, torch.Tensor)
         receiver = _holder(Coordinate(replica.coordinate.pipeline, replica.coordinate.stage + 1), context)
+        if receiver == self._me:
+            return  # which takes it from here
         self._links.send(
             receiver,
             Message(
@@ -291,6 +293,11 @@ class Executor:
 
     def _receive_activation(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
         sender = Coordinate(replica.coordinate.pipeline, replica.coordinate.stage - 1)
+        if context.placement.owner(sender) == self._me:
+            outputs = self._host.owned[sender].retained_outputs[micro_batch]
+            self._engine.pipe_buffers["inputs"][micro_batch] = _as_inputs(outputs)
+            _advance(replica, activations_received=micro_batch + 1)
+            return
         key = _key("activation", sender, micro_batch, context)
         message = self._links.receive(context.placement.owner(sender), key, unseen=self._deferral.allows(replica))
         received = tuple(tensor.to(self._engine.device).detach() for tensor in message.tensors)
@@ -304,6 +311,8 @@ class Executor:
 
     def _send_gradient(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
         receiver = _holder(Coordinate(replica.coordinate.pipeline, replica.coordinate.stage - 1), context)
+        if receiver == self._me:
+            return  # which takes it from here
         self._links.send(
             receiver,
             Message(
@@ -315,10 +324,15 @@ class Executor:
 
     def _receive_gradient(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
         sender = Coordinate(replica.coordinate.pipeline, replica.coordinate.stage + 1)
+        single = isinstance(replica.retained_outputs.get(micro_batch), torch.Tensor)
+        if context.placement.owner(sender) == self._me:
+            own = self._host.owned[sender].retained_gradients[micro_batch]
+            replica.received_gradients[micro_batch] = own[0] if single else list(own)
+            _advance(replica, gradients_received=micro_batch + 1)
+            return
         key = _key("gradient", sender, micro_batch, context)
         message = self._links.receive(context.placement.owner(sender), key, unseen=self._deferral.allows(replica))
         gradients = [tensor.to(self._engine.device) for tensor in message.tensors]
-        single = isinstance(replica.retained_outputs.get(micro_batch), torch.Tensor)
         replica.received_gradients[micro_batch] = gradients[0] if single else gradients
         if message.arrival is not None:
             self._deferral.begin(replica, micro_batch, receive=Op.RECV_GRAD, arrival=message.arrival)
@@ -357,6 +371,15 @@ def _sender(receive: Instruction) -> Coordinate:
         raise ValueError(f"{receive} is not an instruction of a coordinate")
     step = -1 if receive.op is Op.RECV_ACTIVATION else 1
     return Coordinate(receive.coordinate.pipeline, receive.coordinate.stage + step)
+
+
+def _receiver(send: Instruction, context: IterationContext) -> WorkerId:
+    """The worker for which the instruction ``send`` sends."""
+    if send.coordinate is None:
+        raise ValueError(f"{send} is not an instruction of a coordinate")
+    step = 1 if send.op is Op.SEND_ACTIVATION else -1
+    neighbour = Coordinate(send.coordinate.pipeline, send.coordinate.stage + step)
+    return _holder(neighbour, dataclasses.replace(context, for_shadow=send.to_shadow))
 
 
 def _holder(receiver: Coordinate, context: IterationContext) -> WorkerId:

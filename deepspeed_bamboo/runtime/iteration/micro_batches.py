@@ -54,6 +54,10 @@ class MicroBatchSource:
             self.seconds += time.perf_counter() - started
         return self._pulled[micro_batch]
 
+    def has_read(self, micro_batch: int) -> bool:
+        """Whether :meth:`get` returns it without reading."""
+        return micro_batch < len(self._pulled)
+
     def _next(self, iterator: Iterator[Any]) -> Any:
         try:
             return next(iterator)
@@ -170,6 +174,13 @@ class PipelineData:
         if self._uses_iterator():
             self._skip()
         return self._source(pipeline, step).get(micro_batch, transform=transform)
+
+    def has_read(self, pipeline: int, micro_batch: int, *, step: int) -> bool:
+        """Whether :meth:`get` returns it without running anything of the user's."""
+        if pipeline == self._home and self._uses_iterator():
+            return self._user.has_read(micro_batch)
+        made_for, source = self._made.get(pipeline, (None, None))
+        return source is not None and made_for == step and source.has_read(micro_batch)
 
     def complete(self, micro_batches: int, *, step: int, transform: Transform = None) -> None:
         """Pull what this worker did not need of ``step``, so that every worker's iterator agrees."""

@@ -46,6 +46,9 @@ class PassEngine(RunningTotals, Protocol):
     def failover(self) -> Recovery:
         """Whether this iteration was interrupted."""
 
+    def has_read(self, pipeline: int, micro_batch: int) -> bool:
+        """Whether loading it runs nothing of the user's."""
+
     def stock_forward(self, buffer_id: int) -> None:
         """Stock's forward of the active stage."""
 

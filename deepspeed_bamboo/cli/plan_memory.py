@@ -1,0 +1,81 @@
+"""What a placement takes on workers' devices, for ``ds_bamboo plan --config``: estimated from settings and model."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from deepspeed_bamboo.cli.doctor import model_facts
+from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.core.placing.holding import Memory
+from deepspeed_bamboo.doctor.memory import bytes_each
+from deepspeed_bamboo.doctor.subject import ModelFacts
+from deepspeed_bamboo.elastic.settings_source import hjson_value
+from deepspeed_bamboo.errors import ConfigError
+
+HEADING = ("worker", "stages", "shadows", "state", "of shadows", "activations", "together")
+_MIB, _GIB = 1 << 20, 1 << 30
+_MICRO_BATCH_SIZE = "train_micro_batch_size_per_gpu"
+_HALF = 0.5
+
+
+def estimate(
+    model: ModelFacts, settings: Mapping[str, Any], *, pipelines: int, room: Mapping[WorkerId, int] | None = None
+) -> Memory:
+    """Bytes by stage: parameters, gradients and optimizer state, and what a micro-batch's forward keeps."""
+    each = bytes_each(settings, pipelines)
+    half = any(settings.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
+    samples = int(settings.get(_MICRO_BATCH_SIZE) or 1) * (_HALF if half else 1.0)
+    return Memory(
+        tuple(round(count * each) for count in model.stage_parameters),
+        tuple(round(kept * samples) for kept in model.stage_activations),
+        room or {},
+    )
+
+
+def asked_for(args: argparse.Namespace, workers: Iterable[WorkerId]) -> Memory | None:
+    """The estimate for ``--config`` and ``--model``; None without them. Raises ConfigError."""
+    if args.config is None and args.model is None:
+        if args.device_gib is not None:
+            raise ConfigError("--device-gib needs --config and --model, from which it is estimated what stages take")
+        return None
+    if args.config is None or args.model is None:
+        raise ConfigError("what stages take is estimated from --config and --model together; give both")
+    settings = hjson_value(args.config)
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{args.config} holds no JSON object; a DeepSpeed configuration is {{...}}")
+    model = model_facts(args.model, args.stages)
+    if model is None:
+        raise ConfigError("--model needs torch and deepspeed, which are not installed here; install them")
+    if len(model.stage_parameters) != args.stages:
+        raise ConfigError(f"{args.model} has {model.layers} layers, too few for {args.stages} stages; use fewer")
+    room = {} if args.device_gib is None else dict.fromkeys(workers, round(args.device_gib * _GIB))
+    return estimate(model, settings, pipelines=args.pipelines, room=room)
+
+
+def memory_rows(placement: Placement, memory: Memory, *, micro_batches: int) -> Iterator[tuple[str, ...]]:
+    """A row of HEADING for every worker that holds something; sizes in MiB."""
+    held = memory.held(placement, micro_batches=micro_batches)
+    for worker in placement.workers:
+        owned, shadows = placement.hosted_by(worker), placement.shadowed_by(worker)
+        state = sum(memory.state[c.stage] for c in owned)
+        shadowed = sum(memory.state[c.stage] for c in shadows)
+        sizes = (state, shadowed, held[worker] - state - shadowed, held[worker])
+        yield worker, str(len(owned)), str(len(shadows)), *(f"{size / _MIB:.1f} MiB" for size in sizes)
+
+
+LEGEND = (
+    "device memory, estimated: parameters, gradients and optimizer state; activations of the micro-batches that are on",
+    "their way at once, without what kernels and allocator need besides",
+)
+
+
+def too_little(placement: Placement, memory: Memory, *, micro_batches: int) -> str:
+    """Why ``placement``, the best that was found, is none: whose device is too small."""
+    held = memory.held(placement, micro_batches=micro_batches)
+    worker = max(memory.room, key=lambda worker: held.get(worker, 0) - memory.room[worker])
+    return (
+        f"no placement fits the devices: of the best one found, {worker} would hold {held[worker] / _GIB:.2f} GiB, and "
+        f"--device-gib is {memory.room[worker] / _GIB:.2f}; use more workers, more stages, bf16, or mode off"
+    )
