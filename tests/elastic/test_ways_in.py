@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -45,7 +46,7 @@ def test_a_worker_is_lost_under_another_launcher_and_its_job_goes_on(
         assert f"rank {rank} of 2 has ['--deepspeed_config']" in job.output, job.output
     assert "its process was killed by SIGKILL" in job.output
     for left in temporary_folder.glob("torchelastic_*"):  # torchrun's own, which it doesn't remove
-        left.rmdir()
+        shutil.rmtree(left)
 
 
 def test_tasks_of_srun_have_ranks_and_meet_at_their_first_node() -> None:

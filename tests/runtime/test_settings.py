@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from deepspeed_bamboo.errors import ConfigError
+from deepspeed_bamboo.runtime.initialize import initialize_with
 from deepspeed_bamboo.runtime.main import EXIT_JOB_FAILED, EXIT_USER_ERROR
+from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
 from tests.runtime import models
 from tests.runtime.jobs import Jobs
 from tests.runtime.scenarios import SGD, Training, build, train
@@ -69,3 +73,22 @@ def train_with_corrupted_shadow() -> None:
 
 
 _FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 26}}
+
+
+def test_a_section_that_the_environment_names_counts_where_the_configuration_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stock(model: Any = None, config: Any = None) -> str:
+        return "plain DeepSpeed"
+
+    named, model = tmp_path / "named.json", torch.nn.Linear(1, 1)
+    named.write_text('{"bamboo": {}}')
+
+    def made(config: dict[str, Any]) -> Any:
+        return initialize_with(stock, ScriptGroups(), model=model, config=config)
+
+    assert made({"train_batch_size": 1}) == "plain DeepSpeed"
+    monkeypatch.setenv("BAMBOO_CONFIG", str(named))
+    with pytest.raises(ConfigError, match="no PipelineModule"):
+        made({"train_batch_size": 1})
+    assert made({"train_batch_size": 1, "bamboo": {"enabled": False}}) == "plain DeepSpeed", "the script's own counts"
