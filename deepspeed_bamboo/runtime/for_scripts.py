@@ -16,6 +16,7 @@ from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.slowness import DATA, SCRIPT, Cause
 from deepspeed_bamboo.eventlog.log import EventLog
 from deepspeed_bamboo.runtime.feeding import FedEngine
+from deepspeed_bamboo.runtime.iteration.activity import Round
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job import garbage
 from deepspeed_bamboo.runtime.job.script_clock import ScriptClock
@@ -154,6 +155,14 @@ class ScriptEngine(FedEngine):
     def barrier(self) -> None:
         """Wait until every live worker has come here; survives losses."""
         self.worker.agree_on("barrier", lambda: None)
+
+    def agree_on(self, kind: str, value: Callable[[], Any]) -> Round:
+        """An all-gather that survives losses: what ``value`` returns on each live worker, by worker.
+
+        Collective, between iterations. ``kind`` names the call, the same on all. After a loss ``value`` is called
+        again, unless somebody has seen the result already. Values are plain data and tensors.
+        """
+        return self.worker.agree_on(kind, value)
 
     @property
     def finished(self) -> bool:

@@ -101,12 +101,23 @@ def _in_two_steps(
 
 def _agreed(engine: Any, kind: str, body: Callable[[], Written]) -> Iterable[Written]:
     """What ``body`` returns on all ranks, once all have called it."""
-    if hasattr(engine, "agree_on"):
+    if hasattr(engine, "hosted_modules"):
         values: Mapping[str, Written] = engine.agree_on(kind, body)
         return values.values()
-    gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, body())
-    return gathered
+    return _gathered(body(), device=engine.device)
+
+
+def _gathered(value: Written, *, device: torch.device) -> list[Written]:
+    """Everybody's ``value``, under stock DeepSpeed; as JSON, so that nothing that is received can run code."""
+    text = torch.frombuffer(bytearray(json.dumps(value).encode("utf-8")), dtype=torch.uint8)
+    sizes = torch.zeros(torch.distributed.get_world_size(), dtype=torch.int64, device=device)
+    sizes[torch.distributed.get_rank()] = len(text)
+    torch.distributed.all_reduce(sizes)
+    own = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device)
+    own[: len(text)] = text
+    parts = [torch.empty_like(own) for _ in sizes]
+    torch.distributed.all_gather(parts, own)
+    return [json.loads(bytes(part[: int(size)].cpu().tolist())) for part, size in zip(parts, sizes, strict=True)]
 
 
 def _is_first(engine: Any) -> bool:
