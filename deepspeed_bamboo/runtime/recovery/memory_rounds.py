@@ -38,6 +38,7 @@ _GIGABYTE = 2**30
 _SHARE_OF_FREE_MEMORY = 0.25
 _SHARE_OF_TIME = 0.01  # that copying may take, whatever the interval
 _UNKNOWN_ZONE = "unknown"
+_LOOK_SECONDS = 0.01
 
 
 @dataclass
@@ -146,9 +147,12 @@ class MemoryRounds:
         threading.Thread(target=self._spread, args=(work,), name="bamboo-memory", daemon=True).start()
 
     def wait(self) -> None:
-        """Until the thread has done what there is to do; others hear of it in the next iteration."""
-        if self._round is not None:
-            self._round.stopped.wait()
+        """Until the thread has done what there is to do, or there is a new epoch. For tests."""
+        interruption = self._worker.session.interruption
+        while self._round is not None and not self._round.stopped.wait(_LOOK_SECONDS):
+            record = interruption.record
+            if record is not None and record.number > interruption.epoch:
+                return
 
     @property
     def first_wanted(self) -> int | None:
