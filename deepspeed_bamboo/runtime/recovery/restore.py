@@ -99,6 +99,12 @@ class Restoring:
         self._way_back = way_back
         self._pending: _Return | None = None
         self._returns: list[_Return] = []
+        self._steps: int | None = None  # that were complete before an attempt which may have changed that
+
+    @property
+    def steps(self) -> int:
+        """How many iterations are complete, for this worker's report: those of its script, whatever it is loading."""
+        return self._worker.step if self._steps is None else self._steps
 
     @property
     def depth(self) -> int:
@@ -122,6 +128,7 @@ class Restoring:
         Raises JobFailedError when there is none, and what interrupts the waits: then it is for the caller to recover.
         """
         started, worker, before = time.perf_counter(), self._worker, self._worker.placement
+        self._steps = self.steps
         worker.host.drop_incomplete()
         self._world.enter(record)
         worker.activity.adopt(settlement.agreed)
@@ -284,6 +291,7 @@ class Restoring:
     def _set_out(self, way: _Return) -> None:
         """The state is here and everybody's; what comes now is the way back to where the script is."""
         worker, back = self._worker, self._way_back
+        self._steps = None
         if not worker.host.replicas():
             back.count_to(way.step)
         self._copies().restored(way.step)
@@ -321,7 +329,8 @@ class Restoring:
             self._as_before(way.until)
         outer.index = worker.activity.index - int(way.behind)
         outer.delivered = len(outer.rounds)
-        outer.plan, outer.planned = None, -1
+        # A loss at the end of the way back may have laid down how what comes next goes on.
+        outer.plan, outer.planned = worker.activity.plan, worker.activity.planned
         outer.redone = outer.kind == "train" and bool(outer.rounds)
         worker.activity.become(outer)
         for replica in worker.host.replicas():

@@ -311,4 +311,6 @@ class Failover:
             if worker.placement.shadow(coordinate) == worker.me:
                 redundant[coordinate] = stored
         owned = {replica.coordinate: replica.progress for replica in worker.host.owners()}
-        return worker.activity.report(owned, redundant=redundant, step=worker.step, kept=self._restoring.kept())
+        return worker.activity.report(
+            owned, redundant=redundant, step=self._restoring.steps, kept=self._restoring.kept()
+        )
