@@ -128,11 +128,11 @@ class Restoring:
         Raises JobFailedError when there is none, and what interrupts the waits: then it is for the caller to recover.
         """
         started, worker, before = time.perf_counter(), self._worker, self._worker.placement
-        self._steps = self.steps
+        first, self._steps = self._steps is None, self.steps
         worker.host.drop_incomplete()
         self._world.enter(record)
         worker.activity.adopt(settlement.agreed)
-        if worker.activity.kind is None:
+        if first and worker.activity.kind is None:  # later what optimizers hold is no more what the script left
             self._way_back.writes.follow()
         self._way_back.history().note(written=self._way_back.writes.take_written())
         damaged: set[Damaged] = set()
