@@ -343,7 +343,8 @@ class BambooPipelineEngine(RedoingEngine):
                 if self.activity.redone:
                     break
         self.activity.finish()
-        self.script_server.tidy()
+        if not self.failover.redoing:
+            self.script_server.tidy()
 
     def _train_iteration(self) -> None:
         for replica in self.host.replicas():

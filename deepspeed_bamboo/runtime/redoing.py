@@ -156,7 +156,11 @@ class KnownMemory:
         """As values that can be sent."""
         memory = self._engine.memory
         progress = MemoryProgress() if memory is None else memory.progress
-        return {"progress": progress.to_json(), "plain_from": self._engine.history.plain_from}
+        return {
+            "progress": progress.to_json(),
+            "plain_from": self._engine.history.plain_from,
+            "unseen": self._engine.activity.unseen,
+        }
 
     def take(self, value: Mapping[str, Any]) -> None:
         """Inverse of :meth:`to_json`, where the job's step is known.
@@ -166,6 +170,7 @@ class KnownMemory:
         engine = self._engine
         engine.forget_memory()
         if engine.memory is not None:
+            engine.activity.unseen = int(value["unseen"])
             engine.memory.progress = MemoryProgress.from_json(value["progress"])
             if engine.data.covers_every_pipeline:
                 engine.history.first = min(engine.history.first, int(value["plain_from"]))

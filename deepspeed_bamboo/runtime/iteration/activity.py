@@ -46,7 +46,8 @@ class ActivityState:
     ``rounds`` are the agreements seen in it, ``delivered`` how many of them were acted upon.
     ``plan`` is what recovery laid down for activity ``planned``; used instead of a fresh one.
     ``step`` is how many iterations were complete when it began. ``redone``: it is an iteration that was agreed upon,
-    and that has been done again with those before it; ``was_redone``: so was the last one.
+    and that has been done again with those before it; ``was_redone``: so was the last one. ``unseen``: how many
+    activities were done again, in all, of which the script saw nothing.
     """
 
     index: int = 0
@@ -59,6 +60,12 @@ class ActivityState:
     step: int = 0
     redone: bool = False
     was_redone: bool = False
+    unseen: int = 0
+
+    @property
+    def seen(self) -> int:
+        """As ``index``, of those that the script sees: the same on all workers whose scripts are at the same call."""
+        return self.index - self.unseen
 
     def finish(self) -> None:
         """The activity is over; the next one has not started."""

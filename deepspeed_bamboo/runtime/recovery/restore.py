@@ -32,6 +32,8 @@ from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer, chec
 from deepspeed_bamboo.runtime.recovery.world_entry import WorldEntry
 from deepspeed_bamboo.runtime.stock.script_writes import ScriptWrites
 
+_PROTECT = "protect"  # the activity in which lost shadows are copied
+
 Damaged = tuple[WorkerId, int, Coordinate]
 
 
@@ -327,7 +329,13 @@ class Restoring:
         # On the way back from an earlier loss this is done before each step, of which one may be under way.
         if not self._returns or self._returns[-1].under_way == way.until:
             self._as_before(way.until)
-        outer.index = worker.activity.index - int(way.behind)
+        now, newest = worker.activity.index, way.first_index - 1
+        outer.unseen += now - newest
+        if outer.kind == _PROTECT and not outer.rounds:
+            # All have shadows. Who was behind does not come to that any more, so it is over here, too.
+            outer.rounds.append({})
+            now -= 1
+        outer.index = now - int(way.behind)
         outer.delivered = len(outer.rounds)
         # A loss at the end of the way back may have laid down how what comes next goes on.
         outer.plan, outer.planned = worker.activity.plan, worker.activity.planned

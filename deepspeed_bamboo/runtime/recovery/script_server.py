@@ -94,7 +94,7 @@ class ScriptServer:
         _require_main_thread()
         if self._catching_up():
             return [Part((rank,), tensor.detach().clone()) for rank in ranks]
-        index = self._worker.activity.index
+        index = self._worker.activity.seen
         key = f"script/{index}/{name}/{self._calls[index, name]}"
         self._calls[index, name] += 1
         parts = self._through_losses(lambda again: self._gather_once(key, ranks, holders, tensor, again=again))
@@ -165,7 +165,7 @@ class ScriptServer:
 
     def tidy(self) -> None:
         """An activity has ended, which took everybody: what was laid out before it is of no more use."""
-        index = self._worker.activity.index
+        index = self._worker.activity.seen
         if self._laid_out:
             self._board.take_in([key for at, key in self._laid_out if at < index])
             self._laid_out = [(at, key) for at, key in self._laid_out if at >= index]
@@ -184,7 +184,7 @@ class ScriptServer:
 
     def _lay_out(self, key: str, tensors: Sequence[torch.Tensor]) -> None:
         self._board.lay_out(key, tensors)
-        self._laid_out.append((self._worker.activity.index, key))
+        self._laid_out.append((self._worker.activity.seen, key))
 
     def _message_key(self, name: str, sender: WorkerId, receiver: WorkerId, tag: int) -> str:
         number = self._messages[name, sender, receiver, tag]
