@@ -63,7 +63,7 @@ class Settling:
         if self._looks < _LOOKS or self.by_hand:
             self._known = {c: self._now(r) for c, r in worker.host.owned.items()}
         self._versions = {c: _version(r) for c, r in worker.host.owned.items()}
-        self._outlines = {c: outline_of(r) for c, r in worker.host.owned.items()}
+        self._outlines = {c: self._outlines.get(c) or outline_of(r) for c, r in worker.host.owned.items()}
 
     def settle(self) -> None:
         """Before a step, on every worker: bring shadows to what their owners have become; collective at first."""
@@ -71,7 +71,7 @@ class Settling:
         if not worker.protects:
             return
         if self._looks >= _LOOKS:
-            self._reshaped |= self._changed_outlines()
+            self._look_at_outlines()
             if not (self.by_hand or self._anew):
                 return
         first = self._looks == 0
@@ -83,6 +83,7 @@ class Settling:
             structure.update(value["structure"])
         self._anew = False
         self._reshaped.clear()
+        self._outlines.clear()
         if weights and not first and not self.by_hand:
             self.by_hand = True
             tell_once(worker, f"{_BY_HAND}: before each step shadows get what has changed")
@@ -149,9 +150,9 @@ class Settling:
         owned = self._worker.host.owned
         return [c for c, version in self._versions.items() if c in owned and _version(owned[c]) != version]
 
-    def _changed_outlines(self) -> set[Coordinate]:
-        owned = self._worker.host.owned
-        return {c for c, outline in self._outlines.items() if c in owned and outline_of(owned[c]) != outline}
+    def _look_at_outlines(self) -> None:
+        before, self._outlines = self._outlines, {c: outline_of(r) for c, r in self._worker.host.owned.items()}
+        self._reshaped |= {c for c, outline in self._outlines.items() if before.get(c, outline) != outline}
 
     def _bring(self, rebuilt: set[Coordinate]) -> None:
         worker = self._worker

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
 from typing import Any
 
 from deepspeed_bamboo.runtime.stock.description import MODULE_HOOKS, PARAMETER_HOOKS
-from deepspeed_bamboo.runtime.stock.plain_forms import class_name
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
-Outline = tuple[Hashable, ...]
+Outline = tuple[Any, ...]
 
 
 def outline_of(replica: StageReplica) -> Outline:
@@ -17,20 +15,21 @@ def outline_of(replica: StageReplica) -> Outline:
 
     Equal for a hook that the script removes and registers again.
     """
-    parts: list[Hashable] = []
-    for path, part in replica.module.named_modules():
-        parts += (path, class_name(type(part)), *_hooks(part, MODULE_HOOKS))
-    for name, parameter in replica.module.named_parameters():
-        parts += (name, parameter.requires_grad, parameter.dtype, *_hooks(parameter, PARAMETER_HOOKS))
+    parts: list[Any] = []
+    for part in replica.module.modules():
+        kept = part.__dict__
+        parts.append(part.__class__)
+        parts += [_names(kept[kind]) for kind in MODULE_HOOKS if kept.get(kind)]  # hardly any has one
+        for name, parameter in kept["_parameters"].items():
+            if parameter is None:
+                parts.append(name)
+                continue
+            parts += (name, parameter.requires_grad, parameter.dtype)
+            parts += [_names(found) for kind in PARAMETER_HOOKS if (found := getattr(parameter, kind, None))]
     optimizer = replica.attributes["basic_optimizer"]
-    parts += (len(group["params"]) for group in (() if optimizer is None else optimizer.param_groups))
+    parts += [len(group["params"]) for group in (() if optimizer is None else optimizer.param_groups)]
     return tuple(parts)
 
 
-def _hooks(holder: Any, kinds: tuple[str, ...]) -> Iterator[Hashable]:
-    for kind in kinds:
-        registered = getattr(holder, kind, None)
-        if registered:  # hardly any has one
-            yield kind
-            for hook in registered.values():
-                yield getattr(hook, "__qualname__", None) or class_name(type(hook))
+def _names(hooks: dict[Any, Any]) -> tuple[Any, ...]:
+    return tuple(getattr(hook, "__qualname__", None) or hook.__class__ for hook in hooks.values())
