@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from .series import Series
 __all__ = ["plot_comparison", "plot_policies", "require_matplotlib"]
 
 _BINS = 240
+_OWN, _BOUND = "deepspeed-bamboo", "oracle"
+_STRONG, _FAINT = "crimson", "lightgrey"
 
 
 def require_matplotlib() -> None:
@@ -31,6 +33,8 @@ def require_matplotlib() -> None:
 def plot_policies(job: Job, *, policies: Sequence[str], seed: int, path: Path) -> None:
     """One run of each policy over time: machines, throughput, cost, value; and their values side by side.
 
+    The best of this project's modes, the best rival and the oracle are labelled; the others are in grey.
+
     Args:
         job: what to run.
         policies: some of available_policies.
@@ -42,25 +46,68 @@ def plot_policies(job: Job, *, policies: Sequence[str], seed: int, path: Path) -
         ScenarioError: the picture can't be written.
     """
     figure, axes = _subplots(5, height=14.0)
-    colours = _colours(len(policies))
     labels = ("machines", "samples/s", "$/h", "samples/s per $/h")
-    values = []
-    for policy, colour in zip(policies, colours, strict=True):
+    runs = []
+    for policy in policies:
         series = RunSeries(Series(_BINS), Series(_BINS), Series(_BINS))
-        result = run_one(job, policy=policy, seed=seed, series=series)
-        values.append(result.value)
+        runs.append((policy, run_one(job, policy=policy, seed=seed, series=series), series))
+    shown = _told_apart([(policy, result.value) for policy, result, _ in runs])
+    for policy, result, series in runs:
         until = round(result.duration_hours * MILLISECONDS_PER_HOUR)
         for axis, points in zip(axes, _curves(series, until), strict=False):
-            axis.plot(*zip(*points, strict=True), label=policy, linewidth=1.0, color=colour)
+            axis.plot(*zip(*points, strict=True), **_line_of(policy, shown))
+            if policy in shown and axis in (axes[1], axes[3]):  # The others are alike for all.
+                axis.annotate(
+                    policy, points[-1], xytext=(4, 0), textcoords="offset points", fontsize="x-small",
+                    color=_colour_of(policy, shown),
+                )  # fmt: skip
     for axis, label in zip(axes, labels, strict=False):
         axis.set_ylabel(label)
         axis.set_xlabel("hours")
         axis.set_ylim(bottom=0)
-    axes[0].legend(fontsize="x-small", ncols=3)
-    axes[4].bar(range(len(policies)), values, color=colours)
-    axes[4].set_xticks(range(len(policies)), list(policies), rotation=20, ha="right")
-    axes[4].set_ylabel("value")
+        axis.margins(x=0.12)
+    _bars(axes[4], [(policy, result.value, None) for policy, result, _ in runs], shown)
     _save(figure, path)
+
+
+def _told_apart(values: Sequence[tuple[str, float]]) -> frozenset[str]:
+    """The few policies whose lines are labelled: the best of this project's, the best rival, and the bound."""
+    own = [(value, policy) for policy, value in values if policy.startswith(_OWN)]
+    rivals = [(value, policy) for policy, value in values if not policy.startswith(_OWN) and policy != _BOUND]
+    return frozenset([*(max(group)[1] for group in (own, rivals) if group), _BOUND])
+
+
+def _colour_of(policy: str, shown: Container[str]) -> str:
+    if policy not in shown:
+        return _FAINT
+    if policy == _BOUND:
+        return "black"
+    return _STRONG if policy.startswith(_OWN) else "tab:blue"
+
+
+def _line_of(policy: str, shown: Container[str]) -> dict[str, Any]:
+    own = policy in shown and policy.startswith(_OWN)
+    return {
+        "color": _colour_of(policy, shown),
+        "linewidth": 2.0 if own else 1.0 if policy in shown else 0.6,
+        "linestyle": "--" if policy == _BOUND else "-",
+        "zorder": 3 if own else 2 if policy in shown else 1,
+    }
+
+
+def _bars(axis: Any, values: Sequence[tuple[str, float, tuple[float, float] | None]], shown: Container[str]) -> None:
+    """Bars from the least to the most, each with its name and value; with where nine of ten runs lie, if known."""
+    ordered = sorted(values, key=lambda one: one[1])
+    places = range(len(ordered))
+    bars = axis.barh(
+        places, [value for _, value, _ in ordered], color=[_colour_of(name, shown) for name, *_ in ordered]
+    )
+    axis.bar_label(bars, fmt="%.2f", padding=3, fontsize="x-small")
+    for place, (_, _, band) in zip(places, ordered, strict=True):
+        if band is not None:
+            axis.plot(band, (place, place), color="black", linewidth=1.0)
+    axis.set_yticks(places, [name for name, *_ in ordered], fontsize="x-small")
+    axis.set_xlabel("value: samples/s per $/h")
 
 
 def _curves(series: RunSeries, until: int) -> list[list[tuple[float, float]]]:
@@ -74,26 +121,17 @@ def _curves(series: RunSeries, until: int) -> list[list[tuple[float, float]]]:
 
 
 def plot_comparison(results: Mapping[str, Sequence[Summary]], *, path: Path) -> None:
-    """The value of every policy on several traces, as groups of bars.
+    """The value of every policy on several traces, bars below one another.
 
     Args:
         results: by trace; the same policies on each.
         path: the picture.
     """
-    figure, axes = _subplots(1, height=5.0)
-    policies = [summary.policy for summary in next(iter(results.values()))]
-    width = 0.8 / len(policies)
-    colours = _colours(len(policies))
-    for index, policy in enumerate(policies):
-        heights = [
-            next(summary.mean("value") for summary in summaries if summary.policy == policy)
-            for summaries in results.values()
-        ]
-        places = [place + index * width for place in range(len(results))]
-        axes[0].bar(places, heights, width, label=policy, color=colours[index])
-    axes[0].set_xticks([place + 0.4 - width / 2 for place in range(len(results))], list(results), rotation=12)
-    axes[0].set_ylabel("value: samples/s per $/h")
-    axes[0].legend(fontsize="x-small", ncols=4)
+    figure, axes = _subplots(len(results), height=2.6 * len(results))
+    for axis, (trace, summaries) in zip(axes, results.items(), strict=True):
+        shown = _told_apart([(summary.policy, summary.mean("value")) for summary in summaries])
+        _bars(axis, [(one.policy, one.mean("value"), one.band("value")) for one in summaries], shown)
+        axis.set_title(trace, loc="left", fontsize="small")
     _save(figure, path)
 
 
@@ -106,14 +144,6 @@ def _subplots(count: int, *, height: float) -> tuple[Any, Sequence[Any]]:
     FigureCanvasAgg(figure)
     axes = figure.subplots(count, 1, squeeze=False)
     return figure, [row[0] for row in axes]
-
-
-def _colours(count: int) -> list[Any]:
-    """As many colours that are told apart."""
-    from matplotlib import colormaps
-
-    palette = colormaps["tab20"]
-    return [palette(index % palette.N) for index in range(count)]
 
 
 def _save(figure: Any, path: Path) -> None:
