@@ -3,16 +3,16 @@
     BambooError
     ├── ConfigError         a setting, a fault script or an argument that can't be used (also a ValueError)
     ├── EventLogError       event files that contradict each other or can't be read
-    ├── UpgradeError        insides of DeepSpeed or torch that the plugin needs are not there
+    ├── UpgradeError        private parts of DeepSpeed or torch that the plugin needs are missing
     ├── ModelError          a model whose stages can't be connected (a user's bug, never a lost node)
     ├── MemoryLimitError    redundancy needs more memory than the configuration allows
-    ├── MessageError        bytes from a connection or from etcd that no worker of this job has made (also a ValueError)
+    ├── MessageError        bytes from a connection or from etcd that are no message of this job (also a ValueError)
     ├── UnsendableError     a value that can't be sent to another worker (also a ValueError)
     ├── ShadowError         a shadow that differs from its owner (debug_check_shadows)
     ├── JobFailedError      another worker ended the job; names it and its cause
     ├── ExpelledError       this worker is no longer part of the job; its process has to end
-    ├── DrainedError        this worker has left the job as it was asked to; its process ends, and nothing is lost
-    └── JobStoppedError     the job was asked to stop, and has come to a boundary
+    ├── DrainedError        this worker has left the job on request; its process ends, and nothing is lost
+    └── JobStoppedError     the job was asked to stop, and has reached a boundary
 
 Messages for users carry three things: the value, the rule it breaks, and the remedy.
 """
@@ -27,7 +27,7 @@ class BambooError(Exception):
 
 
 class ConfigError(BambooError, ValueError):
-    """The user's settings can't be used. Raised before anything starts, with every problem listed."""
+    """The user's settings can't be used. Raised before anything starts; lists every problem."""
 
     def __init__(self, *problems: str, where: str = "") -> None:
         """``problems``: one sentence each (at least one). ``where``: the file or section they are in."""
@@ -41,14 +41,14 @@ class EventLogError(BambooError):
 
 
 class UpgradeError(BambooError):
-    """This DeepSpeed or torch lacks what the plugin needs of its insides. Raised before anything is built."""
+    """This DeepSpeed or torch lacks private names that the plugin needs. Raised before anything is built."""
 
     def __init__(self, *missing: str, installed: str, tried: str) -> None:
         """``missing``: where each name should be, and why it is needed (at least one). The rest: versions."""
         self.missing: tuple[str, ...] = missing
         names = "".join(f"\n  - {name}" for name in missing)
         super().__init__(
-            f"the plugin needs what {installed} does not have; it was tried with {tried}. Install one of those, or set "
+            f"{installed} lacks names that the plugin needs; it was tried with {tried}. Install one of those, or set "
             f'"bamboo": {{"enabled": false}}. Missing:{names}'
         )
 
@@ -62,15 +62,15 @@ class MemoryLimitError(BambooError):
 
 
 class CheckpointError(BambooError):
-    """A checkpoint that not all workers read alike."""
+    """A checkpoint can't be written, read or trusted, or workers read it differently."""
 
 
 class MessageError(BambooError, ValueError):
-    """What came over a connection or out of etcd is no message of this job; nothing of it was used."""
+    """Bytes from a connection or from etcd are no message of this job. They were not used."""
 
 
 class UnsendableError(BambooError, ValueError):
-    """A value can't be sent to another worker, for it is neither plain data nor a tensor. Names its type."""
+    """A value can't be sent to another worker, because it is neither plain data nor a tensor. Names its type."""
 
 
 class ShadowError(BambooError):
@@ -78,7 +78,7 @@ class ShadowError(BambooError):
 
 
 class JobFailedError(BambooError):
-    """The job has ended with a failure on worker ``origin``; this worker only hears of it."""
+    """The job has ended with a failure on worker ``origin``, not on this one."""
 
     def __init__(self, message: str, *, origin: str) -> None:
         super().__init__(f"the job failed on worker {origin}: {message}")
@@ -86,15 +86,15 @@ class JobFailedError(BambooError):
 
 
 class ExpelledError(BambooError):
-    """The others have gone on without this worker: it was silent for too long. Nothing it holds counts any more."""
+    """The others have continued without this worker, because it was silent for too long. Its state no longer counts."""
 
 
 class DrainedError(BambooError):
-    """This worker's node is to be left, and everything that it held is on other workers now."""
+    """The job has left this worker's node. Everything that the worker held is on other workers now."""
 
 
 class JobStoppedError(BambooError):
-    """Somebody asked the job to stop; raised by every worker's ``train_batch`` at the same iteration boundary."""
+    """The job was asked to stop. Every worker's ``train_batch`` raises this at the same iteration boundary."""
 
 
 def _list_problems(problems: Sequence[str], *, where: str) -> str:

@@ -47,9 +47,10 @@ SIGNALS = ("KILL", "STOP", "TERM", "NOTICE")
 
 _DEFAULTS: Mapping[str, Any] = {"pipeline": 0, "signal": "KILL", "attempt": 0}
 _REQUIRED: Mapping[str, str] = {
-    "step": "say in which step it strikes, from 0 up",
-    "stage": "say which stage's worker it hits, from 0 up",
-    "at": f"say just before what: {', '.join(INSTRUCTIONS)}, or a point of a recovery ({', '.join(RECOVERY_POINTS)})",
+    "step": "name the step in which it strikes, from 0 up",
+    "stage": "name the stage whose worker it hits, from 0 up",
+    "at": f"name the instruction before which it strikes: {', '.join(INSTRUCTIONS)}, "
+    f"or a point of a recovery ({', '.join(RECOVERY_POINTS)})",
 }
 _COUNTS = ("step", "pipeline", "stage", "attempt", "micro_batch")
 

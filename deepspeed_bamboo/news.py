@@ -1,4 +1,4 @@
-"""One line for the person who watches: what has happened to the job, with the time of day and who says it."""
+"""One line on stderr about what has happened to the job, with the time of day and the name of the worker or slot."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def blocks(document: Path, *languages: str) -> Iterator[str]:
 def commands(document: Path) -> list[str]:
     """Every ``ds_bamboo`` command that stands alone on a line of a block, or on several that go on."""
     lines = [line for block in blocks(document, "", "sh") for line in block.replace("\\\n", " ").splitlines()]
-    return [line for line in lines if line.startswith("ds_bamboo ")]
+    return [part for line in lines for part in line.split(" && ") if part.startswith("ds_bamboo ")]
 
 
 def launches(text: str) -> Iterator[list[str]]:

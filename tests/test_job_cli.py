@@ -70,7 +70,7 @@ def test_status_shows_who_hosts_what(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("job busy: running, started ") and lines[0].endswith("s ago, 5 agents")
     assert lines[1].startswith("epoch 0, since ") and lines[1].endswith("start")
-    assert lines[2] == "node b is to be left, 90 s from the request on: EC2 takes it"
+    assert lines[2] == "node b is being left, 90 s after the request: EC2 takes it"
     own = str(os.getpid())
     assert [line.split() for line in lines[4:6]] == [["stage", "0", "1", "2"], ["pipeline", "0", "1/3", "2/1", "3/2"]]
     assert [line.split() for line in lines[8:]] == [
@@ -242,7 +242,7 @@ def test_a_job_that_starts_says_which_slots_it_waits_for_and_ends_at_once(
         assert lines[1] == "waiting for 2 of 4 slots to begin: 2, 3"
         assert look(starting).to_json()["missing_slots"] == (2, 3)
         assert main(["stop", *where]) == 0
-        assert "has not begun to train, so it ends now (with exit code 1)" in capsys.readouterr().out
+        assert "has not started to train, so it ends now (with exit code 1)" in capsys.readouterr().out
         for agent in agents:
             agent.withdraw()
         starting.clean_up()
@@ -283,7 +283,7 @@ def test_the_only_job_is_not_ended_or_drained_unasked(
     where = ["--endpoints", str(server.endpoint)]
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     assert main([*command, *where]) == 1
-    assert "job busy, which was not named; give --job NAME, or --yes" in capsys.readouterr().err
+    assert "job busy, which the command does not name; give --job NAME, or --yes" in capsys.readouterr().err
     for answer, code in (("\n", 1), ("no\n", 1), ("y\n", 0)):
         assert job.stop_requested() is None and job.draining() == {}
         monkeypatch.setattr(sys, "stdin", Terminal(answer))
@@ -389,7 +389,7 @@ def test_a_job_that_is_not_there_is_named_with_those_that_are(
     job: JobCoordinator, server: PrivateEtcd, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["status", "--job", "bussy", "--endpoints", str(server.endpoint)]) == 1
-    assert f"no job 'bussy' at {server.endpoint} under /deepspeed_bamboo; there run busy" in capsys.readouterr().err
+    assert f"no job 'bussy' at {server.endpoint} under /deepspeed_bamboo; running are busy" in capsys.readouterr().err
     assert main(["stop", "--job", "busy"]) == 1
     assert "no job 'busy' of yours" in capsys.readouterr().err
 
@@ -399,7 +399,7 @@ def test_the_only_job_needs_no_name(
 ) -> None:
     where = ["--endpoints", str(server.endpoint)]
     assert main(["drain", "b", "--yes", *where]) == 0
-    assert "job busy: node b is to be left" in capsys.readouterr().out
+    assert "job busy: node b will be left" in capsys.readouterr().out
     assert main(["status"]) == 1
     assert "no job of yours with an etcd of its own on this machine. For a job that" in capsys.readouterr().err
     about = PublishedJob("busy", "/deepspeed_bamboo", str(server.endpoint), os.getpid(), own_pid_namespace())
@@ -411,7 +411,7 @@ def test_the_only_job_needs_no_name(
     another = JobCoordinator(store, job="other").register_agent(AgentRecord(0, "a", 1), lease_seconds=60)
     publish(server.directory, replace(about, job="other"))
     assert main(["stop"]) == 1 and main(["stop", *where]) == 1
-    assert capsys.readouterr().err.count("busy, other; say which with --job NAME") == 2
+    assert capsys.readouterr().err.count("busy, other; name one with --job NAME") == 2
     assert job.stop_requested() is None
     another.withdraw()
     store.close()
@@ -426,7 +426,7 @@ def test_a_private_job_is_found_on_its_machine(
     assert main(["status", "--job", "busy"]) == 0
     assert "job busy: running" in capsys.readouterr().out
     assert main(["status", "--job", "other"]) == 1
-    assert "there run busy" in capsys.readouterr().err
+    assert "running are busy" in capsys.readouterr().err
     server.directory.chmod(0o755)
     assert published_jobs() == [], "others could have written there"
     server.directory.chmod(0o700)

@@ -1,4 +1,4 @@
-"""``ds_bamboo check``: reads a DeepSpeed configuration as training would, and says what it finds."""
+"""``ds_bamboo check``: reads a DeepSpeed configuration as training would, and reports what it finds."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "check",
         help='check the "bamboo" section of a DeepSpeed configuration',
-        description='Prints the "bamboo" section with all defaults filled in; exit code 1 and every problem when it '
-        "is wrong.",
+        description='Prints the "bamboo" section with all defaults filled in. If it is wrong, prints every problem, '
+        "and the exit code is 1.",
     )
     parser.add_argument("configuration", help="DeepSpeed JSON file")
     parser.set_defaults(run=run)
@@ -48,17 +48,17 @@ def run(arguments: argparse.Namespace) -> int:
         raise problems[0] if len(problems) == 1 else ConfigError(*map(str, problems), where=arguments.configuration)
     print(config.model_dump_json(indent=2))
     if config.redundancy.mode == "auto":
-        print('redundancy.mode "auto" begins lazy and says what it chooses and why: in the log, in an event, in status')
+        print('redundancy.mode "auto" starts with lazy, and the log, an event and status say what it chooses')
     variable = config.coordinator.password_env
     if variable is not None and not os.environ.get(variable):
-        print(f"coordinator.password_env: {variable} is not set here; it has to be where the job is started")
+        print(f"coordinator.password_env: {variable} is not set here; set it where the job is started")
     if not config.enabled:
         print('"enabled" is false: this is plain DeepSpeed')
     return 0
 
 
 def _problems(config: BambooConfig) -> Iterator[ConfigError]:
-    """What the job would fail at besides: files that the section names, and a directory that nobody can write to."""
+    """Further problems that the job would fail on: files that the section names, directories without write access."""
     script, checkpoints = config.notices.script, config.checkpoint.dir
     folders = [("event_log", config.event_log)]
     if checkpoints is not None and not checkpoints.startswith("s3://"):

@@ -21,8 +21,8 @@ def add_parser(subparsers: Any) -> None:
         "compare",
         help="compare the event logs of two runs bit by bit",
         description="Prints the training losses of two runs side by side, the parts of each pause, and whether these "
-        "losses and the digests are bitwise equal; what eval_batch returned is not in event logs. Exit code 1 when "
-        "they are not, or when a condition below is not met.",
+        "losses and the digests are bitwise equal. Event logs do not have what eval_batch returned. The exit code is 1 "
+        "if they differ, or if a condition below is not met.",
     )
     parser.add_argument("reference", type=Path, help="event log directory of the undisturbed run")
     parser.add_argument("other", type=Path, help="event log directory of the run to compare with it")
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"digest {name}:\n  {digest}")
     problems += _unmet(reference, other, failovers=arguments.failovers, minimum_fall=arguments.minimum_fall)
     for problem in problems:
-        print(f"NOT AS IT SHOULD BE: {problem}")
+        print(f"FAILED: {problem}")
     if not problems:
         print(f"equal: every training loss and the digest, bit for bit; the loss fell by {reference.fall:.0%}")
     return 1 if problems else 0
@@ -108,6 +108,6 @@ def _unmet(
     reference: RunSummary, other: RunSummary, *, failovers: int | None, minimum_fall: float | None
 ) -> Iterator[str]:
     if failovers is not None and len(other.failovers) != failovers:
-        yield f"{len(other.failovers)} failovers instead of {failovers}; the fault did not do what it should"
+        yield f"{len(other.failovers)} failovers instead of {failovers}; the fault did not have its effect"
     if minimum_fall is not None and not reference.fall * 100 >= minimum_fall:
-        yield f"the loss fell by {reference.fall:.1%} only, and should by {minimum_fall:g} %"
+        yield f"the loss fell by {reference.fall:.1%} only; expected are {minimum_fall:g} %"

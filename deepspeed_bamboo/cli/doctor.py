@@ -24,8 +24,8 @@ def add_parser(subparsers: Any) -> None:
         "doctor",
         help="look for what would go wrong, before a job is started",
         description="Looks at this machine (versions, GPUs, ports, shared memory, clock), at what a configuration "
-        "names (etcd, bucket, paths) and at how it fits the hosts, and says what is wrong and what to do. Says nothing "
-        "when all is well. Run it on each machine. Exit code 1 when something keeps the job from running.",
+        "names (etcd, bucket, paths) and at how it fits the hosts, and prints what is wrong and what to do. Prints "
+        "nothing when all is well. Run it on each machine. The exit code is 1 if something stops the job from running.",
     )
     parser.add_argument("--config", metavar="FILE", help="DeepSpeed JSON (default: the settings' defaults)")
     parser.add_argument("--hostfile", type=Path, metavar="FILE", help="DeepSpeed's host file (default: this machine)")

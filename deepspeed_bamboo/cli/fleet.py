@@ -33,9 +33,9 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    up = verbs.add_parser("up", help="make the fleet of a spec, or resize it if it lives")
+    up = verbs.add_parser("up", help="make the fleet of a spec, or resize it if it exists")
     up.add_argument("spec", metavar="FILE", type=Path, help="the fleet as JSON; see configs/fleet/aws.json")
-    up.add_argument("--dry-run", action="store_true", help="print every call, and make none")
+    up.add_argument("--dry-run", action="store_true", help="print every call without making it")
     up.set_defaults(run=run_up)
     status = verbs.add_parser("status", help="its machines, and what they cost")
     status.add_argument("--json", action="store_true", help="as JSON")
@@ -100,7 +100,7 @@ def _agreed(arguments: argparse.Namespace, question: str) -> bool:
     if arguments.yes:
         return True
     if not sys.stdin.isatty():
-        raise ConfigError(f"{question} Nobody can answer here; add --yes")
+        raise ConfigError(f"{question} There is no terminal to answer on; add --yes")
     return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 

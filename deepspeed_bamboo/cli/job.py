@@ -1,4 +1,4 @@
-"""``ds_bamboo status``, ``drain`` and ``stop``: looking at a running job, and asking something of it."""
+"""``ds_bamboo status``, ``drain`` and ``stop``: show a running job, and send it requests."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 _CONNECT_SECONDS = 5.0
 _STOPS_TRAINING = (
-    "is to end at the next iteration boundary. A script that looks at engine.finished leaves its loop there and does "
-    "what follows it; any other ends there without that"
+    "will end at the next iteration boundary. A script that looks at engine.finished leaves its loop there and runs "
+    "the code after it; any other script ends there"
 )
-_STOPS_START = "has not begun to train, so it ends now (with exit code 1)"
+_STOPS_START = "has not started to train, so it ends now (with exit code 1)"
 _ELSEWHERE = "For a job that uses your own etcd give --endpoints or --deepspeed_config"
 
 
 class NotMeantError(BambooError):
-    """A command that changes a job did not say which, and nobody has said that the only one is meant."""
+    """A command that changes a job did not name it, and nobody confirmed that the only job is meant."""
 
 
 class NoSuchJobError(BambooError):
-    """The job, or the node in it, that a command names isn't there; the message lists those that are."""
+    """There is no such job, or no such node in it; the message lists those that exist."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -46,16 +46,18 @@ def add_parser(subparsers: Any) -> None:
     status.add_argument("--json", action="store_true", help="print JSON; with --watch one line each second")
     status.set_defaults(run=run_status)
 
-    drain = subparsers.add_parser("drain", help="have a running job leave a node, without losing anything")
+    drain = subparsers.add_parser("drain", help="move a running job off a node, without losing anything")
     drain.add_argument("node", metavar="NODE", help="the node, as ds_bamboo status calls it")
     _add_job_options(drain)
     _add_yes(drain)
-    drain.add_argument("--deadline-seconds", type=_positive, metavar="S", help="when the node goes (default: no hurry)")
-    drain.add_argument("--cancel", action="store_true", help="take the request back")
+    drain.add_argument(
+        "--deadline-seconds", type=_positive, metavar="S", help="when the node will be gone (default: no hurry)"
+    )
+    drain.add_argument("--cancel", action="store_true", help="withdraw the request")
     drain.set_defaults(run=run_drain)
 
     stop = subparsers.add_parser(
-        "stop", help="have a running job end at its next iteration boundary, or at once while it starts"
+        "stop", help="end a running job at its next iteration boundary, or at once while it starts"
     )
     _add_job_options(stop)
     _add_yes(stop)
@@ -101,7 +103,7 @@ def run_drain(arguments: argparse.Namespace) -> int:
                 f"no node {arguments.node!r} takes part in job {coordinator.job!r}; its nodes are {', '.join(nodes)}"
             )
         coordinator.request_drain(arguments.node, deadline_seconds=arguments.deadline_seconds, reason="ds_bamboo drain")
-        print(f"job {coordinator.job}: node {arguments.node} is to be left at the next iteration boundary")
+        print(f"job {coordinator.job}: node {arguments.node} will be left at the next iteration boundary")
     return 0
 
 
@@ -119,7 +121,7 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--job", metavar="NAME", help="the job's name (default: the only one that runs there)")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "--endpoints", metavar="HOST:PORT,...", help="its etcd (default: that of a job of yours on this machine)"
+        "--endpoints", metavar="HOST:PORT,...", help="its etcd (default: that of your job on this machine)"
     )
     where.add_argument(
         "--deepspeed_config", metavar="FILE", help="the DeepSpeed JSON that it runs with, which says where etcd is"
@@ -127,17 +129,17 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_yes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--yes", action="store_true", help="do so without --job, to the only job there is")
+    parser.add_argument("--yes", action="store_true", help="act on the only job without --job")
 
 
 def _confirm(arguments: argparse.Namespace, what: str) -> None:
-    """Have it said that the only job there is, which nobody has named, is meant. Raises NotMeantError."""
+    """Ask whether the only job is meant, if the command does not name it. Raises NotMeantError."""
     if arguments.job is not None or arguments.yes:
         return
     if not (sys.stdin is not None and sys.stdin.isatty()):
-        raise NotMeantError(f"this would {what}, which was not named; give --job NAME, or --yes if it is meant")
+        raise NotMeantError(f"this would {what}, which the command does not name; give --job NAME, or --yes to confirm")
     if input(f"{what[0].upper()}{what[1:]}? [y/N] ").strip().lower() not in ("y", "yes"):
-        raise NotMeantError("nothing was done")
+        raise NotMeantError("not confirmed; nothing was changed")
 
 
 def _is_external(arguments: argparse.Namespace) -> bool:
@@ -146,7 +148,7 @@ def _is_external(arguments: argparse.Namespace) -> bool:
 
 
 def _last_end(arguments: argparse.Namespace) -> EndedJob | None:
-    """How the job that the options name has ended, if it is there no more; without a name: the last one here."""
+    """How the job that the options name ended, if it no longer exists; without a name: the last one on this machine."""
     from deepspeed_bamboo.coordination import JobCoordinator
     from deepspeed_bamboo.coordination.ended import ended_folder, ended_jobs
     from deepspeed_bamboo.elastic.running_job import open_store
@@ -177,8 +179,8 @@ def _where(arguments: argparse.Namespace) -> tuple[list[str], str, Any]:
     section = load_section(arguments.deepspeed_config)
     if section is None or not section.enabled:
         raise NoSuchJobError(
-            f'{arguments.deepspeed_config} has no "bamboo" section that is on, so what runs with it is plain DeepSpeed '
-            "and no job that could be found; name the configuration of the job"
+            f'{arguments.deepspeed_config} has no "bamboo" section that is on: it starts plain DeepSpeed, which is no '
+            "job to be found; name the configuration of the job"
         )
     return list(section.coordinator.endpoints), section.coordinator.prefix, EtcdGuard.of(section.coordinator)
 
@@ -223,7 +225,7 @@ def _find_here(job: str | None, opened: contextlib.ExitStack) -> JobCoordinator:
         with contextlib.suppress(BambooError):
             return _find(job, [found.endpoint], prefix=found.prefix, guard=None, opened=opened)
     if job in there:
-        raise NoSuchJobError(f"the job {job!r} on this machine is about to begin or to end; ask again in a moment")
+        raise NoSuchJobError(f"the job {job!r} on this machine is just starting or ending; try again in a moment")
     raise NoSuchJobError(
         f"no job {job!r} of yours with an etcd of its own on this machine; {_those(there)}. {_ELSEWHERE}"
     )
@@ -232,14 +234,14 @@ def _find_here(job: str | None, opened: contextlib.ExitStack) -> JobCoordinator:
 def _only(jobs: list[str], *, where: str, remedy: str = "") -> str:
     """The one job that there is. Raises NoSuchJobError that lists them when it is not one."""
     if len(jobs) > 1:
-        raise NoSuchJobError(f"there run several jobs {where}: {', '.join(jobs)}; say which with --job NAME")
+        raise NoSuchJobError(f"several jobs run {where}: {', '.join(jobs)}; name one with --job NAME")
     if not jobs:
         raise NoSuchJobError(f"no job {where}. {remedy}".rstrip())
     return jobs[0]
 
 
 def _those(jobs: list[str]) -> str:
-    return f"there run {', '.join(jobs)}" if jobs else "no job runs there"
+    return f"running are {', '.join(jobs)}" if jobs else "no job runs there"
 
 
 def _positive(text: str) -> float:

@@ -1,4 +1,4 @@
-"""What there is to see of a running job, read once from its coordinator. ``status_screen.py`` shows it."""
+"""The visible state of a running job, read once from its coordinator. ``status_screen.py`` shows it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class WorkerView:
     hosts: tuple[str, ...]
     shadows: tuple[str, ...]
     address: str = "?"
-    """Where its machine is reached."""
+    """The address of its machine."""
     pid: int | None = None
-    """Its process there."""
+    """Its process on that machine."""
     agent_pid: int | None = None
-    """That of its agent."""
+    """Its agent's process."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Checkpoint:
 class JobView:
     """A job at one moment. Ages are in seconds by this machine's clock; None for what isn't known.
 
-    ``state``: starting, running, stopping, finished, failed, or dead (nobody is left to run it).
+    ``state``: starting, running, stopping, finished, failed, or dead (nobody runs it any more).
     """
 
     job: str
@@ -84,20 +84,20 @@ class JobView:
     grid: tuple[int, int] | None = None
     """Pipelines and stages."""
     progress: dict[str, Any] | None = None
-    """What the job last said of itself: step, its loss and seconds, mode, slow workers, when (t), and recent events."""
+    """The job's latest report: step, its loss and seconds, mode, slow workers, when (t), and recent events."""
     progress_seconds: float | None = None
-    """How long ago that was."""
+    """How old that report is."""
     seen_t: float = 0.0
     """When this was read: the wall clock, as ``t`` of events is."""
     failovers: tuple[Failover, ...] = ()
     """The last ones, oldest first."""
     checkpoint: Checkpoint | None = None
     slots: int = 0
-    """With how many it was started; 0 if that isn't known."""
+    """How many slots it was started with; 0 if that isn't known."""
     missing_slots: tuple[int, ...] = ()
-    """While it starts: those of them that are not there, and without which it can't begin."""
+    """While it starts: the slots that are missing, and that it needs to start."""
     works: dict[WorkerId, WorkFacts] = field(default_factory=dict)
-    """What takes workers long at this moment: what, how much of it is done, of how much, in which unit, seconds."""
+    """Long work that runs at this moment: what, how much is done, of how much, in which unit, for how many seconds."""
     hangs: dict[WorkerId, dict[str, Any]] = field(default_factory=dict)
     """Workers that stand still: rank, node, doing, step, seconds (when that was noticed), waiting, stack."""
 

@@ -1,4 +1,4 @@
-"""Reading what ``ds_bamboo plan`` is given: workers with node and zone (JSON or CSV), and a placement (JSON)."""
+"""Reads the input of ``ds_bamboo plan``: workers with node and zone (JSON or CSV), and a placement (JSON)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _HEADINGS = frozenset({*COLUMNS, "name", "id", "rank", "slot", "host", "machine"
 def read_sites(path: Path) -> list[WorkerSite]:
     """The workers in ``path``; an empty or missing zone is not known.
 
-    A file that starts with a bracket is JSON, anything else CSV, with a heading of the columns that it has, or
-    without one. Raises ConfigError for what is neither, and for a file that can't be read.
+    A file that starts with a bracket is JSON. Anything else is CSV, with or without a heading that names its columns.
+    Raises ConfigError for what is neither, and for a file that can't be read.
     """
     text = _read(path, remedy=f"give the file of workers, as {_FORM}")
     is_json = text.lstrip().startswith(("[", "{"))
@@ -47,8 +47,8 @@ def read_placement(path: Path) -> Placement:
 
 
 def read_profile(path: Path, grid: Grid) -> Profile:
-    """The measured times in ``path``, as ``bamboo.profile`` has them written. Raises ConfigError."""
-    remedy = "give a file that a job wrote, as the setting bamboo.profile says"
+    """The measured times in ``path``, as a job with ``bamboo.profile`` wrote them. Raises ConfigError."""
+    remedy = "give a file that a job wrote, with the setting bamboo.profile"
     text = _read(path, remedy=remedy)
     try:
         profile = Profile.from_json(json.loads(text))

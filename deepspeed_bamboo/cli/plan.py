@@ -46,7 +46,7 @@ def add_parser(subparsers: _SubParsers) -> None:
     parser.add_argument("--pipelines", type=int, required=True, metavar="D", help="pipelines")
     parser.add_argument("--stages", type=int, required=True, metavar="P", help="stages of a pipeline")
     parser.add_argument(
-        "--current", type=Path, metavar="FILE", help="the placement now (JSON); nothing is placed yet if not given"
+        "--current", type=Path, metavar="FILE", help="the current placement (JSON); without it nothing is placed yet"
     )
     parser.add_argument(
         "--most", type=int, metavar="N", help="the most coordinates a worker may host (default: its fair share)"
@@ -62,7 +62,7 @@ def add_parser(subparsers: _SubParsers) -> None:
         help="0: every pipeline holds the state of all stages, as without ZeRO and bf16 (default: 1, it does not)",
     )
     parser.add_argument(
-        "--profile", type=Path, metavar="FILE", help="measured times, as the setting bamboo.profile has them written"
+        "--profile", type=Path, metavar="FILE", help="measured times, in a file that a job with bamboo.profile wrote"
     )
     parser.add_argument(
         "--micro-batches", type=int, default=8, metavar="M", help="of an iteration, for its time (default: 8)"
@@ -84,7 +84,7 @@ def add_parser(subparsers: _SubParsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan that ``args`` ask for.
 
-    Returns 0, 2 after a message for values that can't be, or 3 if there is a loss that it does not survive: of a node,
+    Returns 0; 2 after a message, for impossible values; 3 if the plan does not survive the loss of some node,
     or of one of several zones.
     """
     try:
@@ -167,9 +167,9 @@ def plan_lines(decision: Decision | Balanced, *, current: Placement | None = Non
 _LOSS_COLUMNS = ("workers", "taken over", "copied", "shadow lost", "outcome")
 _LEGEND = (
     "neighbours: a coordinate and the next stage's in its pipeline (with one stage: the next pipeline's)",
-    "taken over: coordinates that go on at the worker with their shadow. copied: at one with the same stage of another",
-    "pipeline. shadow lost: coordinates that go on where they are, unprotected until they have a new shadow. FATAL:",
-    "nobody has these coordinates any more; the job ends, and goes on from its last checkpoint when started again",
+    "taken over: coordinates that move to the worker with their shadow. copied: to one with the same stage of another",
+    "pipeline. shadow lost: coordinates that stay where they are, unprotected until they have a new shadow. FATAL:",
+    "nobody has these coordinates any more; the job ends, and continues from its last checkpoint when started again",
 )
 
 

@@ -1,4 +1,4 @@
-"""What the loss of each worker costs in time, for ``ds_bamboo plan``: until its stages are shared anew, and then."""
+"""What the loss of each worker costs in time, for ``ds_bamboo plan``: until its stages have moved, and after."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ def loss_times(
 def legend(*, measured: bool) -> str:
     """What the columns mean."""
     return "times of an iteration after a loss, as multiples of an undisturbed one" + (
-        "" if measured else "; stages are taken to be alike, and backwards to take twice as long as forwards"
+        "" if measured else "; assumes that stages are alike, and that backwards take twice as long as forwards"
     )

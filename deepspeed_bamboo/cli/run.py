@@ -1,4 +1,4 @@
-"""``ds_bamboo run -- deepspeed ...``: gives a command again until its job is complete, or can't be completed so."""
+"""``ds_bamboo run -- deepspeed ...``: repeats a command until its job is complete, or another run would not help."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from deepspeed_bamboo.errors import BambooError
 from deepspeed_bamboo.protocol import EXIT_TRY_AGAIN, OUTCOME
 
 _DESCRIPTION = """\
-Runs a deepspeed command, and runs it again whenever machines were wanting and its script did
-nothing wrong: too much was lost at once, an agent or a launcher was killed, slots vanished while
-it started. The job goes on from its last checkpoint then (bamboo.checkpoint.dir). Where each
-machine has a launcher of its own, start one of these on each.
+Runs a deepspeed command, and repeats it whenever machines were missing and its script did
+nothing wrong: too much was lost at once, an agent or a launcher was killed, slots disappeared
+while it started. The job then continues from its last checkpoint (bamboo.checkpoint.dir). Where
+each machine has a launcher of its own, start this command on each.
 
-Exit codes: 0 the job is complete (or goes on without this machine, which has left it); 75 it was
-given up though machines were wanting, so the same may be tried later; 128 + signal if this command
-was interrupted; otherwise that of the script, or of its start, which failed: another run would
-not help.
+Exit codes: 0 the job is complete (or continues without this machine, which has left it); 75
+machines are still missing after several runs, so try the same command later; 128 + signal if
+this command was interrupted; otherwise the exit code of the script or of its start, which
+failed: another run would not help.
 """
 _END_SECONDS = 60.0
 
@@ -40,26 +40,30 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="ds_bamboo run [options] -- deepspeed ... --module deepspeed_bamboo.launch --job NAME train.py ...",
     )
-    run.add_argument("--once", action="store_true", help="run it once; only say by the exit code what is to be done")
+    run.add_argument("--once", action="store_true", help="run it once; the exit code says whether to repeat it")
     run.add_argument(
-        "--pause-seconds", type=float, default=10.0, metavar="S", help="before the next run; doubled while none gets on"
+        "--pause-seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="pause before the next run, doubled without a new step",
     )
     run.add_argument(
-        "--fruitless", type=int, default=5, metavar="N", help="give up after N runs in a row that came to no new step"
+        "--fruitless", type=int, default=5, metavar="N", help="give up after N runs in a row without a new step"
     )
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command with its arguments")
     run.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Run until there is nothing to run any more. Returns the exit code. Raises BambooError for no command."""
+    """Run until the job is complete or given up. Returns the exit code. Raises BambooError for no command."""
     from deepspeed_bamboo.elastic.judging import Patience, judge
     from deepspeed_bamboo.elastic.outcome import read_notes
     from deepspeed_bamboo.news import tell
 
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
-        raise BambooError("there is no command to run; write it behind two dashes: ds_bamboo run -- deepspeed ...")
+        raise BambooError("there is no command to run; write it after two dashes: ds_bamboo run -- deepspeed ...")
     if arguments.pause_seconds < 0 or arguments.fruitless < 1:
         raise BambooError("--pause-seconds must be 0 or more, and --fruitless 1 or more")
     patience = Patience(pause_seconds=arguments.pause_seconds, fruitless_limit=arguments.fruitless)
@@ -74,7 +78,7 @@ def run_command(arguments: argparse.Namespace) -> int:
                 return verdict.code
             pause = patience.next_pause_seconds(notes)
             if pause is None:
-                tell(f"given up after {patience.fruitless} runs that came to no new step: {verdict.reason}", who="run")
+                tell(f"given up after {patience.fruitless} runs without a new step: {verdict.reason}", who="run")
                 return EXIT_TRY_AGAIN
             tell(f"again in {pause:g} s: {verdict.reason}", who="run")
             if heard.wait(pause):
@@ -130,7 +134,7 @@ def _run_once(command: Sequence[str], folder: str, heard: _Heard) -> int:
         child = subprocess.Popen(command, env={**os.environ, OUTCOME: folder})
     except OSError as error:
         raise BambooError(
-            f"{command[0]!r} can't be run ({error.strerror}); give the command as you would without"
+            f"{command[0]!r} can't be run ({error.strerror}); write the command as you would without"
         ) from error
     heard.child = child
     try:

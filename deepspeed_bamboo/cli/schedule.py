@@ -79,7 +79,7 @@ def add_parser(subparsers: _SubParsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what ``args`` ask for. Returns 0, or 2 after a message for values that can't be."""
+    """Print what ``args`` ask for. Returns 0, or 2 after a message, for values that are not possible."""
     try:
         shown = _scenario(args)
         if args.trace is not None:

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 _WATCH_SECONDS = 1.0
-_ALARMING = ("silent", "dead", "failed", "overdue", "stood still", "is slow", "is to be left", "leaving")
+_ALARMING = ("silent", "dead", "failed", "overdue", "stood still", "is slow", "is being left", "leaving")
 
 
 class Display(Protocol):
-    """Where a job is shown."""
+    """Something that shows a job."""
 
     def show(self, view: JobView) -> None:
-        """The job is like this now."""
+        """Show the job as it is now."""
 
     def away(self, seconds: float, error: CoordinatorUnavailable) -> None:
-        """etcd has not answered for so long, with ``error``."""
+        """Say that etcd has not answered for so long, with ``error``."""
 
 
 def watch(coordinator: JobCoordinator, *, as_json: bool, external: bool) -> int:
@@ -58,7 +58,7 @@ def watch(coordinator: JobCoordinator, *, as_json: bool, external: bool) -> int:
 
 
 def terminal_cells() -> int | None:
-    """How wide the terminal is; None where the output is none."""
+    """The width of the terminal; None where the output is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 

@@ -44,8 +44,8 @@ def facts(view: JobView) -> list[str]:
     for worker, speed in sorted(view.slow.items()):
         found.append(f"worker {worker} is slow: its passes take {1 / speed:.1f} times as long as before")
     for drain in view.draining:
-        hurry = "" if drain.deadline_seconds is None else f", {drain.deadline_seconds:.0f} s from the request on"
-        found.append(f"node {drain.node} is to be left{hurry}: {drain.reason}")
+        hurry = "" if drain.deadline_seconds is None else f", {drain.deadline_seconds:.0f} s after the request"
+        found.append(f"node {drain.node} is being left{hurry}: {drain.reason}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""What the cloud says: notices before it takes a machine, which machine and zone this is, and who is in a fleet.
+"""The cloud's side: notices before it takes a machine, this machine's name and zone, and fleets.
 
 Imports neither torch nor deepspeed. Nothing here ever harms a job: a metadata service that is absent,
 slow or wrong costs a bounded wait once and a line in the log.

@@ -51,7 +51,7 @@ class AwsMetadata:
         return Identity(instance=instance, zone=zone, cloud=self.name)
 
     def poll(self, stop: Event) -> Sequence[Notice]:
-        """Both kinds of notice; what was found last holds while its question gets no answer.
+        """Both kinds of notice; the last answer counts while a question gets none.
 
         Raises MetadataError for such a question when there is no notice at all.
         """
@@ -78,7 +78,7 @@ class AwsMetadata:
         answer = self._get(path, stop, timeout_seconds)
         _check_status(path, answer)
         if not re.fullmatch(pattern, answer.text.strip()):
-            raise MetadataError(f"GET {path}: the answer is not what EC2 says there", answered=True)
+            raise MetadataError(f"GET {path}: the answer is not one of EC2's", answered=True)
         return answer.text.strip()
 
     def _get(self, path: str, stop: Event, timeout_seconds: float) -> Answer:

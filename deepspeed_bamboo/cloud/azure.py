@@ -32,7 +32,7 @@ class AzureMetadata:
 
     Scheduled Events list what happens to the whole scale set or availability set; only events that name
     this machine count. They are never confirmed, so Azure waits until their time. An event that starts
-    before its time is told again, with a deadline of now.
+    before its time is reported again, with a deadline of now.
     """
 
     name = "azure"

@@ -1,4 +1,4 @@
-"""Which cloud this is, and who tells of notices: found out once, in threads, in bounded time."""
+"""Finds out once, in threads and in bounded time, which cloud this is and where its notices come from."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _QUESTION_SECONDS = 0.45  # a token that never comes, then two answers, fit into
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where this process runs. ``source``: who tells of notices, for a NoticeWatcher; None when nobody does."""
+    """Where this process runs. ``source``: the source of notices, for a NoticeWatcher; None when there is none."""
 
     identity: Identity
     source: NoticeSource | None
@@ -66,7 +66,7 @@ class Detection:
             threading.Thread(target=self._ask, args=(cloud,), name=f"bamboo-detect-{cloud.name}", daemon=True).start()
 
     def result(self) -> Surroundings:
-        """What was found. Waits until the budget is spent at most, in all; later calls return the same at once."""
+        """The result. Waits until the budget is spent at most; later calls return the same at once."""
         with self._lock:
             if self._result is None:
                 self._result = self._collect()
@@ -107,14 +107,14 @@ class Detection:
                 self._why(problems),
                 zone,
                 "off" if source is None else f"from {source.name}",
-                "" if self._zone else "; set BAMBOO_ZONE or topology.zones to tell the zone",
+                "" if self._zone else "; set BAMBOO_ZONE or topology.zones to name the zone",
             )
         return Surroundings(Identity(zone=zone, cloud="none" if named is None else named.name), source)
 
     def _why(self, problems: Mapping[str, MetadataError]) -> str:
         answered = [f"{name}: {problem}" for name, problem in sorted(problems.items()) if problem.answered]
         names = ", ".join(cloud.name for cloud in self._clouds)
-        return "; ".join([f"no metadata service of {names} told within {self._budget_seconds:g} s", *answered])
+        return "; ".join([f"no metadata service of {names} answered within {self._budget_seconds:g} s", *answered])
 
 
 def detect(

@@ -1,4 +1,4 @@
-"""What can go wrong between this machine and its cloud. None of it ever ends a job.
+"""Errors between this machine and its cloud. None of them ever ends a job.
 
 BambooError
 ├── MetadataError   the metadata service said nothing, or something that can't be used

@@ -1,4 +1,4 @@
-"""Fleets of spot machines on AWS: who is in one, and how many there shall be. Needs boto3 only when used."""
+"""Fleets of spot machines on AWS: their machines, and how many there should be. Needs boto3 only when used."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Fleet(Protocol):
 def open_fleet(name: str, *, region: str | None = None, endpoint_url: str | None = None) -> Fleet:
     """The fleet ``name``: ``fleet-...`` is an EC2 Fleet, anything else an Auto Scaling group.
 
-    ``region`` and ``endpoint_url``: as boto3 finds them, unless given. Nothing is asked of AWS yet.
+    ``region`` and ``endpoint_url``: as boto3 finds them, unless given. This makes no call to AWS yet.
     Raises FleetError when boto3 is missing or knows no region.
     """
     if name.startswith("fleet-"):

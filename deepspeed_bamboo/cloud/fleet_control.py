@@ -48,7 +48,7 @@ class FleetStatus:
 
     @property
     def dollars_so_far(self) -> float:
-        """What all machines shown have cost, at today's prices; those that EC2 has forgotten are not in it."""
+        """What all listed machines have cost, at today's prices, without those that EC2 no longer lists."""
         return sum(machine.hours * (machine.dollars_per_hour or 0.0) for machine in self.machines)
 
 
@@ -64,7 +64,7 @@ class FleetControl:
         self._now = now
 
     def calls_up(self, spec: FleetSpec) -> tuple[Call, ...]:
-        """The calls that :meth:`up` would make: they create the fleet, or resize one that lives. Raises FleetError."""
+        """The calls that :meth:`up` would make: they create the fleet, or resize one that exists. Raises FleetError."""
         fleet = self._find(spec.name)
         if fleet is None:
             return creating_calls(spec)

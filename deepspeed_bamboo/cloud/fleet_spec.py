@@ -1,4 +1,4 @@
-"""A fleet of spot machines on AWS as its owner describes it, and the calls that make it. Pure: asks nobody anything."""
+"""A fleet of spot machines on AWS as its owner describes it, and the calls that make it. Pure: makes no calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _USER_DATA_BYTES = 16_384  # EC2's limit
 
 
 class FleetSpec(BaseModel):
-    """What ``ds_bamboo fleet up`` reads."""
+    """The input of ``ds_bamboo fleet up``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -112,7 +112,7 @@ def template_name(name: str) -> str:
 
 
 def user_data(spec: FleetSpec) -> str:
-    """What each machine runs when it boots: the command, again while machines were wanting (exit code 75)."""
+    """The script that each machine runs when it boots: the command, repeated after exit code 75."""
     exports = [f"export {name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())]
     return "\n".join(
         [

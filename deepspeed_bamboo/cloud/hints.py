@@ -1,4 +1,4 @@
-"""Which cloud this machine seems to be in, from what is known without asking anybody.
+"""Guesses which cloud this machine is in, without using the network.
 
 A metadata service that isn't there costs a second of waiting at every start, so only machines that
 show a sign of a cloud ask for one.

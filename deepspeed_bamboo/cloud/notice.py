@@ -1,4 +1,4 @@
-"""The values that this package hands out, and the interface of whatever produces notices."""
+"""The values of this package, and the interface of sources of notices."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Notice:
     """The cloud's warning before it takes this node.
 
     ``kind``: ``preemption`` (the node is taken), ``maintenance`` (it is restarted or stopped for
-    repairs) or ``rebalance`` (it is likelier than others to be taken soon; nothing is decided).
+    repairs) or ``rebalance`` (it is more likely than others to be taken soon; nothing is decided).
     ``deadline_seconds``: when the node goes, on this process's ``time.monotonic()``; already past
     means at once. None when the cloud gives no time: always for ``rebalance``; for the other kinds
     it means that the time could not be read, so act at once.
-    ``reason``: one sentence for the log. ``source``: who said so (aws, gcp, azure, scripted, signal).
+    ``reason``: one sentence for the log. ``source``: where it is from (aws, gcp, azure, scripted, signal).
     """
 
     kind: NoticeKind
@@ -45,7 +45,7 @@ class Notice:
 
 @dataclass(frozen=True)
 class Identity:
-    """Which machine this is. What nobody could say is ``unknown``; ``cloud`` is then ``none``."""
+    """This machine. What could not be found out is ``unknown``; ``cloud`` is then ``none``."""
 
     instance: str = UNKNOWN
     zone: str = UNKNOWN

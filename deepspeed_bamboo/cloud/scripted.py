@@ -1,4 +1,4 @@
-"""Notices by script, for tests and demonstrations: after a time, at an event, or when told."""
+"""Notices by script, for tests and demonstrations: after a time, at an event, or by a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that asks a source for notices, as long as the job lives, whatever the source does."""
+"""The thread that asks a source for notices as long as the job lives."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _STOP_SECONDS = 1.0
 class NoticeWatcher:
     """Calls ``on_notice`` from a thread of its own, once for each notice.
 
-    A notice that the source goes on reporting is told once; one that went away and came back is told
-    again. If ``on_notice`` raises, the notice is told again after a pause, until it was taken: a
+    A notice that the source keeps reporting is passed on once; one that disappeared and came back is passed
+    on again. If ``on_notice`` raises, the notice is told again after a pause, until it was taken: a
     coordinator that can't be reached just now loses nothing. Nothing is ever raised out of the thread.
     A source that fails is asked again after a pause that doubles up to ``longest_pause_seconds``; a
     problem is logged when it first comes and when it changes, not each time.
@@ -101,7 +101,7 @@ class NoticeWatcher:
         if problem == self._problem:
             return
         if problem:
-            logger.warning("notices from %s: %s; trying again, training goes on", self._source.name, problem)
+            logger.warning("notices from %s: %s; trying again; training continues", self._source.name, problem)
         else:
             logger.info("notices from %s: all well again", self._source.name)
         self._problem = problem

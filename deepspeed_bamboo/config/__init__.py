@@ -1,1 +1,1 @@
-"""The "bamboo" section of a DeepSpeed configuration, and what the rest of that configuration must be like."""
+"""The "bamboo" section of a DeepSpeed configuration, and what the rest of that configuration must fulfil."""

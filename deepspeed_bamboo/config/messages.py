@@ -1,4 +1,4 @@
-"""Turns pydantic's findings into sentences: where, the value, the rule, the remedy."""
+"""Turns pydantic's errors into sentences: where, the value, the rule, the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a DeepSpeed job must be like for its stages to be rebuilt elsewhere. Pure checks over extracted facts."""
+"""What a DeepSpeed job must fulfil so that its stages can be rebuilt elsewhere. Pure checks over extracted facts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def validate_deepspeed_settings(
     shape: ModelShape | None = None,
     further: Iterable[str] = (),
 ) -> None:
-    """Raise one ConfigError that lists whatever stands in the way of recovering lost stages.
+    """Raise one ConfigError that lists everything that would prevent the recovery of lost stages.
 
     ``settings``: the DeepSpeed configuration. ``model_name``: the class of the model, for messages.
     ``stages``: None for a model without stages. ``world_size``: workers at the start.

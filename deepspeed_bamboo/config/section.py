@@ -59,7 +59,7 @@ class RedundancyConfig(Section):
     whichever loses less time at the rate of losses and with the overhead that the job measures."""
 
     losses_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """For auto: how many workers an hour you expect to lose; null: only what the job has seen counts."""
+    """For auto: how many workers an hour you expect to lose; null: only the losses that the job has seen count."""
 
     offload: OffloadTarget = "cpu"
     """Where the redundant forward keeps what its backward needs: none (device memory), cpu, or recompute."""
@@ -75,8 +75,8 @@ class RedundancyConfig(Section):
     def _check_overlap(self) -> RedundancyConfig:
         if self.overlap and self.offload == "recompute":
             raise ValueError(
-                "overlap runs redundant forwards outside of bubbles, and with offload: recompute they keep nothing "
-                "that is worth it; set overlap to false, or offload to cpu or none"
+                "overlap runs redundant forwards outside of bubbles, and with offload: recompute they keep too "
+                "little to be worth it; set overlap to false, or offload to cpu or none"
             )
         return self
 
@@ -146,7 +146,7 @@ class CoordinatorConfig(Section):
             says = "says" if len(guards) == 1 else "say"
             raise ValueError(f"{', '.join(guards)} {says} how to reach your own etcd; name it in endpoints, too")
         if self.compact and not self.endpoints:
-            raise ValueError("compact is for your own etcd, which endpoints names; a job's own is compacted anyway")
+            raise ValueError("compact is for your own etcd, which endpoints names; a job's own is always compacted")
         if (self.username is None) != (self.password_env is None):
             raise ValueError("username and password_env go together; give both or none")
         if (self.cert is None) != (self.key is None):
@@ -173,7 +173,7 @@ class TopologyConfig(Section):
     divided by the module's stages, rounded down), and at least one."""
 
     slow_workers: Literal["less", "drain"] = "less"
-    """What becomes of a worker that has become much slower than the others: it gets less to do, or its node is
+    """What happens to a worker that has become much slower than the others: it gets less to do, or its node is
     drained."""
 
     zones: Annotated[str, Field(min_length=1)] = "auto"
@@ -190,7 +190,7 @@ class TopologyConfig(Section):
 
 
 class NoticesConfig(Section):
-    """Who warns that this machine is about to be taken; its workers then leave in time, and nothing is lost."""
+    """Who warns that this machine is about to be taken. Its workers then leave in time, and nothing is lost."""
 
     source: Literal["auto", "none", "aws", "gcp", "azure", "scripted"] = "auto"
     """auto: the cloud that this machine is in, if any; none: nobody; scripted: ``script``, for tests."""
@@ -205,13 +205,13 @@ class NoticesConfig(Section):
     """For ``scripted``: a list of notices, or the path of a JSON file with one (BAMBOO_NOTICES does the same)."""
 
     rebalance: Literal["tell", "drain"] = "tell"
-    """What to do when a machine is only likelier than others to be taken soon."""
+    """What to do when a machine is only more likely than others to be taken soon."""
 
     sigterm: Literal["abort", "drain"] = "abort"
     """What SIGTERM to an agent means. abort: the job ends; drain: its node is about to go (SLURM, Kubernetes)."""
 
     grace_seconds: Seconds = 30.0
-    """How long after such a signal, or SIGUSR1, the node goes."""
+    """How long after such a signal, or SIGUSR1, the node disappears."""
 
     @model_validator(mode="after")
     def _check_source(self) -> NoticesConfig:
@@ -225,7 +225,7 @@ class NoticesConfig(Section):
 
 
 class HangsConfig(Section):
-    """What is done about a worker that stands still: an endless loop in a hook, a data loader in a deadlock."""
+    """What to do about a worker that stands still: an endless loop in a hook, a data loader in a deadlock."""
 
     after_seconds: Seconds | None = None
     """How long a worker may be busy with one thing before it is named, with its Python stack; null: ten times a usual
@@ -235,12 +235,12 @@ class HangsConfig(Section):
     """The same until two steps are complete: importing, building the model, compiling."""
 
     action: Literal["warn", "drain", "end"] = "warn"
-    """What follows. warn: nothing; drain: the worker is ended, and the job goes on as after any loss; end: the job
+    """What follows. warn: nothing; drain: the worker is ended, and the job continues as after any loss; end: the job
     ends, with exit code 75."""
 
 
 class CheckpointConfig(Section):
-    """Checkpoints taken beside training, read only by a job that starts: when redundancy could not cover a loss."""
+    """Checkpoints taken beside training. Only a starting job reads them, after a loss that redundancy did not cover."""
 
     dir: Location | None = None
     """A directory that all machines see, or s3://bucket/prefix, for this training alone; null: none are written."""
@@ -249,7 +249,7 @@ class CheckpointConfig(Section):
     """Time between checkpoints."""
 
     keep: Annotated[int, Field(ge=1, le=1000)] = 2
-    """How many of the newest complete checkpoints are kept. With 1 a damaged one has no other to fall back on."""
+    """How many of the newest complete checkpoints are kept. With 1 there is no other if it is damaged."""
 
     memory_interval_seconds: Seconds | None = None
     """Time between checkpoints in the host memory of other workers, which survivors go back to when a loss takes the
@@ -290,7 +290,7 @@ class BambooConfig(Section):
     """Who warns that this machine is about to be taken."""
 
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    """Checkpoints, for what redundancy can't cover."""
+    """Checkpoints, for losses that redundancy can't cover."""
 
     hangs: HangsConfig = Field(default_factory=HangsConfig)
     """What is done about a worker that stands still."""

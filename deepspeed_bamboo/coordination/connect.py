@@ -1,4 +1,4 @@
-"""From what a worker finds in its environment to the coordinator of its job."""
+"""From a worker's environment to the coordinator of its job."""
 
 from __future__ import annotations
 

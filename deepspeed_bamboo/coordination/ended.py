@@ -1,4 +1,4 @@
-"""How the jobs of this user on this machine have ended that had an etcd of their own, which goes with them."""
+"""How this user's jobs on this machine ended whose own etcd ended with them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _LIMIT_BYTES = 100_000
 
 
 def ended_folder(environment: Mapping[str, str]) -> Path:
-    """Where that is noted: below XDG_STATE_HOME, by default ~/.local/state."""
+    """The folder for these notes: below XDG_STATE_HOME, by default ~/.local/state."""
     state = environment.get("XDG_STATE_HOME") or str(Path("~/.local/state").expanduser())
     return Path(state) / "deepspeed_bamboo" / "ended"
 
 
 def note_end(end: EndedJob, folder: Path) -> None:
-    """Keep ``end``, and the newest few beside it. Where nothing can be written nothing is kept."""
+    """Keep ``end``, and the newest few beside it. If the folder can't be written, nothing is kept."""
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = folder / f".{end.job}.{os.getpid()}"

@@ -1,4 +1,4 @@
-"""Where etcd servers are, ``host:port`` or ``unix:/path``: how users write it, and what is wrong when they don't."""
+"""Where etcd servers are, ``host:port`` or ``unix:/path``: how users write it, and errors for what can't be read."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 CoordinationError (BambooError)
 ├── CoordinatorUnavailable    no answer from the store within the stated time
-├── LeaseExpired              the lease that a key was to hang on no longer exists
+├── LeaseExpired              the lease of a key no longer exists
 ├── NoEpoch                   a loss was reported before the job had its first epoch
 ├── ServerStartError          the job's own etcd did not come up
 └── JobNameTaken              a live job already uses this name on these endpoints
@@ -41,7 +41,7 @@ class CoordinatorUnavailable(CoordinationError):
         where = f"the coordinator at {', '.join(self.endpoints)}"
         if _FULL in reason:
             text = (
-                f"{where} takes nothing more, its database has reached its quota ({reason}); compact and defragment "
+                f"{where} refuses writes, as its database has reached its quota ({reason}); compact and defragment "
                 f"etcd, or raise its --quota-backend-bytes, and end the alarm with `etcdctl alarm disarm`"
             )
         elif any(refusal in reason for refusal in _REFUSALS):
@@ -58,7 +58,7 @@ class CoordinatorUnavailable(CoordinationError):
 
 
 class LeaseExpired(CoordinationError):
-    """The store knows no lease of this number (any more)."""
+    """The store has no lease of this number, or no longer."""
 
     def __init__(self, lease: int) -> None:
         self.lease = lease

@@ -1,4 +1,4 @@
-"""One job's shared state: who takes part, which epoch it is, how far everybody is, how it ended."""
+"""One job's shared state: its members, its epoch, their progress, and its end."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class JobCoordinator(JobNews):
         return self._swap(record, revision, guard=(self._keys.generation, generation_revision))
 
     def propose_loss(self, lost: Iterable[WorkerId], *, reason: str, proposer: str) -> EpochRecord:
-        """Go on without the workers in ``lost``: returns the current epoch once it has none of them.
+        """Make the job continue without the workers in ``lost``; returns the current epoch, which has none of them.
 
         If that loses a coordinate for good, the survivors bring the state back from copies in their memory, where they
         keep such; else this records a ``fatal_loss`` failure naming it and returns the current epoch as it is. Raises
@@ -173,15 +173,15 @@ class JobCoordinator(JobNews):
                 return record
 
     def hand_in_report(self, epoch_number: int, worker: WorkerId, report: dict[str, Any]) -> None:
-        """Leave what ``worker`` has to say at the beginning of an epoch, for :meth:`reports`; no watch tells of it."""
+        """Write the report of ``worker`` at the start of an epoch, for :meth:`reports`. Watches do not deliver it."""
         self._store.put(self._keys.report(epoch_number, worker), encode(report))
 
     def reports(self, epoch_number: int) -> dict[WorkerId, dict[str, Any]]:
-        """What was handed in for that epoch so far, by worker."""
+        """The reports of that epoch so far, by worker."""
         return dict(self._read.children(self._keys.reports(epoch_number), "report"))
 
     def publish_progress(self, epoch_number: int, name: str, value: dict[str, Any]) -> None:
-        """Tell all who watch something about the beginning of an epoch. ``name`` is one that a worker could have."""
+        """Publish something about the start of an epoch to all watchers. ``name`` is one that a worker could have."""
         self._store.put(self._keys.progress(epoch_number, name), encode(value))
 
     def progress(self, epoch_number: int) -> dict[str, dict[str, Any]]:
@@ -194,7 +194,7 @@ class JobCoordinator(JobNews):
         self._store.put(key, encode({"reporter": reporter, "reason": reason}))
 
     def claim_fault(self, name: str) -> bool:
-        """True for the first caller in this job: scripted fault ``name`` is for it to cause, and for nobody else."""
+        """True for the first caller in this job: it alone causes the scripted fault ``name``."""
         return self._store.compare_and_swap(self._keys.fault(name), encode({}), revision=0)
 
     # -- starting over before there was anything to lose ------------------------------------------
@@ -233,7 +233,7 @@ class JobCoordinator(JobNews):
         return None if found is None else float(found["time_seconds"])
 
     def start_slots(self) -> int:
-        """With how many slots the job was started; 0 if that isn't known."""
+        """The number of slots that the job was started with; 0 if that isn't known."""
         found = self._read.one(self._keys.started, "started")
         return 0 if found is None else int(found.get("slots", 0))
 
@@ -247,7 +247,7 @@ class JobCoordinator(JobNews):
         self._store.compare_and_swap(self._keys.next_rank, encode(count), revision=0)
 
     def next_rank(self) -> int:
-        """A slot rank that nobody in this job has or had, for an agent that joins it."""
+        """A slot rank that is new in this job, for an agent that joins it."""
         while True:
             rank, revision = self._read.with_revision(self._keys.next_rank, "next_rank")
             if rank is None:  # the store lost its data: at least nobody who is there now has the same
@@ -275,7 +275,7 @@ class JobCoordinator(JobNews):
         JobNameTaken when a job of this name is alive, which is when it has a live agent or worker, or
         is just being started.
         """
-        remedy = "start this again in a moment to join that, or give this one another name with --job NAME"
+        remedy = "start this command again in a moment to join it, or give this job another name with --job NAME"
         lease = self._store.grant_lease(lease_seconds)
         try:
             if not self._store.compare_and_swap(self._keys.claim, self.job, revision=0, lease=lease):

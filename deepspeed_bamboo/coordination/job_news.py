@@ -1,4 +1,4 @@
-"""What is asked of a job, and what is said of it: the part of its shared state that decides nothing by itself."""
+"""Requests to a job and reports about it: the part of its shared state that decides nothing by itself."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class JobNews:
         self._keys = JobKeys(prefix=prefix, job=job)
 
     def publish_whereabouts(self, worker: WorkerId, where: dict[str, Any]) -> None:
-        """Say in which call ``worker`` has waited for long; :meth:`watch` does not tell of it."""
+        """Publish the call in which ``worker`` has waited for long. :meth:`watch` does not deliver it."""
         self._store.put(self._keys.whereabouts(worker), encode(where))
 
     def whereabouts(self) -> dict[WorkerId, dict[str, Any]]:
-        """What each worker said last of that, if anything."""
+        """The last such report of each worker."""
         return dict(self._read.children(self._keys.all_whereabouts, "whereabouts"))
 
     def publish_hang(self, worker: WorkerId, facts: Mapping[str, Any] | None) -> None:
-        """Say that ``worker`` stands still, and what is known of that; None: not any more."""
+        """Publish that ``worker`` stands still, with the known facts; None: it no longer does."""
         if facts is None:
             self._store.delete(self._keys.hang(worker))
         else:
@@ -43,9 +43,9 @@ class JobNews:
         return dict(self._read.children(self._keys.hangs, "hang"))
 
     def publish_work(self, worker: WorkerId, facts: Mapping[str, Any] | None) -> None:
-        """Say how far something is that takes ``worker`` long (see ``long_work.py``); None: it is over.
+        """Publish the progress of long work of ``worker`` (see ``long_work.py``); None: it is over.
 
-        :meth:`watch` does not tell of it.
+        :meth:`watch` does not deliver it.
         """
         if facts is None:
             self._store.delete(self._keys.work(worker))
@@ -53,7 +53,7 @@ class JobNews:
             self._store.put(self._keys.work(worker), encode(dict(facts)))
 
     def works(self) -> dict[WorkerId, dict[str, Any]]:
-        """What takes workers long at this moment."""
+        """The workers' long work at this moment."""
         return dict(self._read.children(self._keys.all_works, "work"))
 
     def request_drain(self, node: str, *, deadline_seconds: float | None, reason: str) -> None:
@@ -72,7 +72,7 @@ class JobNews:
                 return
 
     def cancel_drain(self, node: str) -> None:
-        """Take the request back, or forget it when the node has been left; it may host workers again."""
+        """Withdraw the request, or remove it once the node has been left; the node may host workers again."""
         self._store.delete(self._keys.drain(node))
 
     def draining(self) -> dict[str, Drain]:
@@ -107,29 +107,29 @@ class JobNews:
         return found
 
     def publish_facts(self, facts: dict[str, Any]) -> None:
-        """Say what all workers of this job have in common; :meth:`watch` does not tell of it."""
+        """Publish what all workers of this job have in common. :meth:`watch` does not deliver it."""
         self._store.put(self._keys.facts, encode(facts))
 
     def facts(self) -> dict[str, Any] | None:
-        """What was said of that, if anything."""
+        """What was published of that, if anything."""
         found: dict[str, Any] | None = self._read.one(self._keys.facts, "facts")
         return found
 
     def publish_status(self, status: dict[str, Any]) -> None:
-        """Say where the job is, for onlookers; :meth:`watch` does not tell of it. Events are not a part of it."""
+        """Publish the state of the job, without events, for onlookers. :meth:`watch` does not deliver it."""
         self._store.put(self._keys.status, encode(status))
 
     def publish_events(self, events: list[dict[str, Any]]) -> None:
-        """Say what has happened to the job lately; apart from the status, since it changes seldom and is longer."""
+        """Publish the latest events; apart from the status, because they change seldom and are longer."""
         self._store.put(self._keys.events, encode({"events": events}))
 
     def status(self) -> dict[str, Any] | None:
-        """What was said last, with ``events``; None if nothing was said of where the job is."""
+        """The last published status, with ``events``; None if there is none."""
         found, events = self._read.one(self._keys.status, "status"), self._read.one(self._keys.events, "events")
         return None if found is None else {"events": [], **found, **(events or {})}
 
     def compact_history(self) -> None:
-        """Have the store forget values that were replaced, of this job and of all others in it."""
+        """Make the store forget replaced values, of this job and of all others in it."""
         self._store.compact()
 
     def end(self) -> EndedJob | None:

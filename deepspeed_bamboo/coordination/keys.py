@@ -1,4 +1,4 @@
-"""The names of a job's keys. Nothing else knows them; ``values.py`` knows what is written there."""
+"""The names of a job's keys. Only this module knows them; ``values.py`` knows the values."""
 
 from __future__ import annotations
 

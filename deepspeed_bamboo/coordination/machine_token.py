@@ -1,4 +1,4 @@
-"""Something that one process of this user on this machine has at a time, whatever becomes of that process."""
+"""A token that one process of this user on this machine holds at a time; it is free when that process ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MachineToken:
         self._held: socket.socket | None = None
 
     def take(self, *, within_seconds: float = 0.0) -> bool:
-        """Whether this object has the token now; waits for another holder that long. True where none can be had."""
+        """Whether this object has the token now; waits that long for another holder. True where tokens do not work."""
         deadline = time.monotonic() + within_seconds
         while not self._try():
             if time.monotonic() >= deadline:
@@ -45,7 +45,7 @@ class MachineToken:
         return True
 
     def release(self) -> None:
-        """Let another have it."""
+        """Release it."""
         if self._held is not None:
             self._held.close()
             self._held = None

@@ -1,4 +1,4 @@
-"""What the kernel says about a process of this machine, whatever that process itself manages to say."""
+"""The kernel's view of a process of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a job's own etcd is, for whoever looks for the job on the same machine.
+"""How other commands on the same machine find a job's own etcd.
 
 A file in the etcd's own folder says so: that belongs to one user, is closed to all others, and goes with
 the etcd in whatever way its owner ends (see ``server_keeper.py``), so there are no files of dead jobs.

@@ -1,4 +1,4 @@
-"""What the processes of a job tell each other, as values with a JSON form."""
+"""The messages between the processes of a job, as values with a JSON form."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Member:
     """A worker that takes part: where it runs and how its peers reach it.
 
     ``rank`` is the global rank that the launcher gave its slot; ``store_port`` is where it would host
-    an epoch's store. ``joining``: it came to a job that was running already, and waits to be taken in.
+    an epoch's store. ``joining``: it came to a running job, and waits to be admitted.
     ``home``: the rank that its script has in torch's default group when it begins.
     """
 
@@ -147,9 +147,9 @@ class AgentRecord:
 
 @dataclass(frozen=True)
 class EndedJob:
-    """How a job has ended, for whoever asks after its keys, or its etcd, are gone.
+    """How a job ended, for commands that ask when its keys, or its etcd, are gone.
 
-    ``state``: finished or failed. ``step``: how many steps it had told of; -1 if that isn't known.
+    ``state``: finished or failed. ``step``: the last step that it reported; -1 if that isn't known.
     """
 
     job: str
@@ -168,11 +168,11 @@ class EndedJob:
 
 @dataclass(frozen=True)
 class Drain:
-    """``node`` is to be left: what it hosts moves elsewhere at a boundary, and its workers end.
+    """``node`` will be left: what it hosts moves elsewhere at a boundary, and its workers end.
 
-    ``deadline_seconds`` is how much time there was when it was asked for, None for no hurry. A watcher
-    counts it from when it is told, so that clocks don't matter; ``time_seconds`` is the wall clock of
-    whoever asked, for people to read.
+    ``deadline_seconds`` is how much time there was at the request, None for no hurry. A watcher
+    counts it from the moment it gets the request, so that clocks don't matter; ``time_seconds`` is the
+    wall clock at the request, for people to read.
     """
 
     node: str

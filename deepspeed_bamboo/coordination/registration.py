@@ -37,7 +37,7 @@ class Registration:
         self._thread.start()
 
     def settled_for_seconds(self) -> float:
-        """How long this process has been in touch with the store without an interruption; 0 while it is not.
+        """How long this process has reached the store without an interruption; 0 while it does not.
 
         Infinite when there was none since the beginning. After an interruption other processes' leases may
         have run out too, and these processes may be about to return: their absence proves nothing yet.

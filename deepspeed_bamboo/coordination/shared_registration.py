@@ -1,4 +1,4 @@
-"""A worker's key, kept alive by its agent: what the worker's own Python does or holds up makes no difference.
+"""A worker's key, kept alive by its agent, so that a busy worker does not lose it.
 
 The worker enters the key, under a lease whose number stands in the value. Its agent finds it there and renews the lease
 as long as the worker's process runs. The worker itself renews it only while its agent is stopped, or where there is no
@@ -84,8 +84,8 @@ def renewal_seconds(value: str | None, *, own_lease_seconds: float) -> float:
 class SharedRegistration:
     """One process's part in keeping ``key``: the worker's own (:meth:`enter`), or its agent's (without a value).
 
-    ``lost`` is set when the job went on without the worker, whose key then may not come back. While the store cannot be
-    reached nothing is concluded.
+    ``lost`` is set when the job continued without the worker, whose key then must not come back. While
+    the store cannot be reached nothing is concluded.
     """
 
     def __init__(self, store: KeyValueStore, *, key: str, lease_seconds: float, conditions: Conditions) -> None:
@@ -125,11 +125,11 @@ class SharedRegistration:
         self._thread.start()
 
     def stop(self) -> None:
-        """Keep it no more. It stays until it is removed or its lease runs out."""
+        """Stop keeping it. It stays until it is removed or its lease runs out."""
         self._stopped.set()
 
     def withdraw(self) -> None:
-        """Remove the key now and keep it no more. May be called twice. Its lease is left to run out.
+        """Remove the key now and stop keeping it. May be called twice. Its lease is left to run out.
 
         If the store cannot be reached the key goes with the lease.
         """

@@ -1,4 +1,4 @@
-"""The key-value store that coordination stands on: what any implementation must offer, and no more."""
+"""The interface of the key-value store that coordination uses."""
 
 from __future__ import annotations
 

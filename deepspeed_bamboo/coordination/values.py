@@ -1,7 +1,7 @@
-"""Reading a job's keys: whatever else may be written there, only what has its form is believed.
+"""Reads a job's keys, and accepts only values that have the right form.
 
-Somebody else may write to the same etcd, by mistake or by another version. What can't be read is reported once, in the
-log, and passed over as if it were not there.
+Somebody else may write to the same etcd, by mistake or by another version. A value that can't be read is
+reported once, in the log, and ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _COUNTS = 2**31
 
 
 class OddValueError(ValueError):
-    """A value that does not have the form of its key's kind."""
+    """A value does not have the form of its key's kind."""
 
 
 def encode(value: Any) -> str:
@@ -62,7 +62,7 @@ def member_text(member: Member, *, generation: int) -> str:
 
 
 class OddValues:
-    """Says once of each that it is passed over."""
+    """Logs once for each that it is ignored."""
 
     def __init__(self) -> None:
         self._told: deque[tuple[str, int]] = deque(maxlen=_REMEMBERED)
@@ -70,7 +70,7 @@ class OddValues:
     def report(self, key: str, revision: int, error: OddValueError) -> None:
         if (key, revision) not in self._told:
             self._told.append((key, revision))
-            logger.warning("the etcd key %s is passed over: %s", key, error)
+            logger.warning("the etcd key %s is ignored: %s", key, error)
 
 
 class Reader:

@@ -1,4 +1,4 @@
-"""From the events of a store to the changes of a job: nothing told twice, nothing missed."""
+"""From the events of a store to the changes of a job: nothing twice, nothing missed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class JobWatch:
 
     Events that the store missed are found by reading again; then the change is told as if it had
     just happened, and a ``resync`` follows. A key changed and changed back between two readings is
-    not told. An exception in ``on_change`` is logged, and the watch goes on; so is a value that makes no sense.
+    not told. An exception in ``on_change`` is logged, and the watch continues; so is a value without the right form.
     """
 
     def __init__(self, store: KeyValueStore, keys: JobKeys, on_change: Callable[[Change], None]) -> None:

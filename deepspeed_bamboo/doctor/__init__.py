@@ -1,1 +1,1 @@
-"""What ``ds_bamboo doctor`` looks at before a job is started: one small check a file, each a function of a Subject."""
+"""The checks of ``ds_bamboo doctor``, one topic a file. Each check is a function of a Subject."""

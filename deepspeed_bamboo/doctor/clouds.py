@@ -1,4 +1,4 @@
-"""Where this machine is: the metadata service, its zone, and who tells that the machine will be taken."""
+"""Checks the metadata service, the zone, and the source of preemption notices."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ def check_cloud(subject: Subject) -> Iterator[Finding]:
         )
     elif found.zone == UNKNOWN and len(subject.hosts) > 1:
         yield warning(
-            "this machine's zone is not known, so a zone may hold a stage and its shadow",
+            "this machine's zone is not known, so a stage and its shadow may be in the same zone",
             "set BAMBOO_ZONE on each machine, or topology.zones",
         )

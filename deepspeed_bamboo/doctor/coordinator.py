@@ -1,4 +1,4 @@
-"""etcd: every member answers, takes what is written, and soon enough."""
+"""Checks etcd: every member answers, accepts writes, and is fast enough."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _LEASE_SECONDS = 10.0
 
 
 def check_coordinator(subject: Subject) -> Iterator[Finding]:
-    """Nothing for a job that starts its own."""
+    """Nothing for a job that starts its own etcd."""
     settings = subject.section.coordinator
     guard = EtcdGuard.of(settings)
     try:
         guard.check(subject.environment)
     except EndpointError as error:
-        yield Finding(str(error), "etcd can't be asked before that is right")
+        yield Finding(str(error), "etcd can't be checked before that is right")
         return
     away: list[str] = []
     for text in settings.endpoints:
@@ -44,19 +44,19 @@ def check_coordinator(subject: Subject) -> Iterator[Finding]:
     for problem in away:
         yield Finding(
             problem,
-            "start it, or open its port to this machine; fewer than half of the members may be away for a while",
+            "start it, or open its port to this machine; fewer than half of the members may be down for a while",
             blocker=2 * len(away) >= len(settings.endpoints),
         )
     if len(settings.endpoints) == 2:
-        yield warning("etcd with 2 members stops when one of them is away", "use 1 member or 3")
+        yield warning("etcd with 2 members stops when one of them is down", "use 1 member or 3")
 
 
 def room(endpoint: str, database_bytes: int) -> Iterator[Finding]:
-    """What is left until etcd takes nothing more, if its quota is the default one."""
+    """How close the database is to etcd's default quota, beyond which it refuses writes."""
     if database_bytes > _QUOTA_BYTES * _FULL_SHARE:
         yield warning(
             f"the database of etcd at {endpoint} has {database_bytes / 1e6:.0f} MB; at its quota (2147 MB by default) "
-            "it takes nothing more, and a loss waits",
+            "it refuses writes, and the job can't react to a loss",
             "compact and defragment it; start it with --auto-compaction-mode=periodic --auto-compaction-retention=1h",
         )
 
@@ -75,6 +75,6 @@ def _written(store: EtcdStore, endpoint: str, *, prefix: str, lease_seconds: flo
     seconds = statistics.median(took)
     if seconds > lease_seconds * _SLOW_SHARE:
         yield warning(
-            f"etcd at {endpoint} takes {1000 * seconds:.0f} ms for a write, with a lease of {lease_seconds:g} s",
+            f"etcd at {endpoint} takes {1000 * seconds:.0f} ms for a write, and the lease is {lease_seconds:g} s",
             "put it on a fast disk near the workers, or raise coordinator.lease_seconds",
         )

@@ -36,6 +36,6 @@ CHECKS: tuple[Check, ...] = (
 
 
 def examine(subject: Subject) -> Iterator[Finding]:
-    """Whatever all checks find, as they find it; nothing for a machine that is in order."""
+    """Yields what the checks find, one after the other; nothing for a machine that is in order."""
     for check in CHECKS:
         yield from check(subject)

@@ -1,4 +1,4 @@
-"""What a check has found: how bad it is, what is wrong, and what to do."""
+"""A finding of a check: how bad it is, what is wrong, and what to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong. A ``blocker`` keeps the job from running, or from what it promises; others cost."""
+    """One thing that is wrong. A ``blocker`` stops the job, or breaks its promise; others cost time or money."""
 
     what: str
     remedy: str

@@ -12,21 +12,21 @@ _GIB = 1 << 30
 _MUCH_USED_SHARE = 0.1
 # The plugin sets these where nobody does; another value stays.
 _EXPECTED = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "torch would end processes that could go on after a loss"),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "torch would end processes that could continue after a loss"),
     "NCCL_NVLS_ENABLE": ("0", "sums over NVLink switches give other bits from run to run"),
 }
 
 
 def check_gpus(subject: Subject) -> Iterator[Finding]:
-    """As many as the host file says, all alike and empty."""
+    """Checks that there are as many GPUs as the host file says, all alike and empty."""
     if subject.on_cpu:
         return
     gpus = subject.machine.gpus()
     if gpus is None:
-        yield Finding("nvidia-smi fails", "run it by hand and mend the driver")
+        yield Finding("nvidia-smi fails", "run it by hand and repair the driver")
         return
     if not gpus:
-        yield Finding("there is no GPU (nvidia-smi is not here)", "use a machine with GPUs, or set DS_ACCELERATOR=cpu")
+        yield Finding("there is no GPU (nvidia-smi not found)", "use a machine with GPUs, or set DS_ACCELERATOR=cpu")
         return
     slots = own_slots(subject)
     if slots is not None and slots > len(gpus):
@@ -38,7 +38,7 @@ def check_gpus(subject: Subject) -> Iterator[Finding]:
     if len(kinds) > 1:
         yield warning(
             f"the GPUs differ: {', '.join(kinds)}",
-            "use GPUs of one kind: others may add in another order, and then runs with and without losses differ",
+            "use GPUs of one kind: other kinds may add in another order, and then runs with and without losses differ",
         )
     for number, gpu in enumerate(gpus):
         if gpu.used_bytes > _MUCH_USED_SHARE * gpu.memory_bytes:
@@ -50,7 +50,7 @@ def check_gpus(subject: Subject) -> Iterator[Finding]:
 
 
 def check_nccl_settings(subject: Subject) -> Iterator[Finding]:
-    """Variables of the environment that the plugin would leave as they are."""
+    """Checks environment variables that the plugin would not change."""
     if subject.on_cpu:
         return
     for name, (value, otherwise) in _EXPECTED.items():
@@ -60,7 +60,7 @@ def check_nccl_settings(subject: Subject) -> Iterator[Finding]:
     architectures = subject.environment.get("TORCH_CUDA_ARCH_LIST", "")
     if re.search(r"\d[a-z]", architectures):
         yield Finding(
-            f"TORCH_CUDA_ARCH_LIST is {architectures!r}, and DeepSpeed can't read a letter behind a number there",
+            f"TORCH_CUDA_ARCH_LIST is {architectures!r}, and DeepSpeed can't read a number followed by a letter there",
             "name your GPUs' architecture without letters, for example 9.0",
         )
 

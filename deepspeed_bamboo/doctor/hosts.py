@@ -1,4 +1,4 @@
-"""The hosts: names that are unique, addresses that are too, and paths that all of them see."""
+"""Checks the hosts: unique names, unique addresses, and paths that all of them see."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OWN_TO_A_MACHINE = ("/tmp", "/dev/shm", "/var/tmp", "/run")
 
 
 def check_hosts(subject: Subject) -> Iterator[Finding]:
-    """Each name once, with an address of its own; all with as many slots."""
+    """Checks that each name is there once and has an address of its own, and that all have as many slots."""
     names = Counter(host.name for host in subject.hosts)
     for name, count in names.items():
         if count > 1:
@@ -25,7 +25,7 @@ def check_hosts(subject: Subject) -> Iterator[Finding]:
     unknown = by_address.pop("", [])
     if unknown:
         yield Finding(
-            f"{', '.join(unknown)}: no such host is known here", "correct the host file, or make the names known (DNS)"
+            f"{', '.join(unknown)}: unknown on this machine", "correct the host file, or make the names known (DNS)"
         )
     for address, same in by_address.items():
         if len(same) > 1:
@@ -34,7 +34,9 @@ def check_hosts(subject: Subject) -> Iterator[Finding]:
                 "name each machine once, with all its slots",
             )
     if len({host.slots for host in subject.hosts}) > 1:
-        yield warning("hosts have different numbers of slots", "give all as many: the largest one's loss costs most")
+        yield warning(
+            "hosts have different numbers of slots", "give all the same number: losing the largest costs most"
+        )
     node = subject.environment.get("BAMBOO_NODE")
     if node is not None and len(subject.hosts) > 1:
         yield warning(
@@ -44,7 +46,7 @@ def check_hosts(subject: Subject) -> Iterator[Finding]:
 
 
 def check_paths(subject: Subject) -> Iterator[Finding]:
-    """What all machines must find at the same place."""
+    """Checks files and folders that all machines must find at the same path."""
     if len(subject.hosts) < 2:
         return
     section = subject.section

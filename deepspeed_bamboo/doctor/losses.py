@@ -1,4 +1,4 @@
-"""What the placement survives: the loss of each machine."""
+"""Checks which machines the placement can lose."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHOWN = 3
 
 
 def check_losses(subject: Subject) -> Iterator[Finding]:
-    """For several machines: which of them the job can't lose without going back to a checkpoint."""
+    """For several machines: those that the job can't lose without returning to a checkpoint."""
     names = [host.name for host in subject.hosts]
     if subject.grid is None or len(names) < 2 or len(set(names)) != len(names):
         return
@@ -37,8 +37,8 @@ def check_losses(subject: Subject) -> Iterator[Finding]:
         if mode == "off"
         else "use more machines with fewer slots each, or more stages (ds_bamboo plan shows what lies where)"
     )
-    what = f"the loss of {shown} ends the job: a stage and all that could replace it would be there"
+    what = f"the loss of {shown} ends the job: it would have a stage and everything that could replace it"
     if subject.section.checkpoint.dir is None:
         yield Finding(f"{what}, and checkpoint.dir is not set", f"{remedy}, and set checkpoint.dir")
     else:
-        yield warning(f"{what}; started again it goes on from its last checkpoint", remedy)
+        yield warning(f"{what}; started again it continues from its last checkpoint", remedy)

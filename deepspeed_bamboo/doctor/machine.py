@@ -1,4 +1,4 @@
-"""What this machine says about itself. Tests give another one that says what they want."""
+"""Facts about this machine. Tests replace them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TIMEX_BYTES, _STATUS_OFFSET = 208, 40  # of struct timex on 64-bit Linux
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, and how much of its memory is there and in use."""
+    """One GPU: the size of its memory, and how much is in use."""
 
     name: str
     memory_bytes: int

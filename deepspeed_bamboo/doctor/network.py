@@ -1,4 +1,4 @@
-"""Ports and interfaces of this machine, and variables that another launcher left."""
+"""Checks ports and interfaces of this machine, and variables of another launcher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEFT_BEHIND = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID")
 
 
 def check_network(subject: Subject) -> Iterator[Finding]:
-    """The launcher's port is free, named interfaces exist, and nothing of torchrun's is inherited."""
+    """Checks that the launcher's port is free, named interfaces exist, and torchrun left no variables."""
     port = subject.environment.get("MASTER_PORT", _DEFAULT_PORT)
     if not port.isdigit() or not 1 <= int(port) <= 65535:
         yield Finding(f"MASTER_PORT is {port!r}", "set it to a number from 1 to 65535, or unset it")

@@ -14,7 +14,7 @@ _BATCH, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "
 
 
 def check_settings(subject: Subject) -> Iterator[Finding]:
-    """What the job would refuse at its start, and what makes it slow."""
+    """Checks for settings that the job would refuse at its start, or that make it slow."""
     try:
         validate_deepspeed_settings(
             subject.settings,
@@ -49,7 +49,8 @@ def _grid_findings(subject: Subject) -> Iterator[Finding]:
     elif apart < 0:
         most = -(-pipelines * stages // subject.workers)
         yield warning(
-            f"{what}: some host {most} stages and hold all others up", "start more workers, or train fewer pipelines"
+            f"{what}: some host {most} stages, and all others wait for them",
+            "start more workers, or train fewer pipelines",
         )
 
 

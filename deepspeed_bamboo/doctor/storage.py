@@ -1,4 +1,4 @@
-"""Where checkpoints and the event log go: it can be written there, in parts too, and every right is there."""
+"""Checks the places for checkpoints and the event log: they can be written, in parts too, with all rights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_storage(subject: Subject) -> Iterator[Finding]:
         yield from _bucket(bucket)
     elif bucket is None and section.redundancy.mode == "off":
         yield warning(
-            'redundancy.mode is "off" and checkpoint.dir is not set: what is lost may be lost for good',
+            'redundancy.mode is "off" and checkpoint.dir is not set: lost state may be lost for good',
             "set checkpoint.dir",
         )
 

@@ -1,4 +1,4 @@
-"""Shared memory, and the clock."""
+"""Checks shared memory and the clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_system(subject: Subject) -> Iterator[Finding]:
         )
     if subject.machine.clock_is_synchronised() is False and len(subject.hosts) > 1:
         yield warning(
-            "nothing keeps this machine's clock right: lines of several machines' logs are out of order, and a bucket "
+            "no service sets this machine's clock: lines of several machines' logs are out of order, and a bucket "
             "refuses a clock that is wrong by minutes",
             "run chrony or systemd-timesyncd on all machines",
         )

@@ -1,4 +1,4 @@
-"""Under which address the workers of this machine are reached by those of others, and on which it listens."""
+"""The address under which other machines reach the workers of this machine, and on which it listens."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def reached_at(master_addr: str) -> str:
 
 
 def check_own_address(environment: Mapping[str, str]) -> None:
-    """Raise LaunchError unless what the user says of this machine's address and interface is so."""
+    """Raise LaunchError if the user names an address or an interface that this machine does not have."""
     address, interfaces = environment.get(ADDRESS), psutil.net_if_addrs()
     if address and _resolved(address, what=ADDRESS) not in own_addresses():
         raise LaunchError(
             f"{ADDRESS} is {address!r}, which is no address of this machine; it has "
             f"{', '.join(sorted(own_addresses()))}. Name the one under which the job's other machines reach this one, "
-            "or leave it out"
+            "or unset it"
         )
     for variable in (GLOO_VARIABLE, NCCL_VARIABLE):
         name = environment.get(variable, "").split(",")[0].strip()
@@ -88,9 +88,9 @@ def own_addresses() -> frozenset[str]:
 
 
 def interfaces_of(environment: Mapping[str, str], address: str) -> dict[str, str]:
-    """What tells gloo to use the interface with ``address``, and NCCL if that is loopback.
+    """The variables that make gloo use the interface with ``address``, and NCCL too if that is loopback.
 
-    Empty for what the user has told them, and where there is no such interface. Left alone, gloo takes whatever the
+    Without those that the user has set, and empty where there is no such interface. By default gloo takes what the
     machine's own name resolves to, on many of them loopback; NCCL takes any other than loopback.
     """
     interfaces = psutil.net_if_addrs().items()

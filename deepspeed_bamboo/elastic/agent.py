@@ -61,14 +61,14 @@ _COORDINATOR_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
 _LOOK = decisions.Woken("look after the coordinator")
 _COMPACT = decisions.Woken("compact etcd's history")
-_FEEL = decisions.Woken("feel the worker's pulse")
+_FEEL = decisions.Woken("read the worker's pulse")
 
 
 class BambooElasticAgent(LocalElasticAgent):
     """torch's local agent for one worker, with membership in the job's coordinator instead of a rendezvous.
 
-    What it takes from its base: process contexts, their supervision and shutdown, and the events that
-    are recorded about workers. What differs: it hears of everything through one queue (``mailbox.py``),
+    It takes from its base: process contexts, their supervision and shutdown, and the events that
+    are recorded about workers. It differs in this: it receives everything through one queue (``mailbox.py``),
     decides in one state machine (``supervisor.py``), and does not wait for the coordinator in its own
     thread (``messenger.py``). Call :meth:`run` in the main thread; it returns when the job is over.
     """
@@ -127,12 +127,12 @@ class BambooElasticAgent(LocalElasticAgent):
 
     @property
     def exit_code(self) -> int:
-        """What the slot's process should end with, after :meth:`run`."""
+        """The exit code for the slot's process, after :meth:`run`."""
         return 1 if self._exit_code is None else self._exit_code
 
     @property
     def note(self) -> SlotNote:
-        """How it has ended, for ``ds_bamboo run``, after :meth:`run`."""
+        """How the slot ended, for ``ds_bamboo run``, after :meth:`run`."""
         failure = self._supervisor.failure
         if failure is not None:
             return SlotNote(failure.kind, self.exit_code, self._step, failure.message)

@@ -1,4 +1,4 @@
-"""What an agent is told by whoever starts it."""
+"""The settings of an agent."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def _nothing() -> None:
 class AgentSettings:
     """``lease_seconds``: coordinator.lease_seconds. ``hosts_coordinator``: others need this agent's etcd.
 
-    ``launchers``: the processes without which there is no reason to go on (see ``launcher_chain``).
-    ``notices``: for the first agent of a node, who warns that the node is about to go.
-    ``compact_seconds``: how often etcd's history is compacted; None: it is not this job's business.
-    ``environment``: what workers find in theirs besides (how to reach a guarded etcd, for instance).
+    ``launchers``: the processes without which the agent ends (see ``launcher_chain``).
+    ``notices``: for the first agent of a node: the source of warnings that the node is about to be taken.
+    ``compact_seconds``: how often etcd's history is compacted; None: never by this job.
+    ``environment``: further variables for workers (how to reach a guarded etcd, for instance).
     """
 
     lease_seconds: float = 3.0

@@ -1,4 +1,4 @@
-"""What rank 0 tells the other slots before anything can be coordinated: where the coordinator is."""
+"""The first message of rank 0 to the other slots: where the coordinator is."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ class Boot:
             lists = {name: tuple(value[name]) for name in ("endpoints", "master_ports", "ranks")}
             boot = cls(**{**value, **lists})
         except (TypeError, KeyError) as error:
-            raise MessageError(f"what rank 0 says is nothing that starts a job ({error})") from error
+            raise MessageError(f"the message of rank 0 does not describe a job ({error})") from error
         numbers = (boot.host_pid, *boot.master_ports, *boot.ranks)
         texts = (boot.job, boot.prefix, boot.master_addr, boot.salt, boot.secret, *boot.endpoints)
         if not all(type(number) is int for number in numbers) or not all(type(text) is str for text in texts):
-            raise MessageError("what rank 0 says has numbers where texts belong, or the other way round")
+            raise MessageError("the message of rank 0 has numbers where texts belong, or texts where numbers belong")
         return boot
 
 
 class Exchange(Protocol):
-    """How the news travel. Rank 0 gives or refuses once; every other slot takes once."""
+    """How this message travels. Rank 0 gives or refuses once; every other slot takes once."""
 
     def give(self, boot: Boot) -> None:
         """Make ``boot`` available to the other slots until :meth:`close`."""
 
     def refuse(self) -> None:
-        """Let the other slots know that there will be none, if that is possible; rank 0 says why itself."""
+        """Tell the other slots that there will be no job, if that is possible; rank 0 itself says why."""
 
     def take(self, *, within_seconds: float) -> Boot:
         """What rank 0 gave. Raises ExchangeError when nothing came in time or rank 0 refused."""
@@ -77,9 +77,9 @@ def unpack(line: bytes) -> Boot:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise MessageError(f"what rank 0 says is no JSON ({error})") from error
+        raise MessageError(f"the message of rank 0 is no JSON ({error})") from error
     if value is None:
-        raise RefusedError("rank 0 could not start the job; its message says why")
+        raise RefusedError("rank 0 could not start the job; its output says why")
     if not isinstance(value, dict):
-        raise MessageError(f"what rank 0 says is a {type(value).__name__}, and nothing that starts a job")
+        raise MessageError(f"the message of rank 0 is a {type(value).__name__}, and describes no job")
     return Boot.from_json(value)

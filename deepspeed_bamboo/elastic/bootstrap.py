@@ -1,8 +1,8 @@
 """What a worker process runs before and around its real entry point.
 
 ``python -u -m deepspeed_bamboo.elastic.bootstrap MODULE ARGUMENTS...`` is ``python -u -m MODULE
-ARGUMENTS...``, except that the process ends with its agent, that an uncaught exception is handed to
-the agent (which prints it, naming worker and rank) instead of being printed here, and that a process
+ARGUMENTS...``, except that the process ends with its agent, that an uncaught exception goes to
+the agent (which prints it with worker and rank) instead of being printed here, and that a process
 which failed cannot linger in its exit handlers.
 """
 

@@ -14,7 +14,7 @@ Runs an unmodified DeepSpeed pipeline script so that it survives the loss of any
 The settings are the "bamboo" section of the script's DeepSpeed JSON. Without that section, or with
 "enabled": false in it, the script runs as it would without this module.
 
-A command with the name of a job that runs already, on this machine or at the same etcd, joins it.
+A command with the name of a running job, on this machine or at the same etcd, joins that job.
 """
 
 
@@ -22,7 +22,7 @@ A command with the name of a job that runs already, on this machine or at the sa
 class CommandLine:
     """``local_rank`` is what the launcher passed, if it did. ``job`` is None unless the user named it.
 
-    ``workers``: with how many the job starts, None for all slots. ``join``: never start a job.
+    ``workers``: how many workers the job starts with, None for all slots. ``join``: never start a job.
     """
 
     script: str
@@ -41,7 +41,7 @@ class CommandLine:
 
 
 def parse_command_line(arguments: Sequence[str]) -> CommandLine:
-    """Everything from the first argument that is no option of ours on belongs to the script.
+    """Everything from the first argument that is not an option of this module belongs to the script.
 
     Exits with a usage message when that is missing, as argparse does.
     """
@@ -55,7 +55,7 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
     parser.add_argument(
         "--workers", type=int, metavar="N", help="start the job on N slots; the others stand by (default: all slots)"
     )
-    parser.add_argument("--join", action="store_true", help="only join the job of that name: an error if there is none")
+    parser.add_argument("--join", action="store_true", help="only join the job of that name; an error if there is none")
     parser.add_argument("--bamboo_config", metavar="FILE", help="DeepSpeed JSON, if the script's arguments name none")
     parser.add_argument("--local_rank", type=int, help="set by the launcher")
     parser.add_argument("script", help="the training script")

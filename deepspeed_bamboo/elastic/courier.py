@@ -1,4 +1,4 @@
-"""Talks to the coordinator on the agent's behalf, so that the agent itself never waits for it."""
+"""Calls the coordinator in a thread, so that the agent never waits for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RETRY_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Errand:
-    """Something to be done with the coordinator. ``give_up``: called when it could not be reached in time."""
+    """A call of the coordinator. ``give_up``: called if the coordinator could not be reached in time."""
 
     name: str
     run: Callable[[], None]
@@ -35,7 +35,7 @@ class Courier:
         self._thread.start()
 
     def send(self, errand: Errand) -> None:
-        """Take on ``errand``; returns at once."""
+        """Queue ``errand``; returns at once."""
         self._errands.put(errand)
 
     def stop(self, *, within_seconds: float) -> bool:

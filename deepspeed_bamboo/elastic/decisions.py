@@ -1,4 +1,4 @@
-"""What an agent can hear, and what it can decide to do about it."""
+"""The events that an agent receives, and the actions that it can decide on."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class LauncherGone:
 
 @dataclass(frozen=True)
 class CoordinatorGone:
-    """The job's own etcd is gone for good, and with it the way to agree on anything."""
+    """The job's own etcd is gone for good; without it the workers can't agree on anything."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class LossSettled:
-    """A reported loss was answered: by an epoch, or (None) by ending the job or starting all workers again.
+    """The answer to a reported loss: an epoch, or (None) the end of the job or a new start of all workers.
 
     ``generation``: the one that has begun, when the workers start again; ``reason``: why the worker was lost.
     """
@@ -67,14 +67,14 @@ class LossSettled:
 
 @dataclass(frozen=True)
 class SlotsChecked:
-    """Of the slots asked after, before there was an epoch, ``absent`` are certainly gone."""
+    """Of the slots that were checked before the first epoch, ``absent`` are certainly gone."""
 
     absent: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class FailureRecorded:
-    """``failure`` was offered as the reason for the job's end, and is (``first``) or is not that reason.
+    """``failure`` was proposed as the reason for the job's end. ``first``: it is that reason.
 
     When the coordinator could not be asked in time it is ``first``: this agent acts on what it knows.
     """
@@ -110,7 +110,7 @@ class WentOn:
 
 @dataclass(frozen=True)
 class Woken:
-    """The time asked for with WakeAfter is over."""
+    """The time that WakeAfter asked for is over."""
 
     reason: str
 
@@ -216,14 +216,14 @@ class RequestDrain:
 
 @dataclass(frozen=True)
 class ForgetDrain:
-    """The workers of ``node`` have left it: take the request back once none is there any more."""
+    """The workers of ``node`` have left it: remove the request once none is there any more."""
 
     node: str
 
 
 @dataclass(frozen=True)
 class Fail:
-    """Offer ``failure`` as the reason for the job's end."""
+    """Propose ``failure`` as the reason for the job's end."""
 
     failure: JobFailure
 
@@ -237,7 +237,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class PublishHang:
-    """Let everybody know that ``worker`` stands still, or (None) that it does not any more."""
+    """Tell all agents that ``worker`` stands still, or (None) that it no longer does."""
 
     worker: WorkerId
     facts: Mapping[str, Any] | None

@@ -1,7 +1,7 @@
 """How a worker's traceback reaches its agent: a file in memory that the agent holds open.
 
-The worker finds its path in BAMBOO_ERROR_FILE. No folder has to be made for it, and nothing is left
-behind whichever of the two is killed.
+The worker finds its path in BAMBOO_ERROR_FILE. It needs no folder, and leaves nothing
+behind when either of the two is killed.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class ErrorReport:
 
 
 def write_report(text: str) -> bool:
-    """The worker's side: hand ``text`` to the agent unless something was handed over already.
+    """The worker's side: give ``text`` to the agent, unless it has a report already.
 
-    False when there is no agent to take it; then the caller prints it.
+    False when there is no agent; then the caller prints it.
     """
     path = os.environ.get(ERROR_FILE)
     if not path:
@@ -51,6 +51,6 @@ def write_report(text: str) -> bool:
 
 
 def last_line(traceback: str) -> str:
-    """The line of a traceback that says what it was."""
+    """The last line of a traceback, which names the exception."""
     lines = [line for line in traceback.splitlines() if line and not line.startswith((" ", "\t"))]
     return lines[-1] if lines else ""

@@ -15,8 +15,8 @@ class LaunchError(ConfigError):
 
 
 class ExchangeError(LaunchError):
-    """Rank 0's news about how to reach the coordinator did not reach this slot, or could not be given."""
+    """The message of rank 0 about the coordinator did not reach this slot, or could not be sent."""
 
 
 class RefusedError(ExchangeError):
-    """Rank 0 gave up before there was a job; it tells the user why, so nobody else needs to."""
+    """Rank 0 gave up before there was a job. It tells the user why; other slots stay silent."""

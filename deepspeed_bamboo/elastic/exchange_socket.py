@@ -1,4 +1,4 @@
-"""The exchange between machines: rank 0 answers at the launcher's master address and port, those who have the key."""
+"""The exchange between machines: rank 0 answers slots that have the key, at the launcher's master address and port."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _ANSWER_SECONDS = 5.0
 _REFUSED_SECONDS = 5.0
 _LIMIT_BYTES = 1_000_000
 _JOINING = (
-    "a job that runs already is joined from another machine through coordinator.endpoints only, by a command for this "
+    "a running job can be joined from another machine only through coordinator.endpoints, by a command for this "
     "machine alone (no --hostfile and --node_rank) with its --job NAME"
 )
 
 
 class SocketExchange:
-    """Rank 0 serves one line to every slot that asks and has the key, until all have had it or :meth:`close`."""
+    """Rank 0 serves one line to every slot that has the key, until all have received it or :meth:`close`."""
 
     def __init__(
         self,
@@ -43,7 +43,10 @@ class SocketExchange:
         told_after_seconds: float = 10.0,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """``tell`` hears once, after so many seconds, that rank 0 is waited for. ``environment``: where the key is."""
+        """``tell`` is called once, after so many seconds, with the news that this slot waits for rank 0.
+
+        ``environment``: says where the key is.
+        """
         self._address = address
         self._port = port
         self._rank = rank

@@ -1,4 +1,4 @@
-"""What a job's start should say of the machines it runs on: those that pass for one, and losses not survived."""
+"""Warnings at a job's start about its machines: those that count as one, and losses that it does not survive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deepspeed_bamboo.elastic.wording import numbered
 
 
 def namesakes(agents: Mapping[int, AgentRecord]) -> list[str]:
-    """A warning for each node's name that several launchers, or machines, go by: to the job they are one node.
+    """A warning for each node name that several launchers or machines use: to the job they are one node.
 
     Agents that don't say where they run are left out.
     """
@@ -44,7 +44,10 @@ def not_survived(epoch: EpochRecord, members: Mapping[WorkerId, Member]) -> str 
     if not fatal:
         return None
     if len(nodes) == 1:
-        return f"all {len(epoch.members)} workers are on node {fatal[0]}: the loss of a worker is survived, its is not"
+        return (
+            f"all {len(epoch.members)} workers are on node {fatal[0]}: the job survives the loss of a worker, but not "
+            "of the node"
+        )
     many = "the loss of any of these nodes" if len(fatal) > 1 else "the loss of this node"
     if epoch.remembers:
         return (
@@ -52,6 +55,6 @@ def not_survived(epoch: EpochRecord, members: Mapping[WorkerId, Member]) -> str 
             "then goes back to a memory checkpoint, if that is on another node; more nodes would change that"
         )
     return (
-        f"{many} would end the job, since neighbours share it: {', '.join(fatal)} (with a checkpoint.dir it can go on "
-        "from there); more nodes, or fewer stages on each, would change that"
+        f"{many} would end the job, since neighbours share it: {', '.join(fatal)} (with a checkpoint.dir it can "
+        "continue from there); more nodes, or fewer stages on each, would change that"
     )

@@ -1,4 +1,4 @@
-"""Which slots of a command are there before its job has its first epoch; every one of them is needed to begin."""
+"""Which slots of a command are there before its job has its first epoch; all of them are needed to start."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _SETTLING_SECONDS = 1.0  # the slots of one machine go one after the other
 
 
 class Gathering:
-    """One agent's part in it: slots that were there and are gone are asked after, those that never came are told of.
+    """One agent's part in it: checks slots that were there and are gone, and reports those that never came.
 
-    Nothing is done any more after :meth:`end`. Of all agents there the one with the lowest rank acts for the job.
+    Does nothing after :meth:`end`. The agent with the lowest rank acts for the job.
     """
 
     def __init__(self, slot: Slot, *, entry: Entry) -> None:
@@ -87,7 +87,7 @@ class Gathering:
         nodes = ", ".join(sorted(set(self._gone.values())))
         slots = numbered("slot", sorted(self._gone))
         return (
-            f"lost {slots} on {nodes} before training began, and all {self._slot.workers} slots are needed to begin; "
+            f"lost {slots} on {nodes} before training began, and all {self._slot.workers} slots are needed to start; "
             "start the same command again, on every machine"
         )
 
@@ -108,6 +108,6 @@ class Gathering:
             return [again]  # one may still go, and its machine come back
         text = (
             f"waiting for {len(missing)} of {self._slot.workers} slots: {', '.join(map(str, missing))}; training "
-            "begins when all are there. Give the same command on their machines, or end this one with ds_bamboo stop"
+            "starts when all are there. Start the same command on their machines, or end this one with ds_bamboo stop"
         )
         return [Say(text), again]

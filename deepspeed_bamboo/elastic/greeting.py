@@ -1,4 +1,4 @@
-"""What the first agent says before training: that the plugin is active, and how to look at the job."""
+"""The first agent's line before training: the plugin is active, and how to watch the job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deepspeed_bamboo.elastic.wording import numbered
 
 
 def greeting(boot: Boot, slot: Slot, config: BambooConfig, *, source: str | None) -> str:
-    """One line. ``source``: the DeepSpeed JSON, which a command for a guarded etcd has to name."""
+    """One line. ``source``: the DeepSpeed JSON, which a command for a guarded etcd must name."""
     coordinator = config.coordinator
     if boot.ranks:
         here = boot.ranks[: slot.local_world_size]  # those of rank 0, which says this, and its neighbours

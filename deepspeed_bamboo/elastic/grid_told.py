@@ -1,4 +1,4 @@
-"""What a worker has to know of the grid before its script makes a PipelineModule: how many pipelines there are."""
+"""The number of pipelines, which a worker must know before its script makes a PipelineModule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deepspeed_bamboo.storage.folders import open_folder
 
 
 def told_pipelines(config: BambooConfig) -> int | None:
-    """``topology.pipelines``, or those of the checkpoint that the job will go on from; None: as the workers fill.
+    """``topology.pipelines``, or those of the checkpoint that the job continues from; None: as many as workers fill.
 
     Asked once for all slots. Only the manifest of the checkpoint that ``latest`` names is read; whether that can be
     loaded, and what is wrong if not, is for the workers to find and to say.
@@ -27,5 +27,5 @@ def told_pipelines(config: BambooConfig) -> int | None:
 
 
 def grid_environment(pipelines: int | None) -> tuple[tuple[str, str], ...]:
-    """How a worker is told."""
+    """The environment variables that carry it to a worker."""
     return () if pipelines is None else ((PIPELINES, str(pipelines)),)

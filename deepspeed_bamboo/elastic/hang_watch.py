@@ -49,13 +49,13 @@ class Hang:
 
 @dataclass(frozen=True)
 class Resumed:
-    """It has gone on, after so many seconds."""
+    """It has continued, after so many seconds."""
 
     seconds: float
 
 
 class HangWatch:
-    """Shown the pulse of one worker now and then, says once when it stands still, and once when it has gone on."""
+    """Gets the pulse of one worker from time to time; says once when it stands still, and once when it continues."""
 
     def __init__(self, rules: HangRules) -> None:
         self._rules = rules

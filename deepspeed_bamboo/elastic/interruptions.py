@@ -1,4 +1,4 @@
-"""Why a job was interrupted, for whoever looks at its output later and did not interrupt it."""
+"""Why a job was interrupted, in words for those who did not interrupt it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def by_signal(number: int, slot: Slot) -> str:
         return f"{text}; a terminal does that when it is closed"
     if number == signal.SIGTERM and slot.local_world_size > 1:
         return (
-            f"{text}; a launcher does that to all its slots when one of them has ended: if nobody stopped this job, "
+            f"{text}; a launcher does that to all its slots when one of them has ended. If nobody stopped this job, "
             "look at the output of the others"
         )
     return text
@@ -22,9 +22,9 @@ def by_signal(number: int, slot: Slot) -> str:
 
 def by_lost_launcher(pid: int) -> str:
     """The launcher, or the deepspeed command above it, has ended before its slots."""
-    return f"the launcher (process {pid}) is gone, killed perhaps, and its workers don't go on without it"
+    return f"the launcher (process {pid}) is gone, killed perhaps, and its workers end with it"
 
 
 def before_training(reason: str) -> str:
     """The job was asked to end, for ``reason``, when it had no epoch yet."""
-    return f"it was to end before training began ({reason}); nothing was trained, and its exit code is 1"
+    return f"it was stopped before training began ({reason}); nothing was trained, and the exit code is 1"

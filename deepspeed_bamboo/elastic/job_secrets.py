@@ -1,4 +1,4 @@
-"""Which secret a job gets when it starts, and how a command that joins one finds it."""
+"""The secret of a job at its start, and how a joining command finds it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def secret_to_join(coordinator: JobCoordinator, environment: Mapping[str, str]) 
     salt, proof = coordinator.salt_and_proof()
     if not salt:
         raise LaunchError(
-            f"job {coordinator.job!r} has a secret that it shares with nobody: where it was started no file for a "
-            "secret could be made, or its etcd has lost its data; start it again to let others join"
+            f"job {coordinator.job!r} can't be joined: where it was started no file for a secret could be made, or "
+            "its etcd has lost its data. Start it again to let others join"
         )
     key = read_key(environment)
     if key is None:

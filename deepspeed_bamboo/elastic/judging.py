@@ -1,4 +1,4 @@
-"""Whether a command that has ended is to be given again: from what its slots have said, and how it ended itself."""
+"""Whether to repeat a command that has ended, judged by its slots' notes and by its own end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LAUNCHER_LOST = 128 + signal.SIGHUP  # what agents end with whose launcher is g
 
 @dataclass(frozen=True)
 class Verdict:
-    """``code``: what ``ds_bamboo run`` ends with if this is its last word. ``reason`` is for people."""
+    """``code``: the exit code of ``ds_bamboo run`` if this is the last run. ``reason`` is for people."""
 
     kind: Literal["done", "again", "give up"]
     code: int
@@ -51,7 +51,7 @@ def judge(command_code: int, notes: Sequence[SlotNote], *, signalled: int | None
             "again", EXIT_TRY_AGAIN, f"the job was interrupted on another machine: {said['interrupted'].message}"
         )
     if LEFT in said and said[LEFT].code == 0:
-        return Verdict("done", 0, "this machine has left the job, which goes on without it")
+        return Verdict("done", 0, "this machine has left the job, which continues without it")
     if notes and PLAIN not in said:
         last = max(notes, key=lambda note: note.code)
         return Verdict("give up", last.code or 1, last.message or "it was interrupted")
@@ -71,7 +71,7 @@ def _of_a_plain_command(code: int) -> Verdict:
 
 @dataclass
 class Patience:
-    """How often a command is given again, and after what pause: longer and longer while nothing is gained."""
+    """How often a command is repeated, and after what pause: longer and longer while it makes no progress."""
 
     pause_seconds: float = 10.0
     longest_pause_seconds: float = 300.0
@@ -80,7 +80,7 @@ class Patience:
     best_step: int = -1
 
     def next_pause_seconds(self, notes: Sequence[SlotNote]) -> float | None:
-        """After a run with these ``notes``; None when it is given up: so many in a row came no further than others."""
+        """After a run with these ``notes``; None to give up: so many runs in a row made no progress."""
         step = max((note.step for note in notes), default=-1)
         self.fruitless = 0 if step > self.best_step else self.fruitless + 1
         self.best_step = max(self.best_step, step)

@@ -55,7 +55,7 @@ from deepspeed_bamboo.trust.secret import proof_of
 WORKER_MODULE = "deepspeed_bamboo.runtime.main"
 
 EXIT_CANNOT_START = 2
-_UNPROTECTED = "so this is plain DeepSpeed, and losses are not survived"
+_UNPROTECTED = "so this is plain DeepSpeed, which survives no losses"
 _SHOWN_CHARACTERS = 200  # longer is base64 and no path
 _BOOT_SECONDS = 120.0
 _CLEANING_UP_SECONDS = 3.0
@@ -135,7 +135,7 @@ def run_plain(line: CommandLine) -> int:
 def run_slot(slot: Slot, line: CommandLine, config: BambooConfig, *, notices: NoticePlan | None = None) -> int:
     """Find the job's coordinator, or start it, and be this slot's agent until the job is over."""
     if outlived_its_launcher(os.environ):
-        raise ExchangeError("the launcher ended before its slots had begun; nothing is started without it")
+        raise ExchangeError("the launcher ended before its slots had started, so nothing is started")
     command = _Command(slot, line, config, launcher_chain(), notices)
     exchange: Exchange
     if slot.one_machine:
@@ -201,10 +201,10 @@ def _check_helpers(slot: Slot, config: BambooConfig, *, running: RunningJob | No
     """Raise LaunchError for workers that would wait for ever, because without redundancy nobody is ever taken in."""
     if config.redundancy.mode != "off":
         return
-    rule = 'redundancy.mode is "off", and without redundancy a job takes no further workers in'
+    rule = 'redundancy.mode is "off", and without redundancy a job accepts no further workers'
     if running is not None:
         raise LaunchError(
-            f"job {running.coordinator.job!r} runs already; {rule}. Start the job with another mode to let workers "
+            f"job {running.coordinator.job!r} is already running; {rule}. Start the job with another mode to let "
             "join it, or give this command another --job"
         )
     if slot.workers < slot.world_size:
@@ -322,7 +322,7 @@ def _follow(command: _Command, exchange: Exchange) -> int:
         boot = exchange.take(within_seconds=within)
     except ExchangeError as error:
         if 0 < command.slot.local_rank < command.slot.rank:
-            raise RefusedError(f"the first slot of this machine says why: {error}") from error
+            raise RefusedError(f"the output of this machine's first slot says why: {error}") from error
         raise
     with contextlib.ExitStack() as opened:
         endpoints = reached(boot, opened)

@@ -1,4 +1,4 @@
-"""Turning what an agent believes to be a loss into what the job agrees on."""
+"""From a loss that an agent has noticed to an epoch that the job agrees on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PROBE_SECONDS = 1.0
 def settle_loss(
     coordinator: JobCoordinator, worker: WorkerId, *, reason: str, generation: int, proposer: str
 ) -> EpochRecord | int | None:
-    """Have the job go on without ``worker``, whose process is certainly gone. Its key is left to the caller.
+    """Make the job continue without ``worker``, whose process is certainly gone. The caller removes its key.
 
     Returns the epoch that does. Before the first epoch nothing is trained, so all workers start again, a few times:
     then the generation that they start as. After that, and with a fatal loss, the job ends: then None.
@@ -39,7 +39,7 @@ def settle_loss(
 
 
 class Presence(Enum):
-    """What a look at another worker's process has shown."""
+    """The result of a check of another worker's process."""
 
     GONE = "gone"
     UNKNOWN = "unknown"

@@ -1,4 +1,4 @@
-"""All that an agent hears, in one queue: from threads, from signal handlers, and from a clock."""
+"""An agent's events in one queue: from threads, from signal handlers, and from a clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Mailbox:
         self._queue.put((0.0, lambda: event))
 
     def put_call(self, call: Call) -> None:
-        """What has happened is found out by ``call``, in the thread that gets."""
+        """``call`` finds out what has happened, in the thread that calls ``get``."""
         self._queue.put((0.0, call))
 
     def put_later(self, event: Event, *, after_seconds: float) -> None:

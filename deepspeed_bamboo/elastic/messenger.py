@@ -50,7 +50,7 @@ class Messenger:
     ) -> None:
         """``registration`` is the agent's own: it tells whether the coordinator was out of reach lately.
 
-        ``say`` hears of a loss that can't be told to the coordinator yet, from another thread.
+        ``say`` is called, from another thread, with a loss that can't be reported to the coordinator yet.
         """
         self._coordinator = coordinator
         self._slot = slot
@@ -65,7 +65,7 @@ class Messenger:
         self._endings = Courier()
 
     def send(self, action: decisions.Action) -> None:
-        """Have ``action`` carried out; returns at once. What comes of it arrives in the mailbox."""
+        """Carry out ``action``; returns at once. Its result arrives in the mailbox."""
         if isinstance(action, decisions.ReportLoss):
             self._losses.send(Errand(f"loss of {action.worker}", lambda: self._report(action), _AS_LONG_AS_IT_TAKES))
         elif isinstance(action, decisions.CheckVanished):
@@ -101,7 +101,7 @@ class Messenger:
             )
 
     def compact(self) -> None:
-        """Have etcd forget what was replaced, if it lets this user do so; returns at once."""
+        """Make etcd forget replaced values, if this user may do so; returns at once."""
         self._endings.send(Errand("compaction", self._compact, within_seconds=_FAILURE_SECONDS))
 
     def _compact(self) -> None:
@@ -111,7 +111,7 @@ class Messenger:
             self._say(f"etcd's history is not compacted (coordinator.compact): {error.reason}")
 
     def stop(self, *, within_seconds: float) -> None:
-        """Deliver what there is to deliver, as far as that is possible in time."""
+        """Deliver what is queued, as far as that is possible in time."""
         deadline = time.monotonic() + within_seconds
         for courier in (self._losses, self._endings):
             courier.stop(within_seconds=max(0.0, deadline - time.monotonic()))
@@ -137,7 +137,7 @@ class Messenger:
         except CoordinatorUnavailable:
             if self._waiting != action.worker:
                 self._waiting = action.worker
-                self._say(f"lost {action.worker} ({action.reason}); etcd does not answer, and the loss waits for it")
+                self._say(f"lost {action.worker} ({action.reason}); etcd does not answer, and survivors wait for it")
             raise
         if isinstance(settled, int):
             self._mailbox.put(decisions.LossSettled((action.worker,), None, action.reason, generation=settled))

@@ -16,7 +16,7 @@ from deepspeed_bamboo.coordination import JobCoordinator
 
 @dataclass(frozen=True)
 class NoticePlan:
-    """Who is asked for notices, how often (None: as the source recommends), and what a mere risk means."""
+    """The source of notices, how often to ask it (None: as it recommends), and what a mere risk means."""
 
     source: NoticeSource
     poll_seconds: float | None = None
@@ -49,16 +49,16 @@ def look_around(notices: NoticesConfig, *, zones: str, environment: Mapping[str,
 
 
 def notice_plan(notices: NoticesConfig, surroundings: Surroundings) -> NoticePlan | None:
-    """What to watch; None when there is nobody who tells."""
+    """What to watch; None when there is no source."""
     if surroundings.source is None:
         return None
     return NoticePlan(surroundings.source, notices.poll_seconds, notices.rebalance == "drain")
 
 
 class NodeNotices:
-    """Asks for notices in a thread of its own, and has the job leave ``node`` when one comes.
+    """Asks for notices in a thread of its own, and asks the job to leave ``node`` when one comes.
 
-    While the coordinator is out of reach a notice is kept and handed on later. :meth:`stop` ends it.
+    While the coordinator is out of reach, a notice is kept and passed on later. :meth:`stop` ends it.
     """
 
     def __init__(self, plan: NoticePlan, *, coordinator: JobCoordinator, node: str, say: Callable[[str], None]) -> None:

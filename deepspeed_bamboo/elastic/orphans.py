@@ -1,4 +1,4 @@
-"""A worker does not outlive its agent, however that one ends."""
+"""Ends a worker with its agent, however the agent ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that forked it ends."""
+    """Make the kernel kill this process when the thread that forked it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""What is said when etcd does not answer any more, and when it does again: once each."""
+"""Messages when etcd stops answering, and when it answers again: once each."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _LEASES = 0.75  # a lease is renewed three times in its length, so this long wit
 
 
 class OutageNews:
-    """Asked now and then for how long etcd has not answered; says what there is to say to the person who watches."""
+    """Told from time to time for how long etcd has not answered; returns the message for the user."""
 
     def __init__(self, endpoints: Sequence[str], *, lease_seconds: float, gives_up_after_seconds: float | None) -> None:
-        """``gives_up_after_seconds``: when the job ends without it; None for the user's etcd, which is waited for."""
+        """``gives_up_after_seconds``: when the job ends without it; None for the user's etcd: the job waits."""
         self._where = f"etcd at {', '.join(endpoints)}"
         self._limit_seconds = max(_TOLD_AFTER_SECONDS, lease_seconds * _LEASES)
         self._gives_up_after_seconds = gives_up_after_seconds
@@ -29,6 +29,6 @@ class OutageNews:
         end = self._gives_up_after_seconds
         then = "" if end is None else f"; if it is not back within {end:.0f} s, the job ends"
         return (
-            f"{self._where} has not answered for {cut_off_seconds:.0f} s; training goes on, and a loss would wait for "
-            f"it{then}"
+            f"{self._where} has not answered for {cut_off_seconds:.0f} s; training continues, but a loss would "
+            f"wait for it{then}"
         )

@@ -1,4 +1,4 @@
-"""How the slots of a command have begun and ended, for ``ds_bamboo run``, which started the command.
+"""How the slots of a command have started and ended, for ``ds_bamboo run``, which started the command.
 
 DeepSpeed's launchers end with exit codes that say little: 0 when a node's launcher was killed, 247 when an agent was.
 So every slot leaves a note in the folder that BAMBOO_OUTCOME names: one line when it begins, another when it ends. A
@@ -22,7 +22,7 @@ BEGUN, PLAIN, REFUSED, FINISHED, LEFT = "begun", "plain", "refused", "finished",
 
 @dataclass(frozen=True)
 class SlotNote:
-    """What one slot has said last.
+    """The last note of one slot.
 
     ``how``: begun (and no more: it was killed), plain (the plugin is off there), refused (it could not start),
     finished, left (it was drained, or had no part in the job any more), or the kind of the job's failure. ``code``:
@@ -43,14 +43,14 @@ class OutcomeNote:
         self._file = None if not folder else Path(folder) / f"slot-{os.getpid()}"
 
     def write(self, note: SlotNote) -> None:
-        """Say so; what was said before counts no more."""
+        """Write a note, which replaces the one before."""
         if self._file is not None:
             with contextlib.suppress(OSError), self._file.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(asdict(note)) + "\n")
 
 
 def read_notes(folder: Path) -> list[SlotNote]:
-    """What all slots have said last."""
+    """The last notes of all slots."""
     found = []
     for file in sorted(folder.glob("slot-*")):
         lines = file.read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""What became of an agent's own worker."""
+"""The states of an agent's own worker."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Own(Enum):
-    """The states that the supervisor knows."""
+    """See the module."""
 
     WAITING = "waiting"  # not started yet: there is no job to join
     RUNNING = "running"

@@ -1,4 +1,4 @@
-"""The rendezvous that torch's agents insist on. The launcher has settled it all: ranks never change here."""
+"""The rendezvous that torch's agents require. The launcher has decided everything: ranks never change here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deepspeed_bamboo.elastic.slot import Slot
 
 
 class LauncherRendezvous(RendezvousHandler):
-    """Membership lives in the coordinator; this only repeats what the slot and rank 0's news say."""
+    """The coordinator has the membership; this only repeats what the slot and rank 0's message say."""
 
     def __init__(self, slot: Slot, boot: Boot) -> None:
         self._slot = slot

@@ -1,4 +1,4 @@
-"""When a slot replaces the worker that it has lost."""
+"""When a slot replaces a lost worker."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def replace_later(rules: Rules, worker: WorkerId, *, attempt: int) -> list[Actio
     if not rules.max_restarts:
         return []
     if attempt >= rules.max_restarts:
-        return [Say(f"worker {worker} is not replaced: {attempt} were before it (topology.max_restarts)")]
+        return [Say(f"worker {worker} is not replaced: {attempt} were replaced before it (topology.max_restarts)")]
     return [WakeAfter(rules.restart_seconds * 2**attempt, RESTART)]

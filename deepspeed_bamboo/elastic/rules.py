@@ -1,4 +1,4 @@
-"""What a slot does when, as far as the user decides: how it enters its job, and when a worker is replaced."""
+"""The user's rules for a slot: how it enters its job, and when it replaces a worker."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TOLD_BY_ONE: frozenset[FailureKind] = frozenset({"interrupted", "slots_lost", "s
 
 
 def exit_code(failure: FailureKind, *, if_interrupted: int | None) -> int:
-    """What an agent of a job that ended by such a failure ends with. ``if_interrupted``: had it been a signal to it."""
+    """The exit code of an agent of a job that ended with such a failure. ``if_interrupted``: after a signal."""
     if failure in ("fatal_loss", "slots_lost", "no_coordinator", "hang"):
         return if_interrupted or EXIT_TRY_AGAIN
     return (if_interrupted or 1) if failure == "interrupted" else 1
 
 
 class Entry(Enum):
-    """How a slot's first worker comes into the job."""
+    """How a slot's first worker enters the job."""
 
     START = "start"  # with all the others, at the job's beginning
     STANDBY = "standby"  # once the job has its first epoch
@@ -36,7 +36,7 @@ class Entry(Enum):
 class Rules:
     """``max_restarts``: how often a slot replaces a lost worker, first after ``restart_seconds``, then twice that...
 
-    ``notice_signals`` to the agent are notices for its node, ``grace_seconds`` before its end. ``hangs``: what is done
+    ``notice_signals`` to the agent are notices for its node, ``grace_seconds`` before its end. ``hangs``: what to do
     about a worker that stands still.
     """
 

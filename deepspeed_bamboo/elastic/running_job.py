@@ -29,7 +29,7 @@ _OWNER_ELSEWHERE = -1  # in another pid namespace: its etcd may end, but its pro
 class RunningJob:
     """A job that can be joined, where its etcd is, the process that keeps it (0: nobody's of the job), its secret.
 
-    ``address``: of the machine that it began on; empty if that does not matter. ``salt``: see ``Boot``.
+    ``address``: of the machine that it started on; empty if that does not matter. ``salt``: see ``Boot``.
     """
 
     coordinator: JobCoordinator
@@ -56,7 +56,7 @@ def open_store(endpoints: Sequence[str], *, within_seconds: float, guard: EtcdGu
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to wait for a job that is just starting, and whom to tell so, once."""
+    """How long to wait for a job that is just starting, and what to call once with that news."""
 
     seconds: float = 0.0
     tell: Callable[[str], None] = field(default=lambda text: None)
@@ -73,7 +73,8 @@ def can_be_joined(coordinator: JobCoordinator, patience: Patience = Patience()) 
         ending = coordinator.stop_requested() is not None or coordinator.finished() is not None
         if present and (ending or coordinator.failure() is not None):
             raise JobNameTaken(
-                f"the job {coordinator.job!r} is about to end; start this again in a moment, or give --job"
+                f"the job {coordinator.job!r} is about to end; start this command again in a moment, or give it "
+                "another --job"
             )
         if present and coordinator.peek_epoch() is not None:
             return True
@@ -88,7 +89,8 @@ def can_be_joined(coordinator: JobCoordinator, patience: Patience = Patience()) 
 
 def _just_starting(job: str) -> JobNameTaken:
     return JobNameTaken(
-        f"a job named {job!r} is just starting and can't be joined before it trains; start this again in a moment, or "
+        f"a job named {job!r} is just starting and can't be joined before it trains; start this command again in a "
+        "moment, or "
         "give this one another name with --job NAME"
     )
 

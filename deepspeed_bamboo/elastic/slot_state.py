@@ -1,4 +1,4 @@
-"""What an agent's state machine knows of its slot and its job, and the few steps that many of its decisions share."""
+"""What an agent's state machine knows about its slot and its job, and steps that many of its decisions share."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class SlotState:
 
     @property
     def drained(self) -> bool:
-        """Whether the job goes on elsewhere, as it was asked to."""
+        """Whether this node was drained, so that the job continues elsewhere."""
         return self._own is Own.DRAINED or self._draining
 
     @property

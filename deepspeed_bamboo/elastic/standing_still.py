@@ -1,4 +1,4 @@
-"""What an agent says and does about a worker, its own or another's, that stands still."""
+"""What an agent does about a worker that stands still, its own or another's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepspeed_bamboo.elastic.slot import Slot
 
 
 def facts_of(event: Stuck, slot: Slot) -> dict[str, Any]:
-    """What all are told of it."""
+    """The facts that all agents get."""
     hang = event.hang
     return {
         "rank": slot.rank,
@@ -27,7 +27,7 @@ def facts_of(event: Stuck, slot: Slot) -> dict[str, Any]:
 
 
 def in_words(worker: WorkerId, facts: Mapping[str, Any]) -> str:
-    """``facts`` for the person who watches; the stack on lines of its own."""
+    """``facts`` as text; the stack on lines of its own."""
     what = "has waited for other workers" if facts["waiting"] else "has stood still"
     text = (
         f"worker {worker} (rank {facts['rank']} on {facts['node']}) {what} for {facts['seconds']:.0f} s in step "
@@ -38,23 +38,23 @@ def in_words(worker: WorkerId, facts: Mapping[str, Any]) -> str:
 
 
 def on_stuck(event: Stuck, slot: Slot, *, action: HangAction) -> list[Action]:
-    """Tell everybody; and have the job go on without the worker, if the settings say so. See :func:`ending`."""
+    """Tell everybody, and end the worker if the settings say so, so that the job continues. See :func:`ending`."""
     facts = facts_of(event, slot)
     actions: list[Action] = [Say(in_words(event.worker, facts)), PublishHang(event.worker, facts)]
     if action == "drain" and event.hang.is_fault:
         actions += [
-            Say(f"worker {event.worker} is ended, so that the job goes on without it (hangs.action)"),
+            Say(f"worker {event.worker} is ended, so that the job continues without it (hangs.action)"),
             KillWorker("it stood still"),
         ]
     return actions
 
 
 def ending(event: Stuck, slot: Slot) -> JobFailure:
-    """For a job that is to end because of it."""
+    """The failure of a job that ends because of it."""
     message = f"{in_words(event.worker, {**facts_of(event, slot), 'stack': ''})} (hangs.action is end)"
     return JobFailure(worker=event.worker, kind="hang", message=message, traceback="")
 
 
 def on_went_on(event: WentOn) -> list[Action]:
-    """It has gone on."""
-    return [Say(f"worker {event.worker} goes on, after {event.seconds:.0f} s"), PublishHang(event.worker, None)]
+    """It has continued."""
+    return [Say(f"worker {event.worker} continues, after {event.seconds:.0f} s"), PublishHang(event.worker, None)]

@@ -1,4 +1,4 @@
-"""What an agent does about what it hears: a state machine without clock, process or network.
+"""An agent's reactions to events: a state machine without clock, process or network.
 
 Every decision is made here and explains itself in the reason it carries. The agent (``agent.py``)
 feeds it events one by one and carries out the actions it returns, in order.
@@ -69,7 +69,7 @@ class Supervisor(SlotState):
         return [*first, *self._gathering.start()]
 
     def handle(self, event: Event) -> list[Action]:
-        """What to do now. Nothing any more once it has returned a Leave."""
+        """The actions that follow ``event``; none after it has returned a Leave."""
         if self._left:
             return []
         if isinstance(event, WorkerExited):
@@ -147,7 +147,7 @@ class Supervisor(SlotState):
         report = event.report or f"(no traceback: the process {how_it_ended(event.code)})"
         if self._joining and not self._was_member:
             self._own = Own.UNFIT
-            text = f"worker {event.worker} could not join, the job goes on without it: {report}"
+            text = f"worker {event.worker} could not join, the job continues without it: {report}"
             return [Withdraw(event.worker), Say(text)]
         self._own = Own.FAILED
         message = f"worker {event.worker} (rank {self._slot.rank}) {how_it_ended(event.code)}: {last_line(report)}"
@@ -164,7 +164,7 @@ class Supervisor(SlotState):
             return self._wait_for_explanation(event, _WAIT_FOR_EPOCH_SECONDS)
         self._own, self._exit = Own.DRAINED, None
         return [
-            Say(f"worker {event.worker} has left; the job goes on without it, and nothing is lost"),
+            Say(f"worker {event.worker} has left; the job continues without it, and nothing is lost"),
             MarkEnded(event.worker, self._generation, drained=True),
             ForgetDrain(self._slot.node),
         ]
@@ -268,8 +268,8 @@ class Supervisor(SlotState):
     def _end_expelled(self) -> list[Action]:
         reason = "" if self._epoch is None else f" ({self._epoch.reason})"
         return [
-            Say(f"the job goes on without worker {self.worker}{reason}; ending it"),
-            KillWorker("the job goes on without it"),
+            Say(f"the job continues without worker {self.worker}{reason}; ending it"),
+            KillWorker("the job continues without it"),
         ]
 
     def _on_member(self, worker: WorkerId, member: Member | None) -> list[Action]:
@@ -368,7 +368,7 @@ class Supervisor(SlotState):
             return []
         if self._rules.entry is not Entry.JOIN and (event.command or self._slot.one_machine):
             return self._interrupt(by_lost_launcher(event.pid), signal.SIGHUP)
-        reason = "its launcher is gone, which is taken for the loss of this node"
+        reason = "its launcher is gone, which counts as the loss of this node"
         return self._leave_alone(reason, code=128 + signal.SIGHUP)
 
     def _on_coordinator_gone(self, event: CoordinatorGone) -> list[Action]:

@@ -1,4 +1,4 @@
-"""What an agent says of what happens to its job."""
+"""An agent's messages about its job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deepspeed_bamboo.elastic.rules import MAX_RESTARTS
 
 
 def of_loss(event: LossSettled) -> list[str]:
-    """At most one line; none when the job ends of it, which is told by itself."""
+    """At most one line; none when the job ends because of it, for which there is another message."""
     names, epoch = ", ".join(event.workers), event.epoch
     if event.generation is not None:
         return [
@@ -21,8 +21,8 @@ def of_loss(event: LossSettled) -> list[str]:
     if epoch is None:
         return []
     if not set(event.workers) & set(epoch.lost):
-        return [f"lost {names}, which had no part in the job; that goes on in epoch {epoch.number}"]
-    return [f"lost {names} ({epoch.reason.removeprefix(f'{names}: ')}); the job goes on in epoch {epoch.number}"]
+        return [f"lost {names}, which had no part in the job; the job continues in epoch {epoch.number}"]
+    return [f"lost {names} ({epoch.reason.removeprefix(f'{names}: ')}); the job continues in epoch {epoch.number}"]
 
 
 def of_early_end(suspect: WorkerId, *, reporter: WorkerId, reason: str) -> str:
@@ -34,9 +34,9 @@ def of_early_end(suspect: WorkerId, *, reporter: WorkerId, reason: str) -> str:
 
 
 def of_drain(drain: Drain) -> str:
-    """A node is to be left."""
+    """A node will be left."""
     time = "" if drain.deadline_seconds is None else f" within {drain.deadline_seconds:.0f} s"
-    return f"node {drain.node} is to be left{time}: {drain.reason}"
+    return f"node {drain.node} is being left{time}: {drain.reason}"
 
 
 def numbered(noun: str, numbers: Iterable[int]) -> str:

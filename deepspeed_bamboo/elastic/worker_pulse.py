@@ -1,4 +1,4 @@
-"""The agent's view into its worker: what that does now, and where its main thread is when it stands still."""
+"""The agent's view of its worker: what it does now, and where its main thread is when it stands still."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class WorkerPulse:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the worker is told of them."""
+        """The environment variables that name them to the worker."""
         here = f"/proc/{os.getpid()}/fd"
         return {PULSE_FILE: f"{here}/{self._pulse}", STACK_FILE: f"{here}/{self._stack}"}
 
     def read(self) -> PulseReading | None:
-        """What the worker does now; None when it has not said yet."""
+        """What the worker does now; None when it has not written it yet."""
         return read_pulse(self._pulse)
 
     def stack(self, pid: int) -> str:
         """The Python stack of the main thread of worker ``pid``, the innermost call first.
 
-        Empty where it can't be had: the worker has not come so far yet, or its kernel does not answer it. Takes a
+        Empty where it is not available: the worker is not that far yet, or its kernel does not answer it. Takes a
         second at most.
         """
         if not catches(pid, STACK_SIGNAL):

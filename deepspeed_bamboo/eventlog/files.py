@@ -40,8 +40,8 @@ _FIELDS_OF: Mapping[str, Mapping[str, tuple[type, ...]]] = {
 def read_events(path: str | os.PathLike[str], *, as_written: bool = False) -> list[Event]:
     """The events of one file, in its order. A last line without an end (a full disk) is left out.
 
-    Raises EventLogError that names file and line for any other line that is no JSON object, or, ``as_written``, none
-    that a worker can have written.
+    Raises EventLogError that names file and line for any other line that is no JSON object, or, with ``as_written``,
+    that no worker can have written.
     """
     events: list[Event] = []
     lines = Path(path).read_bytes().split(b"\n")

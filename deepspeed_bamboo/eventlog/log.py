@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 def check_directory(directory: str | os.PathLike[str], *, setting: str = "event_log") -> None:
     """Raise ConfigError where no file can be made in ``directory``, the value of ``setting``, as this machine sees it.
 
-    Leaves nothing behind, not even the directory. A full disk is nothing to be refused for: see :class:`EventLog`.
+    Leaves nothing behind, not even the directory. A full disk is no reason to refuse: see :class:`EventLog`.
     """
     place = Path(directory)
     while not place.exists() and place != place.parent:

@@ -15,7 +15,7 @@ from deepspeed_bamboo.eventlog.log import EventLog
 
 
 class RunLog:
-    """What a training loop calls around ``engine.train_batch``. Every worker has one."""
+    """A training loop calls this around ``engine.train_batch``. Every worker has one."""
 
     def __init__(
         self, engine: Any, *, directory: str | os.PathLike[str] | None, barrier: Callable[[], object] | None = None
@@ -41,7 +41,7 @@ class RunLog:
 
     @property
     def run(self) -> str | None:
-        """What tells this run's events from those of others in the same directory, or None."""
+        """The name that tells this run's events from others' in the same directory, or None."""
         return getattr(getattr(self._engine, "event_log", self._own), "run", None)
 
     def step(self, step: int, *, loss: float, samples: int, seconds: float) -> None:

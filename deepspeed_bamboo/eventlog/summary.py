@@ -1,4 +1,4 @@
-"""What a run came to, from its merged events, and whether two runs are bitwise the same."""
+"""The result of a run, from its merged events, and whether two runs are bitwise equal."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RunSummary:
 def load_run(directory: str | os.PathLike[str]) -> RunSummary:
     """The summary of the newest run whose event log is ``directory``. Raises EventLogError when it has none.
 
-    What workers have written is the truth; a merged file, which may be of an earlier run, counts where it is alone.
+    The workers' files count. A merged file may be of an earlier run, and counts only where there is no other.
     """
     folder = Path(directory)
     files = read_worker_files(folder)
@@ -57,7 +57,7 @@ def load_run(directory: str | os.PathLike[str]) -> RunSummary:
         return summarize(read_events(folder / MERGED_NAME, as_written=True))
     if not files:
         raise EventLogError(
-            f"there is no event log in {folder}; give the directory that was bamboo.event_log in a run's configuration"
+            f"there is no event log in {folder}; name the directory that bamboo.event_log named in that run"
         )
     newest = max((event for events in files.values() for event in events), key=lambda event: event["t"], default={})
     run = newest.get("run")
@@ -77,7 +77,7 @@ def summarize(events: Iterable[Mapping[str, Any]]) -> RunSummary:
 
 
 def differences(reference: RunSummary, other: RunSummary) -> list[str]:
-    """In what ``other`` is not bitwise what ``reference`` is, one sentence each; empty when in nothing."""
+    """How ``other`` differs from ``reference``, bit by bit, one sentence each; empty if it does not."""
     found = []
     for step in sorted({*reference.losses, *other.losses}):
         one, another = reference.losses.get(step), other.losses.get(step)
@@ -87,7 +87,7 @@ def differences(reference: RunSummary, other: RunSummary) -> list[str]:
         found.append(f"last step: {_text(reference.final_step)} and {_text(other.final_step)}")
     if reference.digest is None and other.digest is None:
         found.append(
-            "neither run says its digest: let your script end with engine.log_event('finished', "
+            "neither run has a digest: let your script end with engine.log_event('finished', "
             "digest=engine.state_digest())"
         )
     elif reference.digest is None or reference.digest != other.digest:

@@ -51,7 +51,7 @@ class StepBatches(Iterator[Batch]):
         pipeline: int = 0,
         threads: int = 0,
     ) -> None:
-        """``threads`` make the next micro-batches beforehand; 0: each is made when it is asked for."""
+        """``threads`` prepare the next micro-batches; 0: each is made when the engine asks for it."""
         self._dataset = dataset
         self._shape = shape
         self._current_step = current_step

@@ -1,4 +1,4 @@
-"""The models by name, each with its layers, its loss, its data and what it was published with."""
+"""The models by name, each with its layers, its loss, its data and its published dropout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from deepspeed_bamboo.suggest import choose_from
 
 @dataclass(frozen=True)
 class DataPaths:
-    """What a user names to train on. ``target`` and ``vocabulary`` belong to parallel text."""
+    """The files to train on. ``target`` and ``vocabulary`` belong to parallel text."""
 
     data: Path | None = None
     target: Path | None = None
@@ -65,7 +65,7 @@ class Model:
     can_tie: bool = False
 
     def layers(self, *, dropout: float | None = None, tied: bool | None = None, seed: int = 0) -> list[Any]:
-        """The layers for PipelineModule. None: as published. Raises ValueError for what the model can't be given."""
+        """The layers for PipelineModule. None: as published. Raises ValueError for what the model does not take."""
         settings: dict[str, Any] = {"seed": seed}
         if tied is not None:
             if not self.can_tie:

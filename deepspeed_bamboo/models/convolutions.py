@@ -45,7 +45,7 @@ class Convolution(nn.Module):
 
 
 class Dense(nn.Module):
-    """A linear layer with what stands around it in a classifier."""
+    """A linear layer with its activation and dropout in a classifier."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What layers cost: parameters, and operations of a forward; counted on torch's device "meta", without memory."""
+"""The costs of layers: parameters, and operations of a forward; counted on torch's device "meta", without memory."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def embed_target(embedding: Embedding, inputs: tuple[Tensor, Tensor, Tensor]) ->
 
 
 def translation_loss(scores: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy in nats over what is no padding, labels smoothed by 0.1: scores [B, T, V], labels [B, T]."""
+    """Mean cross-entropy in nats without padding, labels smoothed by 0.1: scores [B, T, V], labels [B, T]."""
     flat = scores.float().flatten(0, 1)
     return functional.cross_entropy(flat, labels.flatten(), ignore_index=PADDING, label_smoothing=_SMOOTHING)
 

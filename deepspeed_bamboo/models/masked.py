@@ -23,7 +23,7 @@ _SPECIAL = 3  # tokens in a sample that are no text
 
 @dataclass(frozen=True)
 class Marks:
-    """The tokens that are no text: mask, beginning and end of a segment; text has tokens below ``ordinary``."""
+    """The special tokens: mask, beginning and end of a segment; text has tokens below ``ordinary``."""
 
     mask: int
     begin: int

@@ -66,9 +66,9 @@ class Survey:
 
 @dataclass(frozen=True)
 class Choice:
-    """``tag``: the checkpoint to load; None: there is none. ``warnings``: what people have to hear, as sentences.
+    """``tag``: the checkpoint to load; None: there is none. ``warnings``: sentences for the user.
 
-    ``damaged``: what is wrong with others, by tag; ``error``: why nothing may be loaded and nothing begun either.
+    ``damaged``: what is wrong with others, by tag; ``error``: why nothing can be loaded and the job must not start.
     ``verified``: False for one without a manifest. ``grid`` and ``digest``: as in its manifest.
     """
 
@@ -185,8 +185,8 @@ def choose(
 
     ``check`` says what is wrong with the files of a candidate, see :func:`problems_of`. ``where`` names the folder in
     messages.
-    There is nothing to load only where ``latest`` is missing and no checkpoint was ever completed. Where something is
-    there and none of it is whole, ``error`` says so: a job must not begin at step 0 then as if nothing had been done.
+    Only where ``latest`` is missing and no checkpoint was ever completed, there is nothing to load. If there are
+    checkpoints and none is whole, ``error`` says so: a job must not start at step 0 then as if nothing had been done.
     """
     named = next((candidate for candidate in seen.candidates if candidate.tag == seen.latest), None)
     others = [c for c in seen.candidates if c is not named and (c.manifest is None or c.manifest.named)]
@@ -224,7 +224,7 @@ def _taken(candidate: Candidate, seen: Survey, damaged: Mapping[str, tuple[str, 
     if not verified:
         warnings.append(
             f"{candidate.tag} in {where} has no manifest ({NAMES[0]}): it was written by an older version or by "
-            "DeepSpeed itself, so nobody can verify that its files are what was written"
+            "DeepSpeed itself, so its files can't be verified"
         )
     manifest = candidate.manifest
     grid, digest = (None, None) if manifest is None else (manifest.grid, manifest.digest)
@@ -244,8 +244,8 @@ def _nothing(seen: Survey, damaged: Mapping[str, tuple[str, ...]], incomplete: S
         )
     return Choice(
         damaged=damaged,
-        error=f"no checkpoint in {where} can be loaded: {'; '.join(reasons)}. Bring the files back, or name another "
-        "directory to begin anew; nothing there was changed",
+        error=f"no checkpoint in {where} can be loaded: {'; '.join(reasons)}. Restore the files, or name another "
+        "directory to start anew; nothing there was changed",
     )
 
 

@@ -19,11 +19,11 @@ _PART = ".part"
 _CHUNK_BYTES = 4 * 2**20
 
 Fill = Callable[[BinaryIO], object]
-"""Writes what a file is to have into it."""
+"""Writes the content of a file into it."""
 
 
 OnBytes = Callable[[int], object]
-"""Told of each so many bytes that were read."""
+"""Called with the number of bytes that were read."""
 
 
 def ignore_bytes(size: int) -> None:
@@ -37,9 +37,9 @@ class Folder(Protocol):
         """What the file says; None where there is none. Bytes that are no UTF-8 become replacement characters."""
 
     def write(self, name: str, fill: Fill) -> None:
-        """Make the file, or replace it at once: nobody ever sees a part of it. ``name`` may be ``folder/file``.
+        """Make the file, or replace it atomically: nobody ever sees a part of it. ``name`` may be ``folder/file``.
 
-        What ``fill`` raises of its own is passed on, and the file is as it was.
+        Exceptions that ``fill`` raises are passed on, and the file stays as it was.
         """
 
     def folders(self) -> list[str]:
@@ -69,9 +69,7 @@ def location_problem(location: str) -> str | None:
     found = _SCHEME.fullmatch(location)
     if found is None and _HALF_A_SCHEME.match(location):
         scheme = location.partition(":")[0]
-        return (
-            f"begins with {scheme}: and is no folder's name; write s3://bucket/prefix, or ./{location} for that folder"
-        )
+        return f"begins with {scheme}: and names no folder; write s3://bucket/prefix, or ./{location} for that folder"
     if found is None:
         return None
     scheme, rest = found.groups()
@@ -166,5 +164,6 @@ class LocalFolder:
             yield
         except (OSError, UnicodeError) as error:
             raise CheckpointError(
-                f"{str(self._path)!r} can't be {action} ({error}); is it there, has it room, and may this user use it?"
+                f"{str(self._path)!r} can't be {action} ({error}); check that it exists and has room, and "
+                "that this user may use it"
             ) from error

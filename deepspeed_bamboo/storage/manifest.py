@@ -75,7 +75,7 @@ class Manifest:
 
 
 class MeasuredFile:
-    """Passes on what is written to ``file``, and knows size and checksum of it; hashing takes no second reading."""
+    """Writes to ``file``, and counts size and checksum on the way; hashing takes no second reading."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

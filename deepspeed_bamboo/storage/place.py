@@ -37,12 +37,12 @@ _LOOK_SECONDS = 0.2
 
 
 Watch = Callable[[str, int], AbstractContextManager[OnBytes]]
-"""Takes what is done and how many bytes it has; inside, its value counts them."""
+"""Called with a description and the number of bytes; inside, its value counts them."""
 
 
 @contextmanager
 def unwatched(what: str, total: int) -> Iterator[OnBytes]:
-    """Nobody is told."""
+    """Reports nothing."""
     yield ignore_bytes
 
 
@@ -50,18 +50,18 @@ class CheckpointPlace:
     """What ``owner``, a job, does with ``folder``, which people call ``name``. All raise CheckpointError."""
 
     def __init__(self, folder: Folder, *, name: str, owner: str, watch: Watch = unwatched) -> None:
-        """``watch``: who tells how far something is that takes long."""
+        """``watch``: reports the progress of long work."""
         self._folder = folder
         self._owner = owner
         self._watch = watch
         self.name = name
 
     def take(self) -> None:
-        """From now on the place is this job's; another one that wrote here can't name checkpoints any more."""
+        """Claim the place for this job. A job that wrote here before can't name checkpoints any more."""
         self._folder.write(_OWNER, _text(self._owner))
 
     def check_visible(self, *, worker: str, within_seconds: float = 5.0) -> None:
-        """Raise CheckpointError when this job's mark does not appear on ``worker``'s machine: it sees another place.
+        """Raise CheckpointError if ``worker``'s machine does not see this job's mark: then it sees another place.
 
         A file that another machine has written may take so long.
         """
@@ -86,7 +86,7 @@ class CheckpointPlace:
             return problems_of(self._folder, candidate, share=share, on_bytes=on_bytes)
 
     def known_whole(self, choice: Choice) -> tuple[int, ...]:
-        """The steps of the checkpoints that count as whole when a job goes on from ``choice``, in order.
+        """The steps of the checkpoints that count as whole when a job continues from ``choice``, in order.
 
         That one and those before it with a manifest and all files in their sizes. None if ``choice`` could not be
         verified: then nothing of before is removed until this job has written enough itself.
@@ -133,8 +133,8 @@ class CheckpointPlace:
         owner = self._folder.read_text(_OWNER)
         if owner != self._owner:
             raise CheckpointError(
-                f"{self.name!r} is another job's by now ({_OWNER} says {owner!r}), so this job's checkpoints don't "
-                "count there any more; give each job a directory of its own"
+                f"{self.name!r} has been taken by another job ({_OWNER} says {owner!r}), so this job can't keep "
+                "checkpoints there any more; give each job a directory of its own"
             )
         named = step_of((self._folder.read_text(LATEST) or "").strip())
         for name in strangers(self._folder.sizes(manifest.tag), manifest):

@@ -1,4 +1,4 @@
-"""The job secret, and where machines without a common parent get it from. docs/security.md says the same at length.
+"""The job secret, and the source of it for machines without a common parent. docs/security.md explains it.
 
 A job on one machine makes a secret of its own, and its processes get it from each other through private files and
 environments. Several machines have nothing of the kind; they share a *key*, a file of the user's, and the job secret
@@ -27,7 +27,7 @@ _REMEDY = (
 
 
 def new_secret() -> str:
-    """A secret that nobody can guess; of a job, or a salt."""
+    """A random secret, of a job, or a salt."""
     return secrets.token_hex(32)
 
 
@@ -37,7 +37,7 @@ def derived(secret: str, *purpose: str) -> str:
 
 
 def job_secret(key: str, *, salt: str) -> str:
-    """The secret of the job with this public ``salt``, for those who have the key."""
+    """The secret of the job with this public ``salt``, for machines that have the key."""
     return derived(key, "job", salt)
 
 

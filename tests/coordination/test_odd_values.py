@@ -121,7 +121,7 @@ def test_reads_pass_them_over_and_say_so_once(odd: str, memory: MemoryStore, cap
             assert set(job.agents()) == {0} and job.members() == {} and job.draining() == {} and job.hangs() == {}
             assert job.epoch() is None and job.failure() is None and job.stop_requested() is None
             assert job.status() is None and job.started_seconds() is None and job.start_slots() == 0
-    assert caplog.text.count(f"{keys.epoch} is passed over") == 1
+    assert caplog.text.count(f"{keys.epoch} is ignored") == 1
     assert job.propose(first_epoch(["w0"]), expected=None), "what is odd is written over"
     assert job.fail(JobFailure("w0", "user_error", "m", "")) and not job.fail(JobFailure("w1", "user_error", "m", ""))
     assert job.next_rank() == 1

@@ -50,7 +50,7 @@ def test_the_plan_shows_coordinates_and_losses(nodes: Path, capsys: pytest.Captu
     at = next(number for number, line in enumerate(lines) if line.startswith("loss of zone"))
     assert lines[at + 1].split() == ["a", "2", "2", "0", "2", "survived"]
     assert {"neighbours on one node: none", "neighbours in one zone: none", "moved to new owners: nothing"} <= {*lines}
-    assert "shadow lost: coordinates that go on where they are, unprotected until" in "\n".join(lines)
+    assert "shadow lost: coordinates that stay where they are, unprotected until" in "\n".join(lines)
 
 
 def test_the_plan_says_why_neighbours_have_to_share_a_zone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,7 +134,7 @@ FAULTS: dict[str, tuple[dict[str, Any], bool, str, str]] = {
     "14 a host without address": (
         {"machine": FakeMachine(names={"n0": "10.0.0.1", "n1": "10.0.0.2", "n2": "10.0.0.3"})},
         True,
-        "n3: no such host is known here",
+        "n3: unknown on this machine",
         "DNS",
     ),
     "15 ZeRO stage 2": (
@@ -235,7 +235,7 @@ def test_a_slow_etcd_is_told_of(etcd: str, monkeypatch: pytest.MonkeyPatch) -> N
     late = itertools.count(step=0.25)
     monkeypatch.setattr(coordinator, "time", SimpleNamespace(perf_counter=lambda: next(late)))
     (finding,) = found(with_etcd(etcd))
-    assert "takes 250 ms for a write, with a lease of 3 s" in finding.what and not finding.blocker
+    assert "takes 250 ms for a write, and the lease is 3 s" in finding.what and not finding.blocker
 
 
 def test_a_bucket_that_is_not_there_blocks(etcd: str, bucket: str) -> None:

@@ -387,7 +387,7 @@ def test_an_outage_while_the_job_starts_loses_no_slot(fork_server: ForkServer) -
         machine.coordinator.request_stop("ds_bamboo stop")
         outcome = machine.wait(within_seconds=60)
     assert outcome.exit_codes == {0: 1, 1: 1}, outcome.output
-    assert outcome.output.count("it was to end before training began (ds_bamboo stop)") == 1, outcome.output
+    assert outcome.output.count("it was stopped before training began (ds_bamboo stop)") == 1, outcome.output
 
 
 def test_an_outage_longer_than_all_leases_loses_nobody(fork_server: ForkServer) -> None:
@@ -435,7 +435,7 @@ def test_a_death_during_an_outage_is_settled_after_it(fork_server: ForkServer) -
         epoch_of(machine, 0)
         freeze(machine.etcd.pid)
         machine.kill_worker(1)
-        told = "(its process was killed by SIGKILL); etcd does not answer, and the loss waits for it"
+        told = "(its process was killed by SIGKILL); etcd does not answer, and survivors wait for it"
         wait_until(lambda: told in machine.output(1), what="word of the loss that waits")
         time.sleep(2.5)
         os.kill(machine.etcd.pid, signal.SIGCONT)

@@ -98,7 +98,7 @@ def test_a_drained_node_is_left_without_a_loss(fork_server: ForkServer) -> None:
         outcome = finish(machine)
     assert outcome.exit_codes == ALL_WELL, outcome.output
     assert "lost" not in outcome.output.replace("nothing is lost", ""), outcome.output
-    assert "has left; the job goes on without it" in outcome.outputs[1]
+    assert "has left; the job continues without it" in outcome.outputs[1]
 
 
 def test_a_signal_that_is_a_notice_drains_the_agents_node(fork_server: ForkServer) -> None:

@@ -221,11 +221,11 @@ def test_who_waits_for_rank_0_says_so_once_and_how_running_jobs_are_joined() -> 
     waiting = SocketExchange(
         address="127.0.0.1", port=port, world_size=3, rank=1, tell=told.append, told_after_seconds=0.2
     )
-    with pytest.raises(ExchangeError, match=r"runs already is joined .* through coordinator\.endpoints only"):
+    with pytest.raises(ExchangeError, match=r"a running job can be joined .* only through coordinator\.endpoints"):
         waiting.take(within_seconds=1)
     (text,) = told
     assert text.startswith(f"waiting for rank 0 at 127.0.0.1:{port}, 1 s at most ([Errno 111] Connection refused).")
-    assert "through coordinator.endpoints only" in text
+    assert "only through coordinator.endpoints" in text
 
 
 def test_a_port_in_use_is_an_error_with_a_remedy() -> None:

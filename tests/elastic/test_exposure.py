@@ -44,7 +44,10 @@ def test_machines_that_share_a_name_are_told_apart_from_launchers_on_one() -> No
 @pytest.mark.parametrize(
     ("nodes", "said"),
     [
-        (("a", "a", "a", "a"), "all 4 workers are on node a: the loss of a worker is survived, its is not"),
+        (
+            ("a", "a", "a", "a"),
+            "all 4 workers are on node a: the job survives the loss of a worker, but not of the node",
+        ),
         (("a", "b", "c", "d"), None),
         (("a", "b", "a", "b"), None),  # no neighbours on one
         (("a", "a", "b", "c"), "the loss of this node would end the job, since neighbours share it: a "),

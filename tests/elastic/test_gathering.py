@@ -60,7 +60,7 @@ def test_slots_that_go_before_training_begins_end_the_job_and_are_named() -> Non
     fail, end = job.handle(SlotsChecked((2, 3)))
     assert isinstance(fail, Fail) and end == EndWorker()
     assert fail.failure.message == (
-        "lost slots 2, 3 on vm-1 before training began, and all 4 slots are needed to begin; start the same command "
+        "lost slots 2, 3 on vm-1 before training began, and all 4 slots are needed to start; start the same command "
         "again, on every machine"
     )
     assert job.handle(WorkerExited("n-0-0", -15, "")) == [Withdraw("n-0-0")]
@@ -155,4 +155,4 @@ def test_a_loss_in_training_names_the_worker_once() -> None:
     record = epoch("n-2-0").change.value
     settled = LossSettled(("n-2-0",), replace(record, reason="n-2-0: its process was killed by SIGKILL"))
     (say,) = starting(*ALL, epoch()).handle(settled)
-    assert say == Say("lost n-2-0 (its process was killed by SIGKILL); the job goes on in epoch 1")
+    assert say == Say("lost n-2-0 (its process was killed by SIGKILL); the job continues in epoch 1")

@@ -142,7 +142,7 @@ def test_a_hook_that_never_returns_is_named_with_its_stack_and_on_the_reporter(f
     assert outcome.exit_codes == ALL_WELL, outcome.output
     named = "(rank 1 on "
     assert all(named in outcome.outputs[rank] and "in step 7, in FNC 0.1 2" in outcome.outputs[rank] for rank in (0, 1))
-    assert "goes on, after" in outcome.outputs[1]
+    assert "continues, after" in outcome.outputs[1]
     assert named not in outcome.outputs[2] + outcome.outputs[3], outcome.output
 
 

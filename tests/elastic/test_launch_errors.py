@@ -79,7 +79,7 @@ def test_with_the_section_disabled_the_script_just_runs(tmp_path: Path) -> None:
 def test_without_the_section_the_user_is_told_once_that_nothing_is_protected(tmp_path: Path, rank: str) -> None:
     result = run(tmp_path, {"train_batch_size": 4}, f"--local_rank={rank}")
     assert result.returncode == 0
-    told = 'deepspeed_bamboo: ds.json has no "bamboo" section, so this is plain DeepSpeed, and losses are not survived.'
+    told = 'deepspeed_bamboo: ds.json has no "bamboo" section, so this is plain DeepSpeed, which survives no losses.'
     assert result.stderr.startswith(told) if rank == "0" else result.stderr == ""
 
 
@@ -88,7 +88,7 @@ def test_without_any_configuration_the_user_is_told_that_nothing_is_protected(tm
     result = launch(tmp_path, "train.py")
     assert result.returncode == 0
     assert result.stdout.strip() == "runs"
-    assert result.stderr.count("this is plain DeepSpeed, and losses are not survived") == 1
+    assert result.stderr.count("this is plain DeepSpeed, which survives no losses") == 1
     assert "--bamboo_config FILE" in result.stderr
 
 
@@ -173,7 +173,7 @@ def test_a_slot_whose_launcher_was_killed_before_it_began_starts_nothing(tmp_pat
         start_new_session=True,
         check=True,
     )
-    assert "the launcher ended before its slots had begun" in result.stderr, result.stderr
+    assert "the launcher ended before its slots had started" in result.stderr, result.stderr
     assert "must not run" not in result.stdout
 
 

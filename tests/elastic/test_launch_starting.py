@@ -52,4 +52,4 @@ def test_a_machine_that_never_comes_is_waited_for_aloud_until_the_job_is_stopped
         assert "waiting for 2 of 4 slots to begin: 2, 3" in capfd.readouterr().out
         assert main(["stop", "--job", NAME]) == 0
         assert first.wait(within_seconds=60) == 1, first.output
-        assert first.output.count("it was to end before training began (ds_bamboo stop)") == 1, first.output
+        assert first.output.count("it was stopped before training began (ds_bamboo stop)") == 1, first.output

@@ -64,7 +64,7 @@ def test_each_clouds_notice_drains_its_node_before_the_deadline(
         assert time.monotonic() - start < 25
         outcome = finish(machine)
     assert outcome.exit_codes == ALL_WELL, outcome.output
-    assert outcome.outputs[2].count("node c is to be left within") == 1, outcome.output
+    assert outcome.outputs[2].count("node c is being left within") == 1, outcome.output
     assert "] lost" not in outcome.output, outcome.output
 
 
@@ -138,7 +138,7 @@ def test_sigterm_to_a_launcher_is_a_notice_if_the_user_says_so(tmp_path: Path) -
             two.process.send_signal(signal.SIGTERM)
             two.wait_for("left with 5")
             two.wait(within_seconds=30)
-        assert "node two is to be left within 20 s: SIGTERM" in two.output, two.output
+        assert "node two is being left within 20 s: SIGTERM" in two.output, two.output
         assert "] lost" not in one.output + two.output
         one.process.send_signal(signal.SIGINT)
         one.wait(within_seconds=60)

@@ -13,7 +13,7 @@ def test_an_outage_and_its_end_are_told_of_once_each() -> None:
     news = OutageNews(["a:1", "b:2"], lease_seconds=3, gives_up_after_seconds=None)
     assert said(news, 0.1, 1.0, 4.9) == [], "renewals come in their time"
     assert said(news, 5.2, 6.2, 39.0) == [
-        "etcd at a:1, b:2 has not answered for 5 s; training goes on, and a loss would wait for it"
+        "etcd at a:1, b:2 has not answered for 5 s; training continues, but a loss would wait for it"
     ]
     assert said(news, 0.3, 0.4) == ["etcd at a:1, b:2 answers again, after 39 s"]
     assert len(said(news, 5.5, 0.0)) == 2, "the next one is told of too"

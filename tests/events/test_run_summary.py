@@ -188,7 +188,7 @@ class TestCommand:
         one = write_run(tmp_path / "one", losses=[4.0, 3.0, 2.0])
         other = write_run(tmp_path / "other", losses=losses, digest=digest, failover=failover)
         assert main(["compare", str(one), str(other), "--failovers", "1"]) == 1
-        assert f"NOT AS IT SHOULD BE: {expected}" in capsys.readouterr().out
+        assert f"FAILED: {expected}" in capsys.readouterr().out
 
     def test_a_loss_that_did_not_fall_fails(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         one = write_run(tmp_path / "one", losses=[4.0, 3.0])

@@ -106,9 +106,12 @@ def test_second_loss_in_the_same_step_is_scriptable() -> None:
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [
-        ({"stage": 0, "at": "idle"}, ["'step' is missing; say in which step"]),
-        ({"step": 0, "at": "idle"}, ["'stage' is missing; say which stage's worker"]),
-        ({"step": 0, "stage": 0}, ["'at' is missing; say just before what: forward, backward, "]),
+        ({"stage": 0, "at": "idle"}, ["'step' is missing; name the step in which it strikes"]),
+        ({"step": 0, "at": "idle"}, ["'stage' is missing; name the stage whose worker"]),
+        (
+            {"step": 0, "stage": 0},
+            ["'at' is missing; name the instruction before which it strikes: forward, backward, "],
+        ),
         ({"step": 1, "stage": 0, "at": "idle", "micro_batch": 0}, ["'idle'", "no micro_batch", "leave"]),
         ({"step": 1, "stage": 0, "at": "step", "micro_batch": 0}, ["'step' happens once"]),
         ({"step": 1, "stage": 0, "at": "reduce", "micro_batch": 0}, ["'reduce' happens once"]),

@@ -18,7 +18,7 @@ from tests.models.whole import little_data
 from tests.runtime.jobs import JobResult, Jobs
 from tests.runtime.scenarios import Training, build_module, hashes, wait_for_joiners
 
-STAGES, MICRO_BATCHES, STEPS = 3, 4, 6
+STAGES, MICRO_BATCHES, STEPS = 3, 4, 5
 EAGER = {"redundancy": {"mode": "eager", "offload": "recompute"}}
 
 
@@ -28,7 +28,7 @@ def kill(step: int, stage: int, at: str, micro_batch: int | None = None) -> dict
 
 
 # Each stage once. Two workers join after the first two losses, and the third meets what they hold.
-LOSSES = [kill(1, 1, "backward", 1), kill(2, 0, "forward", 2), kill(5, 2, "backward", 2)]
+LOSSES = [kill(1, 1, "backward", 1), kill(2, 0, "forward", 2), kill(4, 2, "backward", 2)]
 
 
 def train_model(name: str, training: Training, waits: dict[str, int], folder: str | None) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def all_hashes(result: JobResult) -> dict[str, str]:
         ("resnet-tiny", {}, {}),
         pytest.param("vgg-tiny", {}, {}, marks=pytest.mark.sweep),
         pytest.param("alexnet-tiny", {}, {}, marks=pytest.mark.sweep),
-        ("gnmt-tiny", {}, {}),
+        pytest.param("gnmt-tiny", {}, {}, marks=pytest.mark.sweep),
         pytest.param("bert-tiny", {}, {}, marks=pytest.mark.sweep),
         pytest.param("gpt2-tiny", {}, {}, marks=pytest.mark.sweep),
         pytest.param("resnet-tiny", EAGER, {}, marks=pytest.mark.sweep),
@@ -103,9 +103,19 @@ def test_every_stage_is_lost_and_workers_join(
         losses = disturbed.values[rank]["losses"]
         assert losses and losses == {step: expected[step] for step in losses}, f"rank {rank}"
     assert disturbed.common("digest") == plain.common("digest")
-    assert all_hashes(disturbed) == all_hashes(plain)
+    seen, wanted = all_hashes(disturbed), all_hashes(plain)
     if name == "resnet-tiny":
-        assert any("running_var" in key for key in all_hashes(plain))
+        assert any("running_var" in key for key in wanted)
+    if "activation_checkpoint_interval" in module:
+        # As in stock, a backward that recomputes its forward counts in these once more, in an order that depends on
+        # who hosts what: docs/when-guarantees-break.md.
+        seen, wanted = without_statistics(seen), without_statistics(wanted)
+    assert seen == wanted
+
+
+def without_statistics(hashes: dict[str, str]) -> dict[str, str]:
+    """``hashes`` without batch norm's running statistics."""
+    return {key: found for key, found in hashes.items() if ".running_" not in key}
 
 
 def images(folder: Path) -> str | None:
@@ -142,7 +152,7 @@ def trained(
         module=module,
         faults=list(faults),
     )
-    waits = {"4": joining} if joining else {}
+    waits = {"3": joining} if joining else {}
     return jobs.run(
         train_model,
         world=STAGES,

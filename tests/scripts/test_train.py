@@ -66,7 +66,7 @@ def test_it_trains_reports_and_logs(tmp_path: Path, text: Path) -> None:
 
     again = summary_of(train(tmp_path / "two", "--data", str(text), "--dropout", "0.1", "--tied"), tmp_path / "two")
     (problem,) = differences(summary, again)
-    assert problem.startswith("neither run says its digest")
+    assert problem.startswith("neither run has a digest")
 
     other = train(tmp_path / "three", "--data", str(text), "--dropout", "0.1", "--tied", "--seed", "5")
     assert summary_of(other, tmp_path / "three").losses != summary.losses

@@ -88,7 +88,7 @@ def test_of_two_jobs_the_later_one_has_the_place(make: Make) -> None:
     second.take()
     chosen = choose(second.survey(), check=second.problems_of, where="place")
     assert chosen.tag == "bamboo_step3" and second.known_whole(chosen) == (2, 3)
-    with pytest.raises(CheckpointError, match="'place' is another job's by now .* a directory of its own"):
+    with pytest.raises(CheckpointError, match="'place' has been taken by another job .* a directory of its own"):
         named(first, 9)
     with pytest.raises(CheckpointError, match="to worker w the file bamboo.json there says 'second', not 'first'"):
         first.check_visible(worker="w", within_seconds=0)
@@ -116,7 +116,7 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
         lambda: open_folder(str(tmp_path / "file")).read_text("a"),
         lambda: open_folder(str(tmp_path)).remove("absent"),
     ):
-        with pytest.raises(CheckpointError, match="can't be (written|read|cleared) .*has it room"):
+        with pytest.raises(CheckpointError, match="can't be (written|read|cleared) .*has room"):
             problem()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
