@@ -33,6 +33,8 @@ OffloadTarget = Literal["none", "cpu", "recompute"]
 def _located(value: object) -> object:
     """A path without ``~``, variables and dots, as it is where the job was started; an address as it is."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if isinstance(text, str) and text and (not text.strip() or any(ord(letter) < 32 for letter in text)):
+        raise ValueError(f"{text!r} is blank or has control characters in it, which no path should; write another path")
     if not isinstance(text, str) or not text or "://" in text or text.startswith("s3:"):
         return text
     start = os.environ.get(START_DIRECTORY) or os.getcwd()  # noqa: PTH109 (a Path would drop a leading //)

@@ -75,6 +75,8 @@ def test_suspicion_follows_the_lease_unless_set() -> None:
         ({"checkpoint": {"dir": "gs://b/p"}}, ["bamboo.checkpoint.dir: 'gs://b/p'", "gs://", "s3://bucket/prefix"]),
         ({"checkpoint": {"dir": "s3:///p"}}, ["bamboo.checkpoint.dir: 's3:///p'", "no bucket", "s3://bucket/prefix"]),
         ({"event_log": ""}, ["bamboo.event_log", "at least 1"]),
+        ({"event_log": "a\0b"}, ["bamboo.event_log", "control characters", "write another path"]),
+        ({"checkpoint": {"dir": "  "}}, ["bamboo.checkpoint.dir: '  '", "blank"]),
         ({"enabled": "yes"}, ["bamboo.enabled", "'yes'", "bool"]),
         ({"debug_check_shadows": True}, ["bamboo.debug_check_shadows", "True", "integer"]),
         ({"faults": 3}, ["bamboo.faults", "3"]),
