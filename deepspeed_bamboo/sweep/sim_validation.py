@@ -103,9 +103,10 @@ def run_job(job: SleepingJob, incidents: Sequence[Incident], *, server: ForkServ
         began = time.time()
         hands = _Hands(machine, nodes, began=began, happened=happened)
         for incident in incidents:
-            while time.time() < began + incident.seconds:
+            while time.time() < began + incident.seconds and machine.wait(within_seconds=_LOOK_SECONDS).timed_out:
                 hands.look()
-                time.sleep(_LOOK_SECONDS)
+            if not machine.wait(within_seconds=0.0).timed_out:
+                break  # The job is complete.
             hands.do(incident)
         outcome = machine.wait(within_seconds=max(1.0, deadline - time.monotonic()))
         outcome = with_stacks(machine, outcome)

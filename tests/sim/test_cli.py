@@ -152,7 +152,7 @@ def test_a_missing_profile_is_named(tmp_path: Path) -> None:
 def test_every_preset_runs_every_policy(name: str) -> None:
     preset = load_preset(name)
     assert preset.model.source
-    job = build_job(preset.model_copy(update={"run": preset.run.model_copy(update={"duration_hours": 3.0})}))
+    job = build_job(preset.model_copy(update={"run": preset.run.model_copy(update={"duration_hours": 1.5})}))
     for policy in available_policies(preset):
         assert run_one(job, policy=policy, seed=2).samples > 0, policy
 
