@@ -23,6 +23,7 @@ from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell, tell_once
 from deepspeed_bamboo.runtime.job.standalone import is_standalone
 from deepspeed_bamboo.runtime.membership.own_facts import common_facts
+from deepspeed_bamboo.runtime.recovery.memory_rounds import keeps_memory
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 
 _LAST_MESSAGES_SECONDS = 5.0
@@ -74,6 +75,13 @@ def enter_first_epoch(
             worker,
             f"redundancy is {session.config.redundancy.mode}, but one worker hosts everything, and nobody can stand in "
             "for it: its loss ends the job. Start two workers or more, or set checkpoint.dir to go on from there",
+        )
+    if session.config.checkpoint.memory_interval_seconds is not None and not keeps_memory(worker):
+        why = "several pipelines" if worker.grid.pipelines > 1 else "redundancy.mode off"
+        tell_once(
+            worker,
+            f"checkpoint.memory_interval_seconds is set, but with {why} no memory checkpoints are kept: a loss of the "
+            "last live copy of a stage ends the job. Set checkpoint.dir to continue from there",
         )
 
 
@@ -131,7 +139,7 @@ def _build_initial_shadows(
         lost=(),
         proposer=session.worker,
         time_seconds=time.time(),
-        remembers=session.config.remembers,
+        remembers=keeps_memory(worker),
     )
     worker.links.enter(members=members, order=order, name=f"{session.identity.job}/start")
     try:

@@ -294,7 +294,11 @@ def _limit_bytes(gigabytes: float | None) -> float:
     return _SHARE_OF_FREE_MEMORY * free / max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
+def keeps_memory(worker: Worker) -> bool:
+    """Whether this job keeps memory checkpoints: where it is told to, and has one pipeline."""
+    return worker.session.config.remembers and worker.grid.pipelines == 1
+
+
 def memory_rounds(worker: Worker) -> MemoryRounds | None:
     """As ``bamboo.checkpoint`` says; None where none are kept."""
-    config = worker.session.config
-    return MemoryRounds(worker, config.checkpoint) if config.remembers else None
+    return MemoryRounds(worker, worker.session.config.checkpoint) if keeps_memory(worker) else None
