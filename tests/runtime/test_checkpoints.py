@@ -108,6 +108,17 @@ def test_stock_reads_what_a_job_with_losses_saved_and_the_other_way_round(jobs: 
         assert found.items() <= hashes.items()
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("workers", [1, 2])
+def test_stock_reads_on_the_full_grid_what_fewer_workers_saved(jobs: Jobs, tmp_path: Path, workers: int) -> None:
+    training, folder = _training("few-1x3", 3, settings=CLIPPED), str(tmp_path / "saved")
+    saved = jobs.run(train_and_save, world=workers, training=training, folder=folder, save_at=SAVE_AT)
+    stock = dataclasses.replace(training, faults=None)
+    by_stock = jobs.run(load_and_train, world=3, training=stock, folder=folder)
+    assert by_stock.common("found") == SAVE_AT
+    assert by_stock.common("losses") == saved.common("losses")[SAVE_AT:]
+
+
 def test_no_checkpoint_and_one_that_only_some_see(jobs: Jobs, tmp_path: Path) -> None:
     training = _training("none-1x2", 2)
     fresh = jobs.run(load_and_train, world=2, training=training, folder=str(tmp_path / "empty"))
