@@ -50,7 +50,7 @@ def test_a_job_whose_name_was_just_claimed_is_being_started(left_behind: Callabl
     assert not can_be_joined(job)
     with starting.claim_name(lease_seconds=30):
         left_behind(JobCoordinator(store, job="j"))
-        with pytest.raises(JobNameTaken, match=r"'j' is just starting .* start this again in a moment"):
+        with pytest.raises(JobNameTaken, match=r"'j' is just starting .* start this command again in a moment"):
             can_be_joined(job)
     assert not can_be_joined(job)
     store.close()
