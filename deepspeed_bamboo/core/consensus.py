@@ -80,7 +80,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Settlement:
+class Conclusion:
     """The common conclusion.
 
     ``activity`` is the newest one that anybody is in. ``agreed`` maps an activity to the agreements that
@@ -122,7 +122,7 @@ def keeper(reports: Mapping[WorkerId, Report]) -> tuple[WorkerId | None, frozens
     return (most if needing else None), needing
 
 
-def settle(reports: Mapping[WorkerId, Report]) -> Settlement:
+def conclude(reports: Mapping[WorkerId, Report]) -> Conclusion:
     """Conclude from all survivors' reports; the same reports give the same conclusion everywhere.
 
     A worker one activity behind takes over the agreements that the others saw in it. Reports may be outlines,
@@ -153,4 +153,4 @@ def settle(reports: Mapping[WorkerId, Report]) -> Settlement:
             result.update((c, counts if started else CoordinateProgress()) for c, counts in reported.items())
     step = next(report.step for report in reports.values() if report.activity == newest)
     kept = {worker: report.kept for worker, report in sorted(reports.items())}
-    return Settlement(newest, kinds.pop() if kinds else None, agreed, progress, redundant, step, kept)
+    return Conclusion(newest, kinds.pop() if kinds else None, agreed, progress, redundant, step, kept)

@@ -43,10 +43,10 @@ from deepspeed_bamboo.runtime.membership.common_state import CommonState, Known
 from deepspeed_bamboo.runtime.membership.own_facts import own_facts
 from deepspeed_bamboo.runtime.membership.reconfiguration import Reconfiguration
 from deepspeed_bamboo.runtime.membership.starting import Built, agreed_seed, enter_first_epoch
+from deepspeed_bamboo.runtime.owner_changes import OwnerChanges
 from deepspeed_bamboo.runtime.recovery.shadow_check import check_shadows
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 from deepspeed_bamboo.runtime.redoing import KnownMemory, RedoingEngine
-from deepspeed_bamboo.runtime.settling import Settling
 from deepspeed_bamboo.runtime.stock.attributes import COUNTERS
 from deepspeed_bamboo.runtime.stock.built_state import take_over_stock_state
 from deepspeed_bamboo.runtime.stock.hosted_view import show_all_hosted
@@ -125,7 +125,7 @@ class BambooPipelineEngine(RedoingEngine):
         self.transfer = StateTransfer(
             self.worker, written=self.script_writes.note, process_rank=lambda: int(self.global_rank)
         )
-        self.settling = Settling(self.worker, transfer=self.transfer, changed=self.forget_memory)
+        self.owner_changes = OwnerChanges(self.worker, transfer=self.transfer, changed=self.forget_memory)
         self.history = StepHistory()
         self.forward_seed = agreed_seed(self.session.config.seed, device=self.device)
         self.iteration_end = IterationEnd(
@@ -136,9 +136,9 @@ class BambooPipelineEngine(RedoingEngine):
             contributors=Contributors(
                 prepare=self.complete_data,
                 first=self._first_contribution,
-                last=lambda: {**self.rebuilding.contribution(), **self.failover.contribution()},
-                counts=lambda agreed: self.protection.count_on_rebuilt(agreed),
-                rebuilt=lambda: self.rebuilding,
+                last=lambda: {**self.shadow_rebuild.contribution(), **self.failover.contribution()},
+                counts=lambda agreed: self.redundancy_repair.count_on_rebuilt(agreed),
+                rebuilt=lambda: self.shadow_rebuild,
             ),
         )
         redundant = RedundantForwards(self.session.config.redundancy, device=self.device)
@@ -159,7 +159,7 @@ class BambooPipelineEngine(RedoingEngine):
         self.supply = DataSupply(self.worker, data=lambda: self.data, transform=lambda: self.batch_fn)
         self._survive_losses()
         self.checkpoints = automatic_checkpoints(self.worker, copy=self.copy_of)
-        known: dict[str, Known] = {"modes": self.modes, "settling": self.settling}
+        known: dict[str, Known] = {"modes": self.modes, "owner_changes": self.owner_changes}
         if self.checkpoints is not None:
             known["checkpoints"] = self.checkpoints.rounds
         if self.memory is not None:
@@ -204,13 +204,13 @@ class BambooPipelineEngine(RedoingEngine):
             way_back=self._way_back(),
         )
         survival = Survival(self.worker, transfer=self.transfer, groups=self.script_groups, hooks=hooks)
-        self.modes, self.rebuilding, self.world = survival.modes, survival.rebuilding, survival.world
+        self.modes, self.shadow_rebuild, self.world = survival.modes, survival.shadow_rebuild, survival.world
         self.script_server, self.failover = survival.script_server, survival.failover
-        self.protection, self.memory = survival.protection, survival.memory
+        self.redundancy_repair, self.memory = survival.redundancy_repair, survival.memory
         self.programs = Programs(
             self.worker,
             modes=self.modes,
-            rebuilds=self.rebuilding.takes_part,
+            rebuilds=self.shadow_rebuild.takes_part,
             evaluated_micro_batches=lambda: self.evaluated_micro_batches,
         )
 
@@ -234,7 +234,7 @@ class BambooPipelineEngine(RedoingEngine):
         )
         enter_first_epoch(self.worker, transfer=self.transfer, built=built, enter_world=self.world.enter)
         with self.working():
-            self.settling.note()
+            self.owner_changes.note()
         garbage.set_aside_what_exists(self.device)
 
     @property
@@ -282,7 +282,7 @@ class BambooPipelineEngine(RedoingEngine):
         self._warn_if_confined()
         self.reconfiguration.run_if_wished()
         self.supply.agree()
-        self.settling.settle()
+        self.owner_changes.follow()
         for replica in self.host.replicas():
             with self.host.hosting(replica):
                 if not self.module.training:  # stock visits every layer, but only the first replica's
@@ -366,15 +366,15 @@ class BambooPipelineEngine(RedoingEngine):
         self.failover.log_if_any()
         self.data.forget(step)
         self.activate_first()
-        self.protection.protect_again()
-        self.settling.note()
+        self.redundancy_repair.repair()
+        self.owner_changes.note()
         every = self.session.config.debug_check_shadows
         if every and self.global_steps % every == 0:
             check_shadows(self.worker)
 
     def _train_body(self) -> None:
         if not self.activity.rounds:
-            self.rebuilding.begin()
+            self.shadow_rebuild.begin()
             beforehand = self.modes.planned is not Mode.LAZY
             self.supply.deliver(micro_batches=self.micro_batches, beforehand=beforehand)
             context = self.programs.context(training=True, micro_batches=self.micro_batches)

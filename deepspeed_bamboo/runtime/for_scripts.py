@@ -82,7 +82,7 @@ class ScriptEngine(FedEngine):
         module (``engine.module``) shows them all in ``named_parameters()``, ``parameters()`` and ``state_dict()``.
         """
         for replica in self.host.owners():
-            replica.settle()
+            replica.finish_step()
         self.host.save()
         return {replica.coordinate: replica.module for replica in self.host.owners()}
 

@@ -14,19 +14,19 @@ from deepspeed_bamboo.runtime.iteration.mode_choice import ModeChoice
 from deepspeed_bamboo.runtime.iteration.step_history import StepHistory
 from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.membership.reconfiguration import Reconfiguration
+from deepspeed_bamboo.runtime.owner_changes import ConfigurableEngine, OwnerChanges
 from deepspeed_bamboo.runtime.recovery.memory_rounds import MemoryRounds
 from deepspeed_bamboo.runtime.recovery.restore import WayBack
 from deepspeed_bamboo.runtime.recovery.take_over import Failover
-from deepspeed_bamboo.runtime.settling import Settling, SettlingEngine
 from deepspeed_bamboo.runtime.stock.script_writes import ScriptWrites
 
 
-class RedoingEngine(SettlingEngine):
+class RedoingEngine(ConfigurableEngine):
     """See the module. ``memory`` is None where no memory checkpoints are kept."""
 
     # The engine's; whose they are is said there.
     script_writes: ScriptWrites
-    settling: Settling
+    owner_changes: OwnerChanges
     failover: Failover
     modes: ModeChoice
     reconfiguration: Reconfiguration
@@ -46,7 +46,7 @@ class RedoingEngine(SettlingEngine):
             writes=self.script_writes,
             redo=self._redo_step,
             count_to=self.count_to,
-            look_alike=self.settling.note,
+            look_alike=self.owner_changes.note,
         )
 
     def _first_contribution(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class RedoingEngine(SettlingEngine):
             **losses,
             **self._memory_contribution(),
             **self.modes.contribution(),
-            **self.settling.contribution(),
+            **self.owner_changes.contribution(),
             **(self.checkpoints.contribution() if self.checkpoints is not None else {}),
             **self.reconfiguration.contribution(),
         }
@@ -65,7 +65,7 @@ class RedoingEngine(SettlingEngine):
     def _take_in_what_was_agreed(self) -> None:
         """What all have handed in with the iteration that has just ended; an iteration done again brings no news."""
         self.reconfiguration.note()
-        self.settling.learn(self.activity.previous[0])
+        self.owner_changes.learn(self.activity.previous[0])
         self._note_memory()
         if self.checkpoints is not None:
             self.checkpoints.note()
@@ -80,7 +80,7 @@ class RedoingEngine(SettlingEngine):
         """What this worker hands in with the agreement of an iteration."""
         if self.memory is None:
             return {}
-        wanted = not self.settling.by_hand and not self.confined
+        wanted = not self.owner_changes.by_hand and not self.confined
         return self.memory.contribution(step=self.worker.step + 1, wanted=wanted)
 
     def _keep_in_memory(self) -> None:
@@ -94,7 +94,7 @@ class RedoingEngine(SettlingEngine):
         self.host.activate_shown()
         wanted = memory.first_wanted
         crowded = self.data.kept_bytes > memory.limit_bytes
-        first = step if wanted is None or crowded or self.settling.by_hand else wanted
+        first = step if wanted is None or crowded or self.owner_changes.by_hand else wanted
         self.history.begin_at(first)
         self.data.keep_from(first)
 

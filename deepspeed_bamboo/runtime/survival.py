@@ -9,10 +9,10 @@ from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerL
 from deepspeed_bamboo.runtime.iteration.mode_choice import ModeChoice
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.recovery.memory_rounds import memory_rounds
-from deepspeed_bamboo.runtime.recovery.protection import Protection
+from deepspeed_bamboo.runtime.recovery.redundancy_repair import RedundancyRepair
 from deepspeed_bamboo.runtime.recovery.restore import Restoring, WayBack
 from deepspeed_bamboo.runtime.recovery.script_server import ScriptServer
-from deepspeed_bamboo.runtime.recovery.shadow_rebuild import Rebuilding
+from deepspeed_bamboo.runtime.recovery.shadow_rebuild import ShadowRebuild
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 from deepspeed_bamboo.runtime.recovery.take_over import Failover
 from deepspeed_bamboo.runtime.recovery.world_entry import WorldEntry
@@ -42,7 +42,7 @@ class Survival:
 
     def __init__(self, worker: Worker, *, transfer: StateTransfer, groups: ScriptGroups, hooks: Hooks) -> None:
         self.modes = ModeChoice(worker)
-        self.rebuilding = Rebuilding(worker, transfer=transfer)
+        self.shadow_rebuild = ShadowRebuild(worker, transfer=transfer)
         self.script_server = ScriptServer(worker, recover=hooks.recover, catching_up=hooks.catching_up)
         self.world = WorldEntry(worker, groups=groups, server=self.script_server, on_rank=hooks.on_rank)
         self.memory = memory_rounds(worker)
@@ -50,16 +50,16 @@ class Survival:
         self.failover = Failover(
             worker,
             transfer=transfer,
-            rebuilding=self.rebuilding,
+            shadow_rebuild=self.shadow_rebuild,
             modes=self.modes,
             world=self.world,
             abandon=hooks.abandon,
             evaluated_micro_batches=hooks.evaluated,
             restoring=restoring,
         )
-        self.protection = Protection(
+        self.redundancy_repair = RedundancyRepair(
             worker,
-            rebuilding=self.rebuilding,
+            shadow_rebuild=self.shadow_rebuild,
             transfer=transfer,
-            last_loss=lambda: self.failover.settlement,
+            last_loss=lambda: self.failover.conclusion,
         )

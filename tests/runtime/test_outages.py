@@ -15,7 +15,7 @@ import pytest
 from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobFailure
 from deepspeed_bamboo.errors import JobFailedError
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption
-from deepspeed_bamboo.runtime.comm.retry import insist
+from deepspeed_bamboo.runtime.comm.retry import with_retries
 from deepspeed_bamboo.runtime.job.session import WorkerSession
 from deepspeed_bamboo.runtime.recovery.regroup import Recovery
 from tests.runtime.jobs import Jobs
@@ -77,7 +77,7 @@ def test_what_is_insisted_upon_is_asked_until_there_is_an_answer() -> None:
             raise answer
         return str(answer)
 
-    assert insist(call, interruption=Interruption()) == "yes"
+    assert with_retries(call, interruption=Interruption()) == "yes"
     assert answers == []
 
 
@@ -90,4 +90,4 @@ def test_a_failure_of_the_job_ends_the_waiting() -> None:
         raise unavailable()
 
     with pytest.raises(JobFailedError, match="over"):
-        insist(call, interruption=interruption)
+        with_retries(call, interruption=interruption)

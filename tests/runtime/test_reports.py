@@ -17,7 +17,7 @@ from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, Interruption
-from deepspeed_bamboo.runtime.comm.retry import insist
+from deepspeed_bamboo.runtime.comm.retry import with_retries
 from deepspeed_bamboo.runtime.recovery import reports as module
 from deepspeed_bamboo.runtime.recovery.reports import exchange_reports, packed, unpacked
 
@@ -51,8 +51,8 @@ class Survivor:
         self._watch.stop()
         return self.result
 
-    def insist(self, call: Callable[[], Any]) -> Any:
-        return insist(call, interruption=self.interruption)
+    def with_retries(self, call: Callable[[], Any]) -> Any:
+        return with_retries(call, interruption=self.interruption)
 
     def published(self, number: int) -> dict[str, Any]:
         return {change.worker: change.value for change in self.heard if change.epoch == number}

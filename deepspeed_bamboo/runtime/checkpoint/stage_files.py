@@ -64,7 +64,7 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
         if not decoupled:
             self._name(Path(save_dir), tag, latest=save_latest)
         self._tell("saved", Path(save_dir) / tag, started)
-        self.protection.protect_again()  # if somebody was lost meanwhile
+        self.redundancy_repair.repair()  # if somebody was lost meanwhile
         return True
 
     def _name(self, folder: Path, tag: str, *, latest: bool) -> None:
@@ -178,7 +178,7 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
             with self.session.works.watch(f"loading from {load_dir}", total=len(owned), unit="stages") as work:
                 for replica in owned:
                     self.worker.strike_if_scripted(replica.coordinate, "load")
-                    replica.settle()
+                    replica.finish_step()
                     with self.host.hosting(replica), tied_weights_from_files(self, replica.module):
                         loaded.append(load(os.fspath(load_dir), *arguments, **options))
                     work.add(1)
@@ -199,8 +199,8 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
             self.data.resume_at(self.global_steps)
             self._tell("loaded", path, started)
             self.forget_memory()
-        self.protection.protect_again()
-        self.settling.note()
+        self.redundancy_repair.repair()
+        self.owner_changes.note()
         return path, client_state
 
     def refresh_shadows(self) -> None:
@@ -211,7 +211,7 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
         """
         self.worker.agree_on("refresh", lambda: self.transfer.refresh_shadows(label=f"{self.activity.index}/refresh"))
         self.forget_memory()
-        self.settling.note()
+        self.owner_changes.note()
 
     def _tell(self, action: str, path: str | os.PathLike[str], started: float) -> None:
         seconds = time.perf_counter() - started

@@ -29,7 +29,7 @@ class StoreClient(c10d.Store):  # type: ignore[misc,name-defined]
     """
 
     def __init__(self, host: str, port: int, *, secret: str, timeout: timedelta, insist: bool = False) -> None:
-        """``insist``: wait for a server that is not there yet.
+        """``with_retries``: wait for a server that is not there yet.
 
         Raises RuntimeError when there is none within ``timeout``, or it does not know the secret.
         """

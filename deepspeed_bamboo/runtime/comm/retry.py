@@ -19,7 +19,7 @@ T = TypeVar("T")
 _PAUSE_SECONDS = 0.2
 
 
-def insist(call: Callable[[], T], *, interruption: Interruption) -> T:
+def with_retries(call: Callable[[], T], *, interruption: Interruption) -> T:
     """What ``call`` returns, made again until the coordinator answers; it must bear being made twice.
 
     Raises what interrupts a wait (see :class:`Interruption`): the agent ends the job when the job's own etcd stays

@@ -201,7 +201,7 @@ class Executor:
         redundant = instruction.op in _REDUNDANT or (instruction.to_shadow and instruction.op in RECEIVES)
         replica = shadow if redundant or owned is None else owned
         if replica is not None:
-            replica.settle()
+            replica.finish_step()
         if replica is None:
             raise RuntimeError(f"{instruction}: worker {self._me} holds no replica of {coordinate} for it")
         return replica

@@ -90,7 +90,7 @@ class Mirroring:
         if not self._arrived:
             return
         for replica, message in self._arrived:
-            replica.settle()
+            replica.finish_step()
             host.activate(replica)
             self._stock.accept(replica, message.data, message.tensors)
         self._arrived.clear()

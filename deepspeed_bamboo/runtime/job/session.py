@@ -30,7 +30,7 @@ from deepspeed_bamboo.faults import Fault, FaultScript
 from deepspeed_bamboo.protocol import ADDRESS, ENDPOINTS, JOB, JOINING, NODE, PREFIX, SECRET, WORKER, ZONE
 from deepspeed_bamboo.pulse import Pulse
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption
-from deepspeed_bamboo.runtime.comm.retry import insist
+from deepspeed_bamboo.runtime.comm.retry import with_retries
 from deepspeed_bamboo.runtime.comm.store_server import StoreServer
 from deepspeed_bamboo.runtime.job.long_works import LongWorks
 from deepspeed_bamboo.runtime.job.start import Start
@@ -177,9 +177,9 @@ class WorkerSession:
             self.interruption.check()
             time.sleep(0.02)
 
-    def insist(self, call: Callable[[], T]) -> T:
-        """What ``call`` gets from the coordinator, through an outage as long as that takes; see :func:`insist`."""
-        return insist(call, interruption=self.interruption)
+    def with_retries(self, call: Callable[[], T]) -> T:
+        """What ``call`` gets from the coordinator, through an outage as long as that takes; see there."""
+        return with_retries(call, interruption=self.interruption)
 
     @property
     def present(self) -> dict[str, Member]:

@@ -153,7 +153,7 @@ class Balancing:
         member = session.present.get(worker)
         if session.config.topology.slow_workers == "drain" and member is not None:
             reason = f"worker {worker} is slow"
-            session.insist(
+            session.with_retries(
                 lambda: session.coordinator.request_drain(member.node, deadline_seconds=_DRAIN_SECONDS, reason=reason)
             )
 

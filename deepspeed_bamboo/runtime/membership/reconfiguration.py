@@ -240,7 +240,7 @@ class Reconfiguration:
                 "known": self._known(),
             }
             number = self._newest_number(current) + 1
-            session.insist(lambda: session.coordinator.publish_progress(number, WELCOME, welcome))
+            session.with_retries(lambda: session.coordinator.publish_progress(number, WELCOME, welcome))
             members = (*current.members, *target.joining)
             proposed = self._propose(current, members=members, reason=f"to join: {', '.join(target.joining)}")
         agreed = worker.agree({"joined": proposed})
@@ -249,7 +249,7 @@ class Reconfiguration:
         self._taken_in.update(target.joining)
         worker.view.adopt(record, worker.placement)
         worker.links.extend(
-            members=session.insist(session.coordinator.members),
+            members=session.with_retries(session.coordinator.members),
             order=record.members,
             name=f"{session.identity.job}/{record.number}",
         )
@@ -273,8 +273,8 @@ class Reconfiguration:
             time_seconds=time.time(),
             remembers=base.remembers,
         )
-        if not session.insist(lambda: session.coordinator.propose(record, expected=number)):
-            newest = session.insist(session.coordinator.epoch)
+        if not session.with_retries(lambda: session.coordinator.propose(record, expected=number)):
+            newest = session.with_retries(session.coordinator.epoch)
             if newest is not None:
                 session.interruption.announce_epoch(newest)
             session.interruption.wait_until(lambda: False)
@@ -282,7 +282,7 @@ class Reconfiguration:
 
     def _newest_number(self, base: EpochRecord) -> int:
         """Of the epoch that is ``base`` but for new shadows. Raises what interrupts when there is another one."""
-        newest = self._worker.session.insist(self._worker.session.coordinator.epoch)
+        newest = self._worker.session.with_retries(self._worker.session.coordinator.epoch)
         if newest is None:
             raise RuntimeError("the job has no epoch any more")
         self._worker.session.interruption.announce_epoch(newest)
@@ -329,7 +329,7 @@ class Reconfiguration:
         if session.worker in target.leaving:
             return
         worker.links.extend(
-            members=session.insist(session.coordinator.members),
+            members=session.with_retries(session.coordinator.members),
             order=record.members,
             name=f"{session.identity.job}/{record.number}",
         )

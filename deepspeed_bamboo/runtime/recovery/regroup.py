@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed_bamboo.coordination import EpochRecord, Member
-from deepspeed_bamboo.core.consensus import Report, Settlement, settle
+from deepspeed_bamboo.core.consensus import Conclusion, Report, conclude
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.peers import peers_of, tensor_peers
 from deepspeed_bamboo.core.placement import Placement, WorkerId
@@ -102,7 +102,7 @@ class Recovery:
 
     def recover(
         self, cause: EpochChangedError | PeerLostError, *, placement: Placement
-    ) -> tuple[EpochRecord, Settlement, PauseClock]:
+    ) -> tuple[EpochRecord, Conclusion, PauseClock]:
         """Return the newest epoch, with channels for it, and what its members concluded.
 
         ``placement`` is the one before. Raises JobFailedError or ExpelledError.
@@ -126,12 +126,12 @@ class Recovery:
                 self._point("interrupted")
                 self._links.close()
                 clock.aborted = time.time()
-                settlement = settle(self._reports_of(record))
+                conclusion = conclude(self._reports_of(record))
                 self._regroup(record)
                 clock.regrouped = time.time()
                 gone = {worker for _, worker in placement.owners} - set(record.members)
                 clock.lost = tuple(sorted(gone))
-                return record, settlement, clock
+                return record, conclusion, clock
             except (EpochChangedError, PeerLostError) as again:
                 cause = again
 
@@ -143,15 +143,15 @@ class Recovery:
             self._await_epoch()
             return
         try:
-            self._session.insist(
+            self._session.with_retries(
                 lambda: coordinator.report_suspicion(epoch, reporter=me, suspect=cause.peer, reason=cause.cause)
             )
             interruption.wait_until(lambda: False, timeout_seconds=self._suspicion_seconds)
         except EpochChangedError:
             return
         reason = f"no answer to {me}: {cause.cause}"
-        record = self._session.insist(lambda: coordinator.propose_loss([cause.peer], reason=reason, proposer=me))
-        failure = self._session.insist(coordinator.failure)
+        record = self._session.with_retries(lambda: coordinator.propose_loss([cause.peer], reason=reason, proposer=me))
+        failure = self._session.with_retries(coordinator.failure)
         if failure is not None:
             interruption.announce_failure(failure)
             interruption.check()
@@ -165,7 +165,7 @@ class Recovery:
                 interruption.wait_until(lambda: False, timeout_seconds=_LOOK_AGAIN_SECONDS)
             except EpochChangedError:
                 return
-            record = self._session.insist(self._session.coordinator.epoch)
+            record = self._session.with_retries(self._session.coordinator.epoch)
             if record is not None:
                 interruption.announce_epoch(record)
 
@@ -190,7 +190,7 @@ class Recovery:
         """All members of ``record``. Those that come back after an outage of the coordinator get the time for it."""
         me, deadline = self._session.worker, time.monotonic() + self._suspicion_seconds
         while True:
-            members = self._session.insist(self._session.coordinator.members)
+            members = self._session.with_retries(self._session.coordinator.members)
             missing = [worker for worker in record.members if worker not in members]
             if not missing:
                 return {worker: members[worker] for worker in record.members}

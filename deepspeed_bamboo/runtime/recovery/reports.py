@@ -40,19 +40,19 @@ def exchange_reports(
     outline = own.outline().to_json()
 
     def hand_in() -> None:
-        session.insist(lambda: coordinator.hand_in_report(number, session.worker, outline))
+        session.with_retries(lambda: coordinator.hand_in_report(number, session.worker, outline))
 
     hand_in()
     handed_in()
     if collector(record.members) == session.worker:
         everybodys = _collected(session, number, record.members, again=hand_in)
-        session.insist(lambda: coordinator.publish_progress(number, _EVERYBODYS, packed(everybodys)))
+        session.with_retries(lambda: coordinator.publish_progress(number, _EVERYBODYS, packed(everybodys)))
     else:
         everybodys = unpacked(_published(session, number, _EVERYBODYS, again=hand_in))
     reports = {worker: _report_of(everybodys, worker) for worker in record.members}
     most, needing = keeper(reports)
     if most == session.worker:
-        session.insist(lambda: coordinator.publish_progress(number, _KEEPERS, own.to_json()))
+        session.with_retries(lambda: coordinator.publish_progress(number, _KEEPERS, own.to_json()))
     elif most is not None and session.worker in needing:
         reports[most] = _report_of({most: _published(session, number, _KEEPERS)}, most)
     return reports
@@ -68,7 +68,7 @@ def _collected(
         if looked - began > _LOOK_AGAIN_SECONDS:
             again()
             began = looked
-        reports = session.insist(lambda: session.coordinator.reports(epoch))
+        reports = session.with_retries(lambda: session.coordinator.reports(epoch))
         if all(worker in reports for worker in workers):
             return reports
         nap = max(_NAP_SECONDS, _NAP_SHARE * (time.monotonic() - looked))
@@ -87,7 +87,7 @@ def _published(
             published = session.published(epoch)
         else:
             again()
-            published = session.insist(lambda: session.coordinator.progress(epoch))
+            published = session.with_retries(lambda: session.coordinator.progress(epoch))
     return published[name]
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deepspeed_bamboo.coordination import EpochRecord, fatal_loss
-from deepspeed_bamboo.core.consensus import Settlement
+from deepspeed_bamboo.core.consensus import Conclusion
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.restoring import Handover, Kept, State, handovers, newest_state
@@ -124,7 +124,7 @@ class Restoring:
 
     # -- bringing a state back ---------------------------------------------------------------------
 
-    def attempt(self, record: EpochRecord, settlement: Settlement) -> None:
+    def attempt(self, record: EpochRecord, conclusion: Conclusion) -> None:
         """Bring the newest state back that there is, and enter the epoch in which all have it.
 
         Raises JobFailedError when there is none, and what interrupts the waits: then it is for the caller to recover.
@@ -133,18 +133,18 @@ class Restoring:
         first, self._steps = self._steps is None, self.steps
         worker.host.drop_incomplete()
         self._world.enter(record)
-        worker.activity.adopt(settlement.agreed)
+        worker.activity.adopt(conclusion.agreed)
         if first and worker.activity.kind is None:  # later what optimizers hold is no more what the script left
             self._way_back.writes.follow()
         self._way_back.history().note(written=self._way_back.writes.take_written())
         damaged: set[Damaged] = set()
         while True:
-            state = newest_state(worker.grid, settlement.kept, until=settlement.steps, without=damaged)
+            state = newest_state(worker.grid, conclusion.kept, until=conclusion.steps, without=damaged)
             if state is None:
                 self._give_up(record, before)
                 continue
             found = self._bring(record, state, tried=len(damaged))
-            self._pending = self._way(record, settlement, state, started)
+            self._pending = self._way(record, conclusion, state, started)
             agreed = self._agree(sorted(found), record, label=f"restored/{len(damaged)}")
             new = {damage for value in agreed.values() for damage in value}
             if not new:
@@ -160,13 +160,13 @@ class Restoring:
             self._set_out(pending)
         self._pending = None
 
-    def _way(self, record: EpochRecord, settlement: Settlement, state: State, started: float) -> _Return:
+    def _way(self, record: EpochRecord, conclusion: Conclusion, state: State, started: float) -> _Return:
         return _Return(
-            behind=self._worker.activity.index < settlement.activity,
+            behind=self._worker.activity.index < conclusion.activity,
             step=state.step,
-            until=settlement.steps,
+            until=conclusion.steps,
             restoring=record.restoring,
-            first_index=settlement.activity + 1,
+            first_index=conclusion.activity + 1,
             reason=record.reason,
             lost=record.lost,
             started_seconds=started,
@@ -226,7 +226,7 @@ class Restoring:
             kind = host.owned if worker.placement.owner(coordinate) == worker.me else host.shadows
             kind[coordinate] = replica
             host.save()
-            replica.settle()
+            replica.finish_step()
             self._transfer.complete_replica(replica, packed)
         for replica in host.replicas():
             host.restart(replica, micro_batches=worker.micro_batches)
@@ -241,7 +241,7 @@ class Restoring:
             "those who are left could go back to"
         )
         failure = fatal_loss(record.lost[0], gone or tuple(before.grid), why)
-        session.insist(lambda: session.coordinator.fail(failure))
+        session.with_retries(lambda: session.coordinator.fail(failure))
         session.interruption.announce_failure(failure)
         session.interruption.check()
 
@@ -268,8 +268,8 @@ class Restoring:
         try:
             if proposer(record.members) != session.worker:
                 return session.interruption.wait_for_expected(after=record.number)
-            if not session.insist(lambda: session.coordinator.propose(final, expected=record.number)):
-                newest = session.insist(session.coordinator.epoch)
+            if not session.with_retries(lambda: session.coordinator.propose(final, expected=record.number)):
+                newest = session.with_retries(session.coordinator.epoch)
                 if newest is not None:
                     session.interruption.announce_epoch(newest)
                 session.interruption.wait_until(lambda: False)

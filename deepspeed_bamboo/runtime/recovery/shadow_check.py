@@ -49,7 +49,7 @@ def state_hashes(replica: StageReplica) -> Hashes:
 
 
 def _named_state(replica: StageReplica) -> Iterator[tuple[str, Any]]:
-    replica.settle()
+    replica.finish_step()
     attributes = replica.attributes
     module, masters = attributes["module"], master_weights(attributes["optimizer"])
     yield from ((f"parameter {name}", value) for name, value in module.named_parameters())

@@ -5,7 +5,7 @@ the new holder, in a thread and over channels of their own. When the iteration's
 has what every other shadow has at that moment. It says so with the agreement of the iteration, and from there on
 everybody counts it as a shadow: it takes the step with all others.
 
-What is not there in time is given up, and copied at the iteration boundary (``Failover.protect_again``).
+What is not there in time is given up, and copied at the iteration boundary (``Failover.repair``).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Work:
         return {holder for _, holder, _ in self.sending} | {state.source for state in self.arriving.values()}
 
 
-class Rebuilding:
+class ShadowRebuild:
     """One worker's part of it. All methods are called in the main thread.
 
     Args:

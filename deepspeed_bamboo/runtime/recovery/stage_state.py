@@ -32,7 +32,7 @@ def pack_state(replica: StageReplica) -> PackedState:
     The tensors are the replica's own: whoever sends them waits until they are received before it changes them. Only
     buffers are copies, since a forward may change them.
     """
-    replica.settle()
+    replica.finish_step()
     attributes = replica.attributes
     module, optimizer = attributes["module"], attributes["optimizer"]
     scheduler = attributes["lr_scheduler"] or replica.script_scheduler
@@ -125,7 +125,7 @@ def combined_digest(parts: list[str]) -> str:
 
 def stage_digest(replica: StageReplica) -> str:
     """sha256 over a stage's parameters, master weights and optimizer state, in layer order."""
-    replica.settle()
+    replica.finish_step()
     attributes = replica.attributes
     digest = hashlib.sha256()
     for name, parameter in attributes["module"].named_parameters():

@@ -140,7 +140,7 @@ class StateTransfer:
         Raises what interrupts the wait; then it is for the caller to do it again before the next agreement.
         """
         for shadow in self._worker.host.shadows.values():
-            shadow.settle()
+            shadow.finish_step()
         self._hand_over(self._worker.placement, shadows=dict(self._worker.placement.shadows), label=label)
 
     def copy_from_other_pipeline(self, coordinate: Coordinate) -> None:

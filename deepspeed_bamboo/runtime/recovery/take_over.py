@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from deepspeed_bamboo.core.consensus import Report, Settlement
+from deepspeed_bamboo.core.consensus import Conclusion, Report
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.core.placement import Placement
@@ -20,7 +20,7 @@ from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell, tell_once
 from deepspeed_bamboo.runtime.recovery.regroup import PAUSE, PauseClock, Recovery, agreed_pause
 from deepspeed_bamboo.runtime.recovery.restore import Restoring
-from deepspeed_bamboo.runtime.recovery.shadow_rebuild import Rebuilding, with_rebuilt
+from deepspeed_bamboo.runtime.recovery.shadow_rebuild import ShadowRebuild, with_rebuilt
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 from deepspeed_bamboo.runtime.recovery.world_entry import WorldEntry
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
@@ -32,7 +32,7 @@ class Failover:
     Args:
         worker: whose epoch ends.
         transfer: copies what was lost with its shadow from another pipeline.
-        rebuilding: what it had begun is given up.
+        shadow_rebuild: what it had begun is given up.
         modes: in which mode the rest is planned.
         world: makes the process group of the new epoch.
         abandon: puts gradients back to before the reduction, in an iteration that nobody has ended.
@@ -45,7 +45,7 @@ class Failover:
         worker: Worker,
         *,
         transfer: StateTransfer,
-        rebuilding: Rebuilding,
+        shadow_rebuild: ShadowRebuild,
         modes: ModeChoice,
         world: WorldEntry,
         abandon: Callable[[], None],
@@ -54,7 +54,7 @@ class Failover:
     ) -> None:
         self._worker = worker
         self._transfer = transfer
-        self._rebuilding = rebuilding
+        self._shadow_rebuild = shadow_rebuild
         self._modes = modes
         self._world = world
         self._abandon = abandon
@@ -72,7 +72,7 @@ class Failover:
         self._lost_coordinates: tuple[Coordinate, ...] = ()
         self._lost_at = 0.0
         self._attempts: Counter[tuple[int, Coordinate]] = Counter()
-        self._settlement: Settlement | None = None  # of the last loss
+        self._conclusion: Conclusion | None = None  # of the last loss
         # Coordinates that this worker owns by copying another pipeline's state, which it has yet to do.
         self._to_copy: list[Coordinate] = []
 
@@ -82,9 +82,9 @@ class Failover:
         return self._clock is not None
 
     @property
-    def settlement(self) -> Settlement | None:
+    def conclusion(self) -> Conclusion | None:
         """What survivors concluded after the last loss; None before the first."""
-        return self._settlement
+        return self._conclusion
 
     def attempt(self, coordinate: Coordinate, *, step: int) -> int:
         """How often ``coordinate`` has changed hands in ``step``."""
@@ -113,14 +113,14 @@ class Failover:
         worker = self._worker
         worker.session.pulse.at("recovery from a loss")
         before, epoch = worker.placement, worker.epoch
-        self._rebuilding.end()
+        self._shadow_rebuild.end()
         self._restoring.interrupt()
-        record, settlement, clock = self._recovery.recover(cause, placement=before)
+        record, conclusion, clock = self._recovery.recover(cause, placement=before)
         if record.restoring >= 0:
             self._clock = None
             self._modes.lost(len(clock.lost))
             self._abandon()
-            self._restoring.attempt(record, settlement)
+            self._restoring.attempt(record, conclusion)
             return
         after = record.placement
         worker.host.drop_incomplete()
@@ -129,18 +129,18 @@ class Failover:
         worker.host.take_roles(owned=after.hosted_by(worker.me), shadows=after.shadowed_by(worker.me))
         worker.view.place(after)
         self._lost_coordinates = tuple(c for c in after.grid if after.owner(c) != before.owner(c))
-        behind = worker.activity.kind == "train" and worker.activity.index < settlement.activity
+        behind = worker.activity.kind == "train" and worker.activity.index < conclusion.activity
         for coordinate in self._lost_coordinates:
             self._attempts[worker.step + behind, coordinate] += 1
         self._clock = clock
         self._modes.lost(len(clock.lost))
         self._lost_at = record.time_seconds
         self._world.enter(record)
-        worker.activity.adopt(settlement.agreed)
+        worker.activity.adopt(conclusion.agreed)
         if worker.activity.kind == "train" and worker.activity.rounds:
             # As those have it who have ended this iteration already.
             before = with_rebuilt(before, worker.activity.rounds[0], epoch=epoch)
-        self._settle(settlement, before=before, after=after, taken=taken)
+        self._settle(conclusion, before=before, after=after, taken=taken)
         self._strike_in_recovery("resume")
 
     def _strike_if_scripted(self, at: str) -> None:
@@ -154,40 +154,40 @@ class Failover:
             for replica in self._worker.host.owners():
                 self._worker.strike_if_scripted(replica.coordinate, at, step=self._worker.step + 1)
 
-    def _settle(self, settlement: Settlement, *, before: Placement, after: Placement, taken: list[Coordinate]) -> None:
+    def _settle(self, conclusion: Conclusion, *, before: Placement, after: Placement, taken: list[Coordinate]) -> None:
         worker, activity = self._worker, self._worker.activity
-        self._settlement = settlement
-        undecided_here = activity.index == settlement.activity and not activity.rounds
-        progress = self._progress(settlement, before=before, after=after)
-        if undecided_here and settlement.kind == "train":
+        self._conclusion = conclusion
+        undecided_here = activity.index == conclusion.activity and not activity.rounds
+        progress = self._progress(conclusion, before=before, after=after)
+        if undecided_here and conclusion.kind == "train":
             self._abandon()
         if not (activity.rounds and activity.kind == "train"):
             # Otherwise the step that was agreed upon comes first.
             self.copy_lost()
-        if undecided_here and settlement.kind == "train":
+        if undecided_here and conclusion.kind == "train":
             for coordinate in taken:
                 self._take_over(worker.host.owned[coordinate], progress[coordinate])
         activity.plan = None
-        if settlement.decided or settlement.kind not in ("train", "evaluate"):
+        if conclusion.decided or conclusion.kind not in ("train", "evaluate"):
             return
-        activity.planned = settlement.activity
-        if settlement.kind == "evaluate":
+        activity.planned = conclusion.activity
+        if conclusion.kind == "evaluate":
             activity.plan = plan_inference(after, micro_batches=self._evaluated_micro_batches())
             return
         activity.plan = plan_iteration(
             after,
             micro_batches=worker.micro_batches,
             progress=progress,
-            redundant=redundant_after_loss(before, after, settlement.redundant),
+            redundant=redundant_after_loss(before, after, conclusion.redundant),
             mode=self._modes.planned,
         )
-        self._set_targets(settlement, taken)
+        self._set_targets(conclusion, taken)
 
     def _progress(
-        self, settlement: Settlement, *, before: Placement, after: Placement
+        self, conclusion: Conclusion, *, before: Placement, after: Placement
     ) -> dict[Coordinate, CoordinateProgress]:
-        reports = {c: settlement.progress.get(c, CoordinateProgress()) for c in after.grid}
-        redundant = settlement.redundant
+        reports = {c: conclusion.progress.get(c, CoordinateProgress()) for c in after.grid}
+        redundant = conclusion.redundant
         return progress_after_loss(
             before,
             after,
@@ -211,13 +211,13 @@ class Failover:
             worker.host.forget_gradients(replica)
         replica.progress = progress
 
-    def _set_targets(self, settlement: Settlement, taken: list[Coordinate]) -> None:
+    def _set_targets(self, conclusion: Conclusion, taken: list[Coordinate]) -> None:
         """How far each lost coordinate had been, as its neighbours saw it: when that is redone, it has caught up."""
         if self._clock is None:
             return
         for coordinate in taken:
-            after = settlement.progress.get(Coordinate(coordinate.pipeline, coordinate.stage + 1))
-            previous = settlement.progress.get(Coordinate(coordinate.pipeline, coordinate.stage - 1))
+            after = conclusion.progress.get(Coordinate(coordinate.pipeline, coordinate.stage + 1))
+            previous = conclusion.progress.get(Coordinate(coordinate.pipeline, coordinate.stage - 1))
             backwards = previous.gradients_received if previous else (after.backwards if after else 0)
             forwards = after.activations_received if after else backwards
             self._clock.taken_over[coordinate] = (forwards, backwards)

@@ -50,6 +50,6 @@ def _collect_once(worker: Worker) -> dict[str, torch.Tensor]:
 
 
 def _state_of(replica: StageReplica) -> dict[str, torch.Tensor]:
-    replica.settle()
+    replica.finish_step()
     tensors = (*replica.module.named_parameters(), *replica.module.named_buffers())
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}

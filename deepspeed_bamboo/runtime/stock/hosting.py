@@ -280,7 +280,7 @@ class StageHost:
         A coordinate without a replica here is left out: its state has to be copied (see ``copied_from``).
         """
         for replica in self.shadows.values():
-            replica.settle()
+            replica.finish_step()
         held = {**self.shadows, **self.owned}
         self.owned = {c: held[c] for c in owned if c in held}
         self.shadows = {c: held[c] for c in shadows if c in held and c not in self.owned}

@@ -62,7 +62,7 @@ class StageReplica:
     def module(self) -> PipelineModule:
         return self.attributes["module"]
 
-    def settle(self) -> None:
+    def finish_step(self) -> None:
         """Before the replica's state is read, written or dropped: what this stream gets comes after its last step."""
         stepping, self.stepping = self.stepping, None
         if stepping is not None:

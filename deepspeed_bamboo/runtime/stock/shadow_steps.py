@@ -20,7 +20,7 @@ from deepspeed_bamboo.runtime.stock.replica import StageReplica
 class LateStep:
     """A shadow's step whose launching would hold up the next iteration's first forward.
 
-    Stands where a replica keeps the event at the end of a step on another stream, see ``StageReplica.settle``.
+    Stands where a replica keeps the event at the end of a step on another stream, see ``StageReplica.finish_step``.
     """
 
     def __init__(self, replica: StageReplica, launch: Callable[[], None]) -> None:

@@ -7,22 +7,22 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from deepspeed_bamboo.coordination import EpochRecord
-from deepspeed_bamboo.core.consensus import Settlement
+from deepspeed_bamboo.core.consensus import Conclusion
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.runtime.iteration.activity import Round
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.recovery.acquaintances import Acquaintances
-from deepspeed_bamboo.runtime.recovery.shadow_rebuild import Rebuilding, with_rebuilt
+from deepspeed_bamboo.runtime.recovery.shadow_rebuild import ShadowRebuild, with_rebuilt
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 
 
-class Protection:
+class RedundancyRepair:
     """One worker's part of it.
 
     Args:
         worker: whose placement lacks shadows.
-        rebuilding: brings shadows back beside an iteration.
+        shadow_rebuild: brings shadows back beside an iteration.
         transfer: brings the rest at its end.
         last_loss: returns what survivors concluded after the last loss, None before the first.
     """
@@ -31,12 +31,12 @@ class Protection:
         self,
         worker: Worker,
         *,
-        rebuilding: Rebuilding,
+        shadow_rebuild: ShadowRebuild,
         transfer: StateTransfer,
-        last_loss: Callable[[], Settlement | None],
+        last_loss: Callable[[], Conclusion | None],
     ) -> None:
         self._worker = worker
-        self._rebuilding = rebuilding
+        self._shadow_rebuild = shadow_rebuild
         self._transfer = transfer
         self._last_loss = last_loss
         self._acquaintances = Acquaintances(worker.links, me=worker.me)
@@ -54,15 +54,15 @@ class Protection:
         if complete and worker.placement != before and worker.is_reporter:
             self._propose(worker.record)
 
-    def protect_again(self) -> None:
+    def repair(self) -> None:
         """Give every unprotected coordinate a shadow on another live worker, if there is one; collective.
 
-        Done at an iteration boundary. Mostly that has happened beside the iteration, see :class:`Rebuilding`; what is
+        Done at an iteration boundary. Mostly that has happened beside the iteration (:class:`ShadowRebuild`); what is
         missing still is copied now. Becomes part of the epoch only once every copy is complete; a loss meanwhile
         leaves things as they were, and the next iteration tries again.
         """
         worker = self._worker
-        beside = self._rebuilding.end()
+        beside = self._shadow_rebuild.end()
         record = worker.record
         self._acquaintances.keep(worker.placement, members=record.members)
         if not worker.protects or not self._takes_part():
@@ -96,10 +96,10 @@ class Protection:
 
     def _takes_part(self) -> bool:
         """The same answer on every worker that comes to this boundary, though some may have passed it before a loss."""
-        index, settlement = self._worker.activity.index, self._last_loss()
-        if settlement is None or index > settlement.activity:
+        index, conclusion = self._worker.activity.index, self._last_loss()
+        if conclusion is None or index > conclusion.activity:
             return True
-        return index == settlement.activity and settlement.kind == "protect"
+        return index == conclusion.activity and conclusion.kind == "protect"
 
     def _say(self, current: EpochRecord, *, seconds: float, waited_seconds: float) -> None:
         worker = self._worker
@@ -125,11 +125,11 @@ class Protection:
             proposer=session.worker,
             time_seconds=time.time(),
         )
-        if not session.insist(lambda: session.coordinator.propose(record, expected=current.number)):
+        if not session.with_retries(lambda: session.coordinator.propose(record, expected=current.number)):
             session.interruption.notify()  # somebody proposed a loss first; it will interrupt us
 
     def _drop_unlisted_shadows(self) -> None:
         worker = self._worker
         listed = worker.placement.shadowed_by(worker.me)
         for coordinate in [c for c in worker.host.shadows if c not in listed]:
-            worker.host.shadows.pop(coordinate).settle()
+            worker.host.shadows.pop(coordinate).finish_step()

@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_bamboo.core.consensus import Report, keeper, settle
+from deepspeed_bamboo.core.consensus import Report, conclude, keeper
 
 # The agreements of two activities, of which everybody has seen a beginning.
 EARLIER, LATER = ("e0", "e1", "e2"), ("l0", "l1")
@@ -34,10 +34,10 @@ def test_with_the_keepers_whole_report_outlines_say_all_that_is_needed(whole: di
     outlines = {name: report.outline() for name, report in whole.items()}
     most, needing = keeper(outlines)
     assert (most, needing) == keeper(whole)
-    expected = settle(whole)
+    expected = conclude(whole)
     for name, report in whole.items():
         known = {**outlines, most: whole[most]} if most is not None and name in needing else outlines
-        concluded = settle(known)
+        concluded = conclude(known)
         assert {a: len(rounds) for a, rounds in concluded.agreed.items()} == {
             a: len(rounds) for a, rounds in expected.agreed.items()
         }

@@ -12,7 +12,7 @@ import pytest
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.placement import Placement
-from deepspeed_bamboo.runtime.recovery import shadow_rebuild as rebuilding
+from deepspeed_bamboo.runtime.recovery import shadow_rebuild as shadow_rebuild
 from deepspeed_bamboo.runtime.recovery.shadow_rebuild import with_rebuilt
 from tests.runtime.jobs import JobResult, Jobs
 from tests.runtime.scenarios import Training, train_all
@@ -28,7 +28,7 @@ def train_where_some_fail(failing: list[str], **arguments: Any) -> Any:
         raise RuntimeError("no way")
 
     if f"w{os.environ['RANK']}" in failing:
-        rebuilding._send = send
+        shadow_rebuild._send = send
     return train_all(**arguments)
 
 

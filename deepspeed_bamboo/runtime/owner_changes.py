@@ -36,7 +36,7 @@ _BY_HAND = "the script changes weights itself between two steps"
 _LOOKS = 3  # before the first steps; a script that changes weights after each step does so after the first one
 
 
-class Settling:
+class OwnerChanges:
     """One worker's part of it; see the module.
 
     Args:
@@ -65,7 +65,7 @@ class Settling:
         self._versions = {c: _version(r) for c, r in worker.host.owned.items()}
         self._outlines = {c: self._outlines.get(c) or outline_of(r) for c, r in worker.host.owned.items()}
 
-    def settle(self) -> None:
+    def follow(self) -> None:
         """Before a step, on every worker: bring shadows to what their owners have become; collective at first."""
         worker = self._worker
         if not worker.protects:
@@ -141,7 +141,7 @@ class Settling:
         }
 
     def _now(self, replica: StageReplica) -> tuple[str, int, int]:
-        replica.settle()
+        replica.finish_step()
         masters = master_weights(replica.attributes["optimizer"])
         weights = checksum([*replica.module.parameters(), *masters])
         return self._described(replica), weights, checksum(list(replica.module.buffers()))
@@ -162,7 +162,7 @@ class Settling:
             label = f"{worker.activity.index}/settle"
             shadows = {c: holder for c, holder in dict(worker.placement.shadows).items() if c in rebuilt}
             for coordinate in shadows.keys() & worker.host.shadows.keys():
-                worker.host.shadows[coordinate].settle()
+                worker.host.shadows[coordinate].finish_step()
             unlike = self._transfer.copy_shadows(worker.placement, shadows=shadows, label=label)
             if not unlike and len(shadows) < len(worker.placement.shadows):
                 self._transfer.refresh_shadows(label=f"{label}/all")
@@ -180,7 +180,7 @@ class Settling:
         return repr(described)
 
 
-class SettlingEngine(ScriptEngine):
+class ConfigurableEngine(ScriptEngine):
     """The part of the engine that a script may still configure after ``initialize``."""
 
     _stage_host: StageHost | None = None
