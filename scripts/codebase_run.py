@@ -1,0 +1,151 @@
+"""What ``codebases.py`` has the launcher start: replaces what a codebase needs and a CPU has not, then runs its script.
+
+    codebase_run.py NAME CHECKOUT ARGUMENTS...
+
+Each step's loss is printed in full, whatever the script prints.
+"""
+
+from __future__ import annotations
+
+import itertools
+import runpy
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+
+def cuda_device() -> None:
+    """torch.cuda.set_device does nothing"""
+    torch.cuda.set_device = lambda device: None
+
+
+def torchvision() -> None:
+    """torchvision has made-up CIFAR-10 images of 32 x 32, and a narrow AlexNet for them"""
+
+    class AlexNet(nn.Module):
+        def __init__(self, num_classes: int) -> None:
+            super().__init__()
+            widths = [3, 8, 16, 16]
+            convolutions = [
+                layer
+                for inputs, outputs in itertools.pairwise(widths)
+                for layer in (nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+            ]
+            self.features, self.avgpool = nn.Sequential(*convolutions), nn.AdaptiveAvgPool2d(2)
+            self.classifier = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, num_classes))
+
+    class CIFAR10(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        def __init__(self, **_: Any) -> None:
+            """All arguments are about downloading."""
+
+        def __len__(self) -> int:
+            return 256
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            return torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(index)), index % 10
+
+    names = ("Compose", "Resize", "CenterCrop", "ToTensor", "Normalize")
+    transforms = _module("torchvision.transforms", **dict.fromkeys(names, lambda *_, **__: None))
+    models = _module("torchvision.models", AlexNet=AlexNet, vgg19=None)
+    datasets = _module("torchvision.datasets", CIFAR10=CIFAR10)
+    _module("torchvision", transforms=transforms, models=models, datasets=datasets)
+
+
+def axolotl() -> None:
+    """axolotl, whose data collators and rank helpers are imported and not used"""
+    distributed = _module("axolotl.utils.distributed", is_main_process=lambda: False, zero_first=None)
+    collators = _module("axolotl.utils.collators", DataCollatorForSeq2Seq=None)
+    utils = _module("axolotl.utils", distributed=distributed, collators=collators)
+    _module("axolotl", utils=utils)
+
+
+def tiny_model_for_engine() -> None:
+    """its engine is called as its train.py calls it, with a module of its own class that holds four linear layers"""
+
+
+SHIMS: dict[str, Callable[[], None]] = {
+    shim.__name__: shim for shim in (cuda_device, torchvision, axolotl, tiny_model_for_engine)
+}
+
+
+def _module(name: str, **contents: Any) -> types.ModuleType:
+    made = types.ModuleType(name)
+    made.__dict__.update(contents, __path__=[])
+    sys.modules[name] = made
+    return made
+
+
+def print_losses() -> None:
+    """Have whatever engine a script makes print each step's loss."""
+    make = deepspeed.initialize
+
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        result = make(*args, **kwargs)
+        _print_losses_of(result[0])
+        return result
+
+    deepspeed.initialize = initialize
+
+
+def _print_losses_of(engine: Any) -> None:
+    train = engine.train_batch
+
+    def train_batch(*args: Any, **kwargs: Any) -> Any:
+        loss = train(*args, **kwargs)
+        sys.stdout.write(f"LOSS {engine.global_steps} {float(loss)!r}\n")  # at once: two workers may write on one line
+        sys.stdout.flush()
+        return loss
+
+    engine.train_batch = train_batch
+
+
+def run_qlora_engine(stages: str, steps: str, settings: str) -> None:
+    """As its train.py does: its own ``initialize``, module and ``train_batch``."""
+    from utils import engine as own  # type: ignore[import-not-found]
+
+    torch.manual_seed(0)
+    deepspeed.init_distributed("gloo")
+    config = types.SimpleNamespace(eos_token_id=None)
+    layers = [deepspeed.pipe.LayerSpec(nn.Linear, 8, 8) for _ in range(4)]
+    module = own.CustomPipelineModule(
+        layers=layers,
+        use_column_major_topology=False,
+        model=types.SimpleNamespace(config=config),
+        num_stages=int(stages),
+        loss_fn=nn.functional.mse_loss,
+        partition_method="uniform",
+    )
+    module.mpu = lambda: module._grid
+    engine, _ = own.initialize(model=module, config=settings, model_parameters=list(module.parameters()))
+    print(f"made a {type(engine).__name__} for {steps} steps", flush=True)
+
+
+def main() -> None:
+    """See the module."""
+    from codebases import CODEBASES
+
+    name, checkout, arguments = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    if name.startswith("--local_rank"):
+        name, checkout, arguments = sys.argv[2], Path(sys.argv[3]), sys.argv[4:]
+    codebase = CODEBASES[name]
+    for shim in codebase.shims:
+        SHIMS[shim]()
+    script = checkout / codebase.script
+    if name == "qlora-pipe":
+        sys.path.insert(0, str(checkout))
+        run_qlora_engine(*arguments)
+        return
+    print_losses()
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Runs a public codebase's own script on CPUs, tiny: plain DeepSpeed, with the plugin, and with each stage killed.
+
+    python scripts/codebases.py NAME CHECKOUT [--stages 2] [--steps 3]
+
+CHECKOUT is a folder with the codebase; nothing is fetched. What is replaced of what the script needs (CUDA, data to
+download) is printed first. Equal losses, to the last bit, are what is wanted; or, for a codebase whose engine overrides
+the passes themselves, a refusal on all ranks before anything is trained.
+
+    python scripts/codebases.py --list
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deepspeed_bamboo.coordination.server import free_port
+
+HERE = Path(__file__).parent
+OPTIMIZER = {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True}}
+
+
+@dataclass(frozen=True)
+class Codebase:
+    """How to run one. ``script``: in the checkout; ``arguments``: with {stages}, {steps}, {settings} and {checkout}.
+
+    ``shims``: names in ``codebase_run.py``. ``refused``: what the plugin says, for one that can't work.
+    """
+
+    script: str
+    arguments: tuple[str, ...]
+    shims: tuple[str, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    refused: str | None = None
+
+
+CODEBASES = {
+    "deepspeed-examples": Codebase(
+        "training/pipeline_parallelism/train.py",
+        ("-p", "{stages}", "-s", "{steps}", "--backend=gloo", "--deepspeed_config", "{settings}"),
+        ("cuda_device", "torchvision"),
+    ),
+    "qlora-pipe": Codebase(
+        "utils/engine.py",
+        ("{stages}", "{steps}", "{settings}"),
+        ("axolotl", "tiny_model_for_engine"),
+        refused="which is not the plugin's engine",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run printed, and the code that it ended with."""
+
+    code: int
+    output: str
+
+    @property
+    def losses(self) -> dict[str, str]:
+        """By step, as ``codebase_run.py`` prints them."""
+        return dict(re.findall(r"^LOSS (\d+) (\S+)$", self.output, re.MULTILINE))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it. Returns 0 when all is as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="?", choices=sorted(CODEBASES), help="which codebase")
+    parser.add_argument("checkout", nargs="?", type=Path, help="the folder with it")
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--list", action="store_true", help="what there is, and what is replaced for each")
+    found = parser.parse_args(arguments)
+    if found.list:
+        for name, codebase in CODEBASES.items():
+            print(f"{name}: {codebase.script}\n{_shims(codebase)}")
+        return 0
+    if found.name is None or found.checkout is None:
+        parser.error("give the name of a codebase and the folder with it, or --list")
+    codebase = CODEBASES[found.name]
+    if not (found.checkout / codebase.script).is_file():
+        parser.error(f"{found.checkout} has no {codebase.script}, which a checkout of {found.name} has")
+    print(f"{found.name}, {found.stages} stages, {found.steps} steps; replaced are\n{_shims(codebase)}", flush=True)
+    return _try(found.name, found.checkout.resolve(), stages=found.stages, steps=found.steps)
+
+
+def _try(name: str, checkout: Path, *, stages: int, steps: int) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+
+        def run(title: str, *, bamboo: bool, faults: list[dict[str, Any]] | None = None) -> Run:
+            result = _run(name, checkout, place, stages=stages, steps=steps, bamboo=bamboo, faults=faults or [])
+            print(f"{title}: exit code {result.code}, losses {list(result.losses.values())}", flush=True)
+            return result
+
+        stock = run("plain DeepSpeed", bamboo=False)
+        refused = CODEBASES[name].refused
+        if refused is not None:
+            result = run("with the plugin", bamboo=True)
+            good = result.code != 0 and refused in result.output and not result.losses
+            print("refused at its start" if good else f"NOT refused:\n{result.output[-3000:]}")
+            return 0 if good else 1
+        runs = [("undisturbed", run("undisturbed", bamboo=True))]
+        for stage in range(stages):
+            fault = {"step": 1, "stage": stage, "at": "backward", "micro_batch": 1}
+            runs.append((f"stage {stage} killed", run(f"stage {stage} killed", bamboo=True, faults=[fault])))
+        bad = [(title, one) for title, one in runs if one.losses != stock.losses or not one.losses or one.code]
+        for title, one in bad:
+            print(f"{title}: NOT equal to plain DeepSpeed\n{one.output[-3000:]}")
+        if not bad:
+            print("all equal, to the last bit")
+        return 1 if bad else 0
+
+
+def _run(
+    name: str,
+    checkout: Path,
+    place: Path,
+    *,
+    stages: int,
+    steps: int,
+    bamboo: bool,
+    faults: list[dict[str, Any]],
+) -> Run:
+    codebase = CODEBASES[name]
+    common = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0}
+    section = {"bamboo": {"topology": {"max_restarts": 0}, "faults": faults}} if bamboo else {}
+    settings = place / "settings.json"
+    settings.write_text(json.dumps({**common, "optimizer": OPTIMIZER, **codebase.settings, **section}))
+    values = {"stages": stages, "steps": steps, "settings": settings, "checkout": checkout}
+    head = ["deepspeed", "--num_accelerators", str(stages), "--master_port", str(free_port("127.0.0.1"))]
+    launch = ["--module", "deepspeed_bamboo.launch", "--bamboo_config", str(settings)] if bamboo else []
+    tail = [str(HERE / "codebase_run.py"), name, str(checkout), *(text.format(**values) for text in codebase.arguments)]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
+    head[0] = str(Path(sys.executable).with_name("deepspeed"))
+    done = subprocess.run(
+        [*head, *launch, *tail],
+        cwd=place,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    return Run(done.returncode, done.stdout)
+
+
+def _shims(codebase: Codebase) -> str:
+    from codebase_run import SHIMS
+
+    return "\n".join(f"- {SHIMS[name].__doc__}" for name in codebase.shims)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
