@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_bamboo.runtime.checkpoint.beginning import Loaded
 from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 
 
@@ -30,7 +31,10 @@ class CatchingUpEngine(BambooPipelineEngine):
     """See the module; a subclass says when OUTSIDE begins, and what happens on entering."""
 
     _phase = Phase.INSIDE  # while stock builds the engine
-    _calls = 0  # of train_batch, by a script that counts by itself
+    _calls = 0  # of train_batch, by a script that counts by itself; and the step at which it began
+    _began = 0  # that step
+    _answers = False  # whether what its loads return is what they returned when the job began
+    _asked = 0  # how many it has done
     _reached = 0  # the job's step, as last heard of
     _loss = math.nan  # its loss there
 
@@ -44,6 +48,11 @@ class CatchingUpEngine(BambooPipelineEngine):
             self.script_writes.go_back(written)
         else:
             self.script_writes.come_back()
+
+    def _begin_at(self, step: int) -> None:
+        """What this script calls first belongs to ``step``."""
+        self._calls += step - self._began
+        self._began = step
 
     def _take_part(self) -> None:
         """On entering: become one of the job's workers, if that is still to be done."""
@@ -60,7 +69,7 @@ class CatchingUpEngine(BambooPipelineEngine):
     @property
     def global_steps(self) -> int:
         """The job's iterations; a script that asks for it first counts by it."""
-        if self._phase is Phase.OUTSIDE and not self._calls:
+        if self._phase is Phase.OUTSIDE and self._calls == self._began:
             self._enter(counts_by_itself=False)
         return int(self._calls if self._phase is not Phase.INSIDE else self.__dict__["global_steps"])
 
@@ -96,6 +105,7 @@ class CatchingUpEngine(BambooPipelineEngine):
         if self._is_before_its_time():
             self._calls += 1
             return torch.tensor(self._loss, device=self.device)
+        self._answers = False
         return super().train_batch(data_iter)
 
     def eval_batch(self, data_iter: Iterator[Any] | None, return_logits: bool = False, **arguments: Any) -> Any:  # type: ignore[override]
@@ -107,6 +117,17 @@ class CatchingUpEngine(BambooPipelineEngine):
         self.evaluated.skip(data_iter, arguments.get("num_micro_batches") or self.micro_batches)
         loss = torch.tensor(math.nan, device=self.device)
         return (loss, None) if return_logits else loss
+
+    def load_checkpoint(self, *arguments: Any, **options: Any) -> Any:
+        """As stock's; before this worker trains it reads nothing, and returns what it returned when the job began."""
+        if not self._answers:
+            return super().load_checkpoint(*arguments, **options)
+        self._asked += 1
+        return self._answer(self._asked - 1)
+
+    def _answer(self, call: int) -> Loaded:
+        """What load number ``call`` returned when the job began."""
+        raise NotImplementedError
 
     def barrier(self) -> None:
         """Wait for the others, unless they have been here before."""

@@ -16,6 +16,7 @@ from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.core.schedule import Mode
 from deepspeed_bamboo.runtime.checkpoint.automatic import automatic_checkpoints
+from deepspeed_bamboo.runtime.checkpoint.beginning import Beginning
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.comm.peers import Links
 from deepspeed_bamboo.runtime.for_scripts import at_work
@@ -81,6 +82,7 @@ class BambooPipelineEngine(RedoingEngine):
         self.data = PipelineData(home=0)
         self.evaluation_data: PipelineData | None = None
         self.evaluated = EvaluationPositions()
+        self.beginning = Beginning()
         self.next_micro_batch = 0
         self.session = session
         self.script_groups = script_groups
@@ -159,7 +161,7 @@ class BambooPipelineEngine(RedoingEngine):
         self.supply = DataSupply(self.worker, data=lambda: self.data, transform=lambda: self.batch_fn)
         self._survive_losses()
         self.checkpoints = automatic_checkpoints(self.worker, copy=self.copy_of)
-        known: dict[str, Known] = {"modes": self.modes, "owner_changes": self.owner_changes}
+        known: dict[str, Known] = {"modes": self.modes, "owner_changes": self.owner_changes, "beginning": self.beginning}
         if self.checkpoints is not None:
             known["checkpoints"] = self.checkpoints.rounds
         if self.memory is not None:

@@ -8,11 +8,13 @@ itself, when it has called ``train_batch`` as often as the job has trained.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
-from typing import Any
 
 from deepspeed_bamboo.core.grid import Grid
+from deepspeed_bamboo.errors import ExpelledError, JobStoppedError
 from deepspeed_bamboo.runtime.catching_up import CatchingUpEngine, Phase
+from deepspeed_bamboo.runtime.checkpoint.beginning import Loaded
 from deepspeed_bamboo.runtime.job.news import tell
 from deepspeed_bamboo.runtime.membership.joining import check_grid, join
 from deepspeed_bamboo.runtime.membership.own_facts import check_same_job
@@ -20,26 +22,55 @@ from deepspeed_bamboo.runtime.membership.own_facts import check_same_job
 # Up to here the job is caught up with while it goes on; the rest of the way it waits for this worker.
 _NEAR_STEPS = 3
 _MOST_LOOKS = 10
+_LOOK_SECONDS = 0.2
 
 
 class LateEngine(CatchingUpEngine):
     """See the module. OUTSIDE the job does not know of this worker."""
 
     _looks = 0
+    _seen: tuple[str, ...] | None = None  # what the job's loads had returned, when this script asked
 
     def _begin(self, grid: Grid) -> None:
         check_grid(self.session, grid)
         check_same_job(self)
         if self.checkpoints is not None:
             self.checkpoints.check_visible()
+        self._learn()
         self._phase = Phase.OUTSIDE
+        self._answers = True
+
+    def _learn(self) -> bool:
+        """How the job's script began, as far as that is published; returns whether it is."""
+        published = self.beginning.look(self.session.coordinator)
+        self._begin_at(self.beginning.step)
+        return published
 
     def _take_part(self) -> None:
         join(self.worker, reconfiguration=self.reconfiguration, common=self.common, known=self._start_data)
         self._reached = self.global_steps
 
     def _start_data(self) -> None:
-        self.data.start_at(self.worker.step, micro_batches=self.micro_batches)
+        if self._seen is not None and len(self._seen) != len(self.beginning.loads):
+            raise ExpelledError(
+                f"worker {self.worker.me} had not heard what load_checkpoint returned when the job began; its agent "
+                "starts another one"
+            )
+        self._begin_at(self.beginning.step)
+        self.data.start_at(self.worker.step, began=self.beginning.step, micro_batches=self.micro_batches)
+
+    def _answer(self, call: int) -> Loaded:
+        """(None, None) where the job loaded nothing, as where there is no checkpoint: the state comes from the others.
+
+        Waits until the job has loaded, or trains. Raises JobStoppedError when it ends before.
+        """
+        coordinator = self.session.coordinator
+        while not self._learn() and coordinator.status() is None:
+            if self.session.finished or coordinator.finished() is not None:
+                raise JobStoppedError(f"job {coordinator.job} was complete before this worker could join it")
+            time.sleep(_LOOK_SECONDS)
+        self._seen = self.beginning.loads
+        return self.beginning.returned(call) or (None, None)
 
     def _has_to_enter(self) -> bool:
         """Not before it has called as often as the job has trained: from then on the others wait for it."""
@@ -49,18 +80,19 @@ class LateEngine(CatchingUpEngine):
 
     def _look(self) -> None:
         """Where the job is now; nowhere new when this worker is so near, or so slow, that it had better join."""
+        self._learn()
         status = self.session.coordinator.status() or {}
         step = int(status.get("step", -1)) + 1
         self._loss = float(status.get("loss", math.nan))
         self._looks += 1
         if step - self._calls > _NEAR_STEPS and self._looks <= _MOST_LOOKS:
             if self._looks == 1:
-                tell(self, f"this worker joins a job at step {step}: train_batch returns at once for those before")
+                tell(
+                    self,
+                    f"this worker joins a job at step {step}: train_batch returns at once for those before, "
+                    "with the job's last loss; eval_batch returns nan",
+                )
             self._reached = step
-
-    def load_checkpoint(self, *arguments: Any, **options: Any) -> Any:
-        """(None, None), as where there is no checkpoint: a late worker's state comes from the others."""
-        return super().load_checkpoint(*arguments, **options) if self._phase is Phase.INSIDE else (None, None)
 
     def perform(self, kind: str, body: Callable[[], None]) -> None:
         """As on the others, once this worker is one of them."""

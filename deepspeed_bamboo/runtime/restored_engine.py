@@ -12,6 +12,7 @@ from typing import Any
 
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.runtime.catching_up import CatchingUpEngine, Phase
+from deepspeed_bamboo.runtime.checkpoint.beginning import BEGAN, Loaded
 from deepspeed_bamboo.runtime.checkpoint.safe_loading import no_code_from_files
 from deepspeed_bamboo.runtime.job.news import tell_once
 
@@ -33,14 +34,28 @@ class RestoredEngine(CatchingUpEngine):
         self.forward_seed = state.get("seed", self.forward_seed)
         self._loss = float(state.get("loss", math.nan))
         self._reached = self.global_steps
-        # The script's iterator is not at this step, as it would be in a script that loads a checkpoint itself.
-        self.data.start_at(self._reached, micro_batches=self.micro_batches)
+        self.beginning.take(state.get(BEGAN, {}))
+        # The script's iterator is where it was when the job began.
+        self.data.start_at(self._reached, began=self.beginning.step, micro_batches=self.micro_batches)
+        self._begin_at(self.beginning.step)
+        if self.beginning.loads:
+            self.publish_beginning()
         self._restored = f"{self.session.config.checkpoint.dir}/{tag}"
         seconds = time.perf_counter() - started
         tell_once(self, f"this job goes on from step {self._reached}, from {self._restored} ({seconds:.1f} s)")
         self.session.log("fatal_restore", step=self._reached, path=self._restored, seconds=seconds)
         self.script_writes.go_back(written)
         self._phase = Phase.OUTSIDE
+        self._answers = True
+
+    def _enter(self, *, counts_by_itself: bool) -> None:
+        super()._enter(counts_by_itself=counts_by_itself)
+        if self.catching_up:
+            tell_once(
+                self,
+                f"the script counts its steps itself: train_batch returns at once for steps {self._calls} to "
+                f"{self._reached - 1}, with the job's last loss; eval_batch returns nan",
+            )
 
     def _load_without_code(self, directory: str, *, tag: str) -> tuple[str | None, Any]:
         with no_code_from_files(self):
@@ -51,14 +66,17 @@ class RestoredEngine(CatchingUpEngine):
         """Before it is known how the script counts, what it does is done: all workers do it."""
         return self._phase is Phase.CATCHING_UP
 
-    def load_checkpoint(self, *arguments: Any, **options: Any) -> Any:
-        """As stock's, unless this job goes on: what a script loads before it trains is older. Its path, and no state.
+    def _answer(self, call: int) -> Loaded:
+        """What a script loads before it trains is older. Where it loads more than when the job began: this job's path.
 
         In a script that counts by itself, what it loaded on its way is not loaded again either.
         """
-        if self._phase is Phase.INSIDE or self._restored is None:
-            return super().load_checkpoint(*arguments, **options)
-        return self._restored, {}
+        before = self.beginning.returned(call)
+        what = "no state, since the script did not load when the job began" if before is None else "what it did then"
+        tell_once(
+            self, f"load_checkpoint reads nothing, for the job is beyond at step {self._reached}; it returns {what}"
+        )
+        return (self._restored, {}) if before is None else before
 
     def log_event(self, event: str, **fields: Any) -> None:
         """As stock's, and no sign of how the script counts."""

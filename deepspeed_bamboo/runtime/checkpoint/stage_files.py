@@ -21,8 +21,10 @@ from deepspeed_bamboo.core.checkpointing import FileFact, facts_to_json
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.errors import CheckpointError
 from deepspeed_bamboo.runtime.checkpoint.automatic import STATE
+from deepspeed_bamboo.runtime.checkpoint.beginning import BEGAN, Beginning, Loaded
 from deepspeed_bamboo.runtime.checkpoint.safe_loading import files_named_in_errors
 from deepspeed_bamboo.runtime.checkpoint.script_files import SavedFiles, facts_of_parts, name_checkpoint, tag_to_load
+from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.stock.attributes import COUNTERS
 from deepspeed_bamboo.runtime.stock.captured import CapturedFiles
 from deepspeed_bamboo.runtime.stock.patches.tied_weights import tied_weights_from_files
@@ -36,6 +38,7 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
     """The part of the engine that saves and loads; see the module."""
 
     checkpoint_engine: Any  # stock's constructor sets it; it has no types
+    beginning: Beginning  # the engine's
     _saved_facts: dict[str, FileFact] = {}  # noqa: RUF012 - replaced, never changed
 
     def save_checkpoint(
@@ -132,7 +135,7 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
 
         Raises CheckpointError for lack of memory.
         """
-        own = {"seed": self.forward_seed, "loss": self.mean_loss}
+        own = {"seed": self.forward_seed, "loss": self.mean_loss, BEGAN: self.beginning.to_json()}
         try:
             return self.capture(self.host.owned[coordinate], tag_of(step), client_state={STATE: own})
         except (MemoryError, RuntimeError) as error:
@@ -159,12 +162,28 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
         Raises CheckpointError when ``tag`` is damaged, when no checkpoint is whole, and when some workers find a
         checkpoint and others none, or another one.
         """
+        before = self.worker.step
         if not self.load_universal_checkpoint():
             tag = tag_to_load(self.worker, load_dir, tag)
             if tag is None:
+                self._note_load((None, None), before)
                 return None, None
         with files_named_in_errors(self):
-            return self.load_whole(load_dir, tag, *arguments, **options)
+            loaded = self.load_whole(load_dir, tag, *arguments, **options)
+        self._note_load(loaded, before)
+        return loaded
+
+    def _note_load(self, loaded: Loaded, before: int) -> None:
+        warning = self.beginning.note(loaded, before=before, after=self.worker.step)
+        if warning:
+            tell_once(self.worker, warning)
+        if loaded[0] is not None:
+            self.publish_beginning()
+
+    def publish_beginning(self) -> None:
+        """Tell workers that come later how this job's script began; collective."""
+        coordinator = self.session.coordinator
+        self.worker.agree_on("beginning", lambda: self.beginning.publish(coordinator) if self.worker.leads else None)
 
     def load_whole(self, load_dir: str | os.PathLike[str], *arguments: Any, **options: Any) -> tuple[str | None, Any]:
         """:meth:`load_checkpoint` of files that have been checked."""

@@ -123,14 +123,14 @@ class PipelineData:
         self._joined_late = False
         self._to_skip = 0
 
-    def start_at(self, step: int, *, micro_batches: int) -> None:
-        """This worker begins at global step ``step``, with data that begin at step 0.
+    def start_at(self, step: int, *, began: int, micro_batches: int) -> None:
+        """This worker begins at global step ``step``, with data that begin at step ``began``.
 
         With a factory, which positions itself, the user's iterator is not used at all. Without one, the iterator
-        is taken to begin at step 0, as on the workers that did, and what those have used is skipped.
+        is taken to begin at ``began``, as on the workers that did, and what those have used is skipped.
         """
         self._joined_late = True
-        self._to_skip = step * micro_batches
+        self._to_skip = (step - began) * micro_batches
         self._user.first_step = step
 
     def resume_at(self, step: int) -> None:

@@ -1,0 +1,120 @@
+"""Scripts that load a checkpoint of their own first: started again, or on a late worker, they use the same data."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime import models
+from tests.runtime.jobs import Jobs
+from tests.runtime.scenarios import Training, build, train_and_save, wait_for_joiners
+from tests.runtime.test_losses import kill
+
+TRAINING = Training("own-1x2", 2, steps=8, faults=[])
+SAVED_AT = 3
+
+
+def resume(
+    training: Training,
+    own: str,
+    kept: str | None = None,
+    seeks: bool = False,
+    by_count: bool = False,
+    waits: dict[str, int] | None = None,
+) -> dict[str, Any]:
+    """A script that goes on from the newest checkpoint in ``own``; ``kept``: where the plugin keeps its own.
+
+    ``seeks``: it looks in the client state where its data begin; otherwise they begin anew. ``by_count``: it counts
+    its steps from there itself.
+    """
+    checkpoint = {"dir": kept, "interval_minutes": 1e-9} if kept is not None else {}
+    engine = build(dataclasses.replace(training, bamboo={**training.bamboo, "checkpoint": checkpoint}))
+    path, state = engine.load_checkpoint(own)
+    first = state["seen"]
+    data_step = first if seeks else 0
+    data = models.micro_batches(models.vectors, pipeline=0, first_step=data_step, count=training.micro_batches)
+    losses: dict[str, float] = {}
+    for step in range(first, training.steps) if by_count else iter(lambda: engine.global_steps, training.steps):
+        wait_for_joiners(engine, (waits or {}).get(str(step), 0))
+        losses[str(step)] = float(engine.train_batch(data))
+    hosted = [str(coordinate) for coordinate in engine.placement.hosted_by(engine.session.worker)]
+    result = {
+        "losses": losses,
+        "digest": engine.state_digest(),
+        "hosted": hosted,
+        "loaded": [Path(path).parent.name, first],
+    }
+    engine.close()
+    return result
+
+
+def resume_all(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Several, one after the other; results by name."""
+    return {name: resume(**run) for name, run in runs.items()}
+
+
+@pytest.fixture(scope="module")
+def own(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The script's own checkpoint."""
+    folder = str(tmp_path_factory.mktemp("own"))
+    training = dataclasses.replace(TRAINING, name="saves", steps=SAVED_AT + 1)
+    jobs.run(train_and_save, world=2, training=training, folder=folder, save_at=SAVED_AT)
+    return folder
+
+
+def test_a_job_that_continues_trains_on_the_data_that_it_would_have_had(jobs: Jobs, tmp_path: Path, own: str) -> None:
+    """Whether its iterator begins anew, or where the client state says; it ends at step 6, and then goes on."""
+    kinds = {"anew": {"by_count": True}, "seeks": {"seeks": True}}
+    short = dataclasses.replace(TRAINING, steps=6)
+
+    def runs(training: Training, **more: Any) -> dict[str, dict[str, Any]]:
+        made = {}
+        for kind, options in kinds.items():
+            kept = {"kept": str(tmp_path / kind)} if more else {}
+            name = f"{kind}-{training.steps}-{len(more)}"
+            made[kind] = {"training": dataclasses.replace(training, name=name), "own": own, **options, **kept}
+        return made
+
+    whole = jobs.run(resume_all, world=2, runs=runs(TRAINING))
+    jobs.run(resume_all, world=2, runs=runs(short, kept=True))
+    again = jobs.run(resume_all, world=2, runs=runs(TRAINING, kept=True))
+    expected = {kind: whole.common(kind)["losses"] for kind in kinds} if whole.survivors else {}
+    assert expected["anew"] != expected["seeks"]
+    anew, seeks = again.common("anew"), again.common("seeks")
+    assert seeks["losses"] == {step: expected["seeks"][step] for step in ("6", "7")}, again.transcript()
+    # A script that counts gets the job's last loss for the steps from 3 to 5.
+    assert anew["losses"] == {**expected["anew"], "3": expected["anew"]["5"], "4": expected["anew"]["5"]}
+    for kind in kinds:
+        assert again.common(kind)["digest"] == whole.common(kind)["digest"]
+        assert again.common(kind)["loaded"] == whole.common(kind)["loaded"] == [f"global_step{SAVED_AT}", SAVED_AT]
+    assert "train_batch returns at once for steps 3 to 5, with the job's last loss" in again.transcript()
+    assert "load_checkpoint reads nothing, for the job is beyond at step 6" in again.transcript()
+
+
+@pytest.mark.parametrize(
+    ("seeks", "by_count"),
+    [
+        (True, True),
+        pytest.param(False, True, marks=pytest.mark.sweep),
+        pytest.param(False, False, marks=pytest.mark.sweep),
+    ],
+)
+def test_a_late_worker_of_a_job_that_loaded_has_the_data_of_the_others(
+    jobs: Jobs, own: str, seeks: bool, by_count: bool
+) -> None:
+    """The first stage's worker is lost, and replaced by the late one; so it reads the data."""
+    script = {"own": own, "seeks": seeks, "by_count": by_count}
+    plain = dataclasses.replace(TRAINING, name=f"plain-{seeks}-{by_count}")
+    whole = jobs.run(resume, world=2, training=plain, **script)
+    lossy = dataclasses.replace(TRAINING, faults=[kill(SAVED_AT + 1, 0, 0, "forward", 1)], name="late")
+    more = {"joining": 1, "joining_after_deaths": 1, "waits": {str(SAVED_AT + 2): 1}}
+    result = jobs.run(resume, world=2, training=lossy, **script, **more)
+    assert result.survivors == [1, 2], result.transcript()
+    assert result.common("digest") == whole.common("digest"), result.transcript()
+    late, losses = result.values[2], whole.common("losses")
+    assert late["hosted"] and late["loaded"] == result.values[1]["loaded"] == whole.common("loaded")
+    assert late["losses"]["7"] == losses["7"] and result.values[1]["losses"] == losses
+    assert len(late["losses"]) == (8 - SAVED_AT if by_count else 8 - SAVED_AT - 2)
