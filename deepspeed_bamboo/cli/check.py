@@ -34,6 +34,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Check the file named in ``arguments``, and the files that it names. Raises ConfigError."""
     # Not load_bamboo_section: that imports deepspeed, which takes seconds and prints warnings.
     config = load_section(arguments.configuration)
+    if config is None and _is_of_a_fleet(hjson_value(arguments.configuration)):
+        print(
+            f"{arguments.configuration} describes a fleet, and is no DeepSpeed configuration; `ds_bamboo fleet up FILE "
+            "--dry-run` checks it, and `ds_bamboo fleet --help` has more"
+        )
+        return 1
     if config is None:
         print(
             f'{arguments.configuration} has no "{SECTION}" section: this is plain DeepSpeed; '
@@ -55,6 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
     if not config.enabled:
         print('"enabled" is false: this is plain DeepSpeed')
     return 0
+
+
+def _is_of_a_fleet(settings: object) -> bool:
+    return isinstance(settings, dict) and {"instance_types", "command"} <= settings.keys()
 
 
 def _problems(config: BambooConfig) -> Iterator[ConfigError]:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from deepspeed_bamboo.coordination import Drain, EpochRecord, JobCoordinator, Member
+from deepspeed_bamboo.coordination.job_news import last_step
 from deepspeed_bamboo.coordination.records import AgentRecord
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.long_work import WorkFacts
@@ -146,7 +147,7 @@ def look(coordinator: JobCoordinator) -> JobView:
     agents = coordinator.agents()
     state, detail = _state(coordinator, alive=bool(agents or members), epoch=epoch)
     started, slots = coordinator.started_seconds(), coordinator.start_slots()
-    progress, now = coordinator.status(), time.time()
+    progress, now = _progress(coordinator), time.time()
     events = () if progress is None else tuple(progress.get("events", ()))
     return JobView(
         job=coordinator.job,
@@ -221,12 +222,20 @@ def _texts(value: object) -> tuple[str, ...]:
     return tuple(map(str, value)) if isinstance(value, list | tuple) else ()
 
 
+def _progress(coordinator: JobCoordinator) -> dict[str, Any] | None:
+    """The latest report; of a job that is complete with its last step, of which there may have been no report."""
+    told, finished = coordinator.status(), coordinator.finished()
+    if told is None or finished is None or (step := last_step(finished, told)) <= told["step"]:
+        return told
+    return {**{name: value for name, value in told.items() if name != "loss"}, "step": step}
+
+
 def _state(coordinator: JobCoordinator, *, alive: bool, epoch: EpochRecord | None) -> tuple[str, str]:
     failure, stop = coordinator.failure(), coordinator.stop_requested()
     if failure is not None:
         return "failed", failure.message
     if coordinator.finished() is not None:
-        return "finished", ""
+        return "finished", "" if stop is None else f"stopped: {stop}"
     if not alive:
         return "dead", "it has ended" if epoch is None else "nobody runs it any more"
     if stop is not None:

@@ -89,7 +89,8 @@ def event_in_words(event: Mapping[str, Any]) -> str:
 
 def ended_line(end: EndedJob) -> str:
     """How a job has ended that no longer exists."""
-    step = f" in step {end.step}" if end.step >= 0 else ""
+    where = "in" if end.state == "failed" else "after"
+    step = f" {where} step {end.step}" if end.step >= 0 else ""
     ago = duration(max(0.0, time.time() - end.time_seconds))
     return f"job {end.job}: {end.state}{step}, {ago} ago{_after(end.detail)}"
 

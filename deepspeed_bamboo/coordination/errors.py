@@ -27,6 +27,10 @@ _REFUSALS = (
 )
 
 
+# Of gRPC, about a server of something else.
+_NO_ETCD = ("UNIMPLEMENTED", "Trying to connect an http1.x server", "http2 header with status")
+
+
 class CoordinationError(BambooError):
     """Base of everything the coordinator can raise while a job runs."""
 
@@ -48,6 +52,12 @@ class CoordinatorUnavailable(CoordinationError):
             text = (
                 f"{where} refuses this user ({reason}); check coordinator.username, the password in the variable that "
                 "coordinator.password_env names, and what the user's role may read and write"
+            )
+        elif any(sign in reason for sign in _NO_ETCD):
+            text = (
+                f"something answers at {', '.join(self.endpoints)} that is no etcd ({reason}); check host and port in "
+                " coordinator.endpoints (etcd's own default is 2379), or set it to [] to let the job start "
+                "its own"
             )
         else:
             text = (

@@ -134,11 +134,14 @@ class JobNews:
 
     def end(self) -> EndedJob | None:
         """How the job has ended, if it has."""
-        failure, status = self.failure(), self.status() or {}
-        if failure is None and self.finished() is None:
+        failure, finished, stop = self.failure(), self.finished(), self.stop_requested()
+        if failure is not None:
+            step = int((self.status() or {}).get("step", -1))
+            return EndedJob(self.job, "failed", failure.message, step, time.time())
+        if finished is None:
             return None
-        state, detail = ("finished", "") if failure is None else ("failed", failure.message)
-        return EndedJob(self.job, state, detail, int(status.get("step", -1)), time.time())
+        state, detail = ("finished", "") if stop is None else ("stopped", stop)
+        return EndedJob(self.job, state, detail, last_step(finished, self.status()), time.time())
 
     def last_end(self) -> EndedJob | None:
         """How the last job of this name ended, as long as that is kept and no other was started."""
@@ -149,3 +152,9 @@ class JobNews:
         """Write unless there is a value already; one that is none of its ``kind`` does not count."""
         known, revision = self._read.with_revision(key, kind)
         return known is None and self._store.compare_and_swap(key, encode(value), revision=revision)
+
+
+def last_step(finished: Mapping[str, Any], status: Mapping[str, Any] | None) -> int:
+    """The last step of a job that is complete; -1 if that isn't known. ``status`` may be older."""
+    done = finished.get("step")
+    return done - 1 if isinstance(done, int) else int((status or {}).get("step", -1))

@@ -149,7 +149,7 @@ class AgentRecord:
 class EndedJob:
     """How a job ended, for commands that ask when its keys, or its etcd, are gone.
 
-    ``state``: finished or failed. ``step``: the last step that it reported; -1 if that isn't known.
+    ``state``: finished, stopped (by request) or failed. ``step``: the last one that is known of; -1 if none is.
     """
 
     job: str

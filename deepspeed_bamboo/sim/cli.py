@@ -13,6 +13,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from .build import available_policies
 from .console import print_whole, table_console
 from .errors import ScenarioError, SimulationError
 from .jobs import Job, build_job
+from .machines import Change, MachineEvent
 from .measured import with_measurements
 from .own import how_timed, said_of_costs
 from .predict import (
@@ -138,11 +140,36 @@ def _run(arguments: argparse.Namespace) -> int:
         print_table(summaries, title=_title(job, arguments), console=console)
         for repair in repairs:
             console.print(f"repaired: {repair}")
+        if trace is not None:
+            for line in _unused(trace, capacity=job.scenario.market.capacity):
+                console.print(line, highlight=False)
         for line in about["assumed"]:
             console.print(f"assumed: {line}", highlight=False)
     if arguments.plot:
         plot_policies(job, policies=policies, seed=1, path=arguments.plot)
     return 0
+
+
+def _unused(trace: Trace, *, capacity: int) -> Iterator[str]:
+    """A line where the trace has more machines than are used."""
+    live: set[str] = set()
+    most = 0
+    for _, events in groupby(sorted(trace.events, key=_moment), lambda event: event.at_milliseconds):
+        for event in events:
+            if event.change is Change.ADD:
+                live.add(event.node)
+            elif event.change is Change.REMOVE:
+                live.discard(event.node)
+        most = max(most, len(live))
+    if most > capacity:
+        yield (
+            f"the trace has up to {most} machines at a time, and the capacity is {capacity}: up to "
+            f"{most - capacity} are not used (--capacity {most} uses all)"
+        )
+
+
+def _moment(event: MachineEvent) -> tuple[int, int]:
+    return event.at_milliseconds, event.change
 
 
 def _assumed(job: Job, policies: Sequence[str]) -> list[str]:

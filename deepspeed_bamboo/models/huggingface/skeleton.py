@@ -120,10 +120,18 @@ class Skeleton:
         self.config = copy.deepcopy(config)
         self.config.use_cache = False
         choice = {} if attention is None else {"attn_implementation": attention}
-        with torch.device("meta"):
-            self._model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                self.config, dtype=dtype, **choice
-            )
+        try:
+            with torch.device("meta"):
+                self._model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                    self.config, dtype=dtype, **choice
+                )
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):
+                raise
+            raise ConfigError(
+                f"a {config.model_type} model is no causal language model (a decoder), and only those can be cut into "
+                "stages here"
+            ) from error
         self._model.eval()  # the stand-ins draw no random numbers
         self.name = type(self._model).__name__
         self.blocks = self._find_blocks()

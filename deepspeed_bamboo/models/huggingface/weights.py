@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +18,7 @@ from deepspeed_bamboo.models.huggingface.skeleton import Skeleton
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # what is no path of a folder
 _WANTED = ["*.json", "*.safetensors"]
 _DONE = "_is_hf_initialized"  # the library's own mark on a tensor that has its value
 
@@ -100,9 +103,18 @@ def model_folder(name: str | Path) -> Path:
     """The folder of a model: ``name`` itself, or where the hub's files of the model of that name are kept."""
     if Path(name).is_dir():
         return Path(name)
+    if not _HUB_NAME.fullmatch(str(name)):
+        raise ConfigError(f"there is no folder {str(name)!r}; name one that transformers' save_pretrained has written")
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(str(name), allow_patterns=_WANTED))
+    print(f"there is no folder {str(name)!r} here: the hub is asked for a model of that name", file=sys.stderr)
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=_WANTED))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"there is no folder {str(name)!r} here, and the hub gave no model of that name "
+            f"({str(error).strip().partition(chr(10))[0]}); name a folder that save_pretrained has written"
+        ) from error
 
 
 def _files_by_name(folder: Path) -> Mapping[str, str]:
