@@ -21,6 +21,7 @@ import pytest
 from deepspeed_bamboo.cli.job_view import look
 from deepspeed_bamboo.cli.main import main
 from deepspeed_bamboo.cli.status_screen import screen
+from deepspeed_bamboo.cli.status_words import ended_line
 from deepspeed_bamboo.coordination.ended import ended_folder, note_end
 from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable
 from deepspeed_bamboo.coordination.etcd import EtcdStore
@@ -189,6 +190,18 @@ def test_status_says_how_it_ended(job: JobCoordinator, how: str) -> None:
     view = look(job)
     assert view.state == how and view.over is (how != "stopping")
     assert view.detail == {"finished": "", "failed": "boom", "stopping": "enough"}[how]
+
+
+def test_status_after_the_end_knows_the_last_step_and_that_the_job_was_stopped(job: JobCoordinator) -> None:
+    job.publish_status({"worker": "a-0-0", "t": time.time(), "step": 37, "loss": 1.0})
+    job.finish({"step": 40})
+    assert (look(job).progress or {})["step"] == 39 and "loss" not in (look(job).progress or {})
+    end = job.end()
+    assert end is not None and "job busy: finished after step 39," in ended_line(end)
+    job.request_stop("enough")
+    assert look(job).detail == "stopped: enough"
+    end = job.end()
+    assert end is not None and re.fullmatch(r"job busy: stopped after step 39, \d+ s ago \(enough\)", ended_line(end))
 
 
 def test_workers_that_are_gone_when_all_is_finished_are_done(job: JobCoordinator) -> None:

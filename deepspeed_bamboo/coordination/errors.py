@@ -56,8 +56,7 @@ class CoordinatorUnavailable(CoordinationError):
         elif any(sign in reason for sign in _NO_ETCD):
             text = (
                 f"something answers at {', '.join(self.endpoints)} that is no etcd ({reason}); check host and port in "
-                " coordinator.endpoints (etcd's own default is 2379), or set it to [] to let the job start "
-                "its own"
+                "coordinator.endpoints (etcd's own default is 2379), or set it to [] to let the job start its own"
             )
         else:
             text = (

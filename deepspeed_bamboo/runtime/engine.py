@@ -161,7 +161,11 @@ class BambooPipelineEngine(RedoingEngine):
         self.supply = DataSupply(self.worker, data=lambda: self.data, transform=lambda: self.batch_fn)
         self._survive_losses()
         self.checkpoints = automatic_checkpoints(self.worker, copy=self.copy_of)
-        known: dict[str, Known] = {"modes": self.modes, "owner_changes": self.owner_changes, "beginning": self.beginning}
+        known: dict[str, Known] = {
+            "modes": self.modes,
+            "owner_changes": self.owner_changes,
+            "beginning": self.beginning,
+        }
         if self.checkpoints is not None:
             known["checkpoints"] = self.checkpoints.rounds
         if self.memory is not None:

@@ -214,3 +214,10 @@ def test_check_finds_what_the_start_would_refuse(
     file.write_text(json.dumps(settings))
     assert main(["check", str(file)]) == 1
     assert problem in capsys.readouterr().err
+
+
+def test_a_file_of_a_fleet_is_called_that(capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).parents[2] / "configs" / "fleet" / "aws.json"
+    assert main(["check", str(path)]) == 1
+    told = capsys.readouterr().out
+    assert "describes a fleet" in told and "ds_bamboo fleet --help" in told

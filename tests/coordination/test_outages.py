@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,19 @@ def test_a_server_that_accepts_and_says_nothing_is_not_waited_for() -> None:
             store.get("/a")
         assert time.monotonic() - start < stretched(2)
         store.close()
+
+
+def test_a_server_of_something_else_is_called_that() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        store = EtcdStore([Endpoint("127.0.0.1", server.server_address[1])])
+        with pytest.raises(CoordinatorUnavailable, match="something answers at .* that is no etcd"):
+            store.ping(within_seconds=1)
+        store.close()
+        server.shutdown()
+    answer = "UNIMPLEMENTED: Received http2 header with status: 404"
+    told = CoordinatorUnavailable(endpoints=["a:80"], tried_seconds=0.0, reason=answer)
+    assert str(told).startswith("something answers at a:80 that is no etcd")
 
 
 def test_calls_go_to_another_endpoint_when_one_fails(etcd: ManualEtcd) -> None:

@@ -129,3 +129,10 @@ def test_models_that_are_no_chain_and_folders_without_their_weights_are_refused(
     config_of("llama", attention_bias=True).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"no weights called model\.layers\.0\.self_attn"):
         Whole(Decoder.from_pretrained(tmp_path).layers())
+
+
+def test_what_is_no_folder_and_what_is_no_decoder_is_said_shortly() -> None:
+    with pytest.raises(ConfigError, match=r"there is no folder '\./absent'"):
+        Decoder.from_pretrained("./absent")
+    with pytest.raises(ConfigError, match="a t5 model is no causal language model"):
+        Decoder.from_config(library("transformers").T5Config())

@@ -35,7 +35,8 @@ class TestPreparing:
         python = tmp_path / "venv" / "bin" / "python"
         python.parent.mkdir(parents=True)
         python.write_text(
-            f'#!/bin/sh\necho "$@" >> "{tmp_path}/calls"\ncase "$*" in *"import torch"*) exit ${{NO_TORCH:-0}};; esac\n'
+            f'#!/bin/sh\necho "$@" >> "{tmp_path}/calls"\ncase "$*" in *"import torch"*) exit ${{NO_TORCH:-0}};; '
+            '-I*) printf "%s" "$ELSEWHERE";; esac\n'
         )
         python.chmod(0o755)
         return tmp_path
@@ -58,6 +59,9 @@ class TestPreparing:
         assert len(pip) == 2
         assert "torch" in pip[0]
         assert pip[1].endswith(".[dev]")
+
+    def test_a_package_of_another_checkout_stays_there(self, clone: Path) -> None:
+        assert [call for call in self.prepare(clone, "[dev]", ELSEWHERE="/another") if "pip" in call] == []
 
     def test_a_second_run_installs_nothing(self, clone: Path) -> None:
         self.prepare(clone)

@@ -237,3 +237,15 @@ def test_bands_are_where_nine_of_ten_runs_lie() -> None:
     runs = [RunResult(*[float(scale)] * len(fields(RunResult))) for scale in range(101)]
     assert Summary("p", tuple(runs)).band("value") == pytest.approx((5.0, 95.0))
     assert Summary("p", tuple(runs[:1])).band("value") is None
+
+
+def test_machines_beyond_the_capacity_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.csv"
+    # The fourth comes at the instant at which one goes: there are three at a time.
+    trace.write_text("0,add,a\n0,add,b\n0,add,c\n300000,remove,c\n300000,add,d\n600000,remove,a\n")
+    options = ["--preset", "bert-published", "--trace", str(trace)]
+    assert main([*options, "--capacity", "2"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "up to 3 machines at a time, and the capacity is 2: up to 1 are not used (--capacity 3 uses all)" in told
+    assert main([*options, "--capacity", "3"]) == 0
+    assert "not used" not in capsys.readouterr().out
