@@ -28,7 +28,7 @@ _REFUSALS = (
 
 
 # Of gRPC, about a server of something else.
-_NO_ETCD = ("UNIMPLEMENTED", "Trying to connect an http1.x server", "http2 header with status")
+_NO_ETCD = ("UNIMPLEMENTED", "Failed parsing HTTP/2", "Trying to connect an http1.x server", "http2 header with status")
 
 
 class CoordinationError(BambooError):
