@@ -23,13 +23,14 @@ from deepspeed_bamboo.runtime.membership.own_facts import check_same_job
 _NEAR_STEPS = 3
 _MOST_LOOKS = 10
 _LOOK_SECONDS = 0.2
+_NOTHING: Loaded = (None, None)
 
 
 class LateEngine(CatchingUpEngine):
     """See the module. OUTSIDE the job does not know of this worker."""
 
     _looks = 0
-    _seen: tuple[str, ...] | None = None  # what the job's loads had returned, when this script asked
+    _given: tuple[Loaded, ...] = ()  # what this script's loads have returned
 
     def _begin(self, grid: Grid) -> None:
         check_grid(self.session, grid)
@@ -51,11 +52,12 @@ class LateEngine(CatchingUpEngine):
         self._reached = self.global_steps
 
     def _start_data(self) -> None:
-        if self._seen is not None and len(self._seen) != len(self.beginning.loads):
-            raise ExpelledError(
-                f"worker {self.worker.me} had not heard what load_checkpoint returned when the job began; its agent "
-                "starts another one"
-            )
+        for call, (path, _) in enumerate(self._given):
+            if ((self.beginning.returned(call) or _NOTHING)[0] is None) != (path is None):
+                raise ExpelledError(
+                    f"worker {self.worker.me} had not heard what load_checkpoint returned when the job began; its "
+                    "agent starts another one"
+                )
         self._begin_at(self.beginning.step)
         self.data.start_at(self.worker.step, began=self.beginning.step, micro_batches=self.micro_batches)
 
@@ -69,8 +71,9 @@ class LateEngine(CatchingUpEngine):
             if self.session.finished or coordinator.finished() is not None:
                 raise JobStoppedError(f"job {coordinator.job} was complete before this worker could join it")
             time.sleep(_LOOK_SECONDS)
-        self._seen = self.beginning.loads
-        return self.beginning.returned(call) or (None, None)
+        found = self.beginning.returned(call) or _NOTHING
+        self._given = (*self._given, found)
+        return found
 
     def _has_to_enter(self) -> bool:
         """Not before it has called as often as the job has trained: from then on the others wait for it."""

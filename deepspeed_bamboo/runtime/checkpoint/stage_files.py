@@ -177,8 +177,7 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
         warning = self.beginning.note(loaded, before=before, after=self.worker.step)
         if warning:
             tell_once(self.worker, warning)
-        if loaded[0] is not None:
-            self.publish_beginning()
+        self.publish_beginning()
 
     def publish_beginning(self) -> None:
         """Tell workers that come later how this job's script began; collective."""
