@@ -24,7 +24,8 @@ ETCD_PREFIX = "BAMBOO_ETCD_"  # begins the names of what a guarded etcd asks for
 START_DIRECTORY = "BAMBOO_START_DIRECTORY"  # where the job was started: what relative paths of its settings mean
 OTHER_ENGINES = "BAMBOO_OTHER_ENGINES"  # what to do about engines that are not the plugin's: other_engines
 
-RUN_PLAIN = "BAMBOO_RUN_PLAIN"  # "1": the launch module has found the plugin off, and runs the bare script
+BY_IMPORT = "BAMBOO_BY_IMPORT"  # "1": the script itself has started the launch module, by an import
+RUN_PLAIN = "BAMBOO_RUN_PLAIN"  # "1": that launch module has found the plugin off, and runs the bare script
 
 # What `ds_bamboo run` puts into the environment of its command: a folder for the notes of its slots, see outcome.py.
 OUTCOME = "BAMBOO_OUTCOME"

@@ -49,7 +49,7 @@ from deepspeed_bamboo.elastic.slot import Slot, key_part, slot_from_environment
 from deepspeed_bamboo.errors import BambooError
 from deepspeed_bamboo.eventlog.log import check_directory
 from deepspeed_bamboo.news import tell
-from deepspeed_bamboo.protocol import CONFIG, ENDPOINTS, OTHER_ENGINES, OUTCOME, RUN_PLAIN, START_DIRECTORY
+from deepspeed_bamboo.protocol import BY_IMPORT, CONFIG, ENDPOINTS, OTHER_ENGINES, OUTCOME, RUN_PLAIN, START_DIRECTORY
 from deepspeed_bamboo.trust.secret import proof_of
 
 WORKER_MODULE = "deepspeed_bamboo.runtime.main"
@@ -125,7 +125,8 @@ def run_plain(line: CommandLine) -> int:
     """Become the script, in this very process, as if the launcher had started it. Does not return."""
     OutcomeNote(os.environ).write(SlotNote(PLAIN))
     os.environ.pop(OUTCOME, None)
-    os.environ[RUN_PLAIN] = "1"
+    if os.environ.pop(BY_IMPORT, None):
+        os.environ[RUN_PLAIN] = "1"
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-u", *line.script_line])

@@ -10,7 +10,7 @@ from typing import Any
 
 from deepspeed_bamboo.elastic.errors import LaunchError
 from deepspeed_bamboo.elastic.schedulers import ranks_of_scheduler
-from deepspeed_bamboo.protocol import OPTIONS, RUN_PLAIN, WORKER
+from deepspeed_bamboo.protocol import BY_IMPORT, OPTIONS, RUN_PLAIN, WORKER
 
 _LAUNCH = "deepspeed_bamboo.launch"
 
@@ -24,6 +24,7 @@ def become_agent() -> None:
     if not is_for_agent(os.environ):
         return
     line = agent_line(sys.argv, main=sys.modules["__main__"], options=os.environ.get(OPTIONS, ""))
+    os.environ[BY_IMPORT] = "1"
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-u", "-m", _LAUNCH, *line])

@@ -28,6 +28,41 @@ CONNECTING_SECONDS = 10.0
 """Once both sides are there, so long at most until they are connected; then they try again."""
 
 
+class PatientGroup:
+    """A gloo group whose operations may take longer than it was given to connect.
+
+    Gloo takes the limit of each wait from the start of the group, unless the wait itself has one.
+    """
+
+    def __init__(self, group: Any, *, timeout: timedelta) -> None:
+        self._group = group
+        self._timeout = timeout
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> PatientWork:
+        """Begin to send; never blocks."""
+        return PatientWork(self._group.send(tensors, to, tag), timeout=self._timeout)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> PatientWork:
+        """Begin to receive; never blocks."""
+        return PatientWork(self._group.recv(tensors, source, tag), timeout=self._timeout)
+
+    def abort(self) -> None:
+        """End all of it, as the end of this process would."""
+        self._group.abort()
+
+
+class PatientWork:
+    """An operation of a :class:`PatientGroup`."""
+
+    def __init__(self, work: Any, *, timeout: timedelta) -> None:
+        self._work = work
+        self._timeout = timeout
+
+    def wait(self) -> None:
+        """Until it is done. Raises RuntimeError when the peer is gone, and after the time-out."""
+        self._work.wait(self._timeout)
+
+
 def connect_proved(
     shared: SharedStore,
     *,
@@ -38,7 +73,7 @@ def connect_proved(
     network: Any,
     timeout_seconds: float,
     wanted: Callable[[], bool] = lambda: True,
-) -> Any:
+) -> PatientGroup:
     """The group of this worker and ``peer``, which calls this with the same ``name`` and the other ``first``.
 
     Args:
@@ -65,8 +100,7 @@ def connect_proved(
             level = logging.WARNING if isinstance(error, StrangerError) else logging.INFO
             logger.log(level, "connecting to %s again, after: %s", peer, cause_of(error))
             continue
-        group._set_default_timeout(timedelta(seconds=timeout_seconds))
-        return group
+        return PatientGroup(group, timeout=timedelta(seconds=timeout_seconds))
     raise failure or RuntimeError("nothing was tried")
 
 

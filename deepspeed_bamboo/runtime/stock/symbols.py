@@ -267,7 +267,6 @@ SYMBOLS: Mapping[str, Mapping[str, str]] = {
     "torch.distributed:PrefixStore": {},
     "torch.distributed:ProcessGroupGloo": {
         "_Options": "of a channel to one peer",
-        "_set_default_timeout": "a connection is made in seconds, a transfer may take half an hour",
         "create_default_device": "of a channel to one peer",
         "create_device": "of a channel to one peer",
     },
