@@ -114,7 +114,7 @@ class OwnerChanges:
             self._anew = True
             tell_once(
                 self._worker,
-                "the script has changed layers, hooks, requires_grad or parameter groups between two steps (of "
+                "the script has changed layers, requires_grad or parameter groups between two steps (of "
                 f"{' '.join(reshaped)}): shadows are made anew before the next step (a loss in the last one would have "
                 "brought back what was before; engine.refresh_shadows() on every rank excludes that)",
             )
@@ -164,8 +164,8 @@ class OwnerChanges:
             for coordinate in shadows.keys() & worker.host.shadows.keys():
                 worker.host.shadows[coordinate].finish_step()
             unlike = self._transfer.copy_shadows(worker.placement, shadows=shadows, label=label)
-            if not unlike and len(shadows) < len(worker.placement.shadows):
-                self._transfer.refresh_shadows(label=f"{label}/all")
+            # On all workers alike, whoever of them could not make a shadow: others wait for what they send.
+            self._transfer.refresh_shadows(label=f"{label}/all", leaving_out=rebuilt)
             return unlike
 
         for value in worker.agree_on("refresh", copy).values():

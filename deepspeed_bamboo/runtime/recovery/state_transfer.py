@@ -134,14 +134,17 @@ class StateTransfer:
             )
         self.complete_replica(self._worker.host.shadows[coordinate], PackedState(structure, message.tensors))
 
-    def refresh_shadows(self, *, label: str) -> None:
+    def refresh_shadows(self, *, label: str, leaving_out: Container[Coordinate] = ()) -> None:
         """Bring every shadow to its owner's state, which has changed otherwise than by a step; collective.
+
+        ``leaving_out``: not of these, the same on all workers.
 
         Raises what interrupts the wait; then it is for the caller to do it again before the next agreement.
         """
         for shadow in self._worker.host.shadows.values():
             shadow.finish_step()
-        self._hand_over(self._worker.placement, shadows=dict(self._worker.placement.shadows), label=label)
+        shadows = {c: holder for c, holder in self._worker.placement.shadows if c not in leaving_out}
+        self._hand_over(self._worker.placement, shadows=shadows, label=label)
 
     def copy_from_other_pipeline(self, coordinate: Coordinate) -> None:
         """Become the owner of ``coordinate``, lost with its shadow, from the same stage of another pipeline here.
