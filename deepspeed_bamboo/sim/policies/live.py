@@ -10,40 +10,22 @@ step waits for its most loaded worker, and pays `hosting_overhead` when workers 
 
 from __future__ import annotations
 
-import enum
-import heapq
 import math
 from collections.abc import Iterable
 from typing import ClassVar
 
-from ..clock import MILLISECONDS_PER_SECOND, NEVER, to_milliseconds
-from ..engine import Policy
+from ..clock import MILLISECONDS_PER_SECOND, to_milliseconds
 from ..hosting import Hosting
 from ..ledger import Ledger, Mode
 from ..progress import Progress
 from ..scenario import LiveSpec
 from ..steptimes import Grid, StepTimes
+from .alarms import AlarmedPolicy, Status
 
 __all__ = ["LivePolicy"]
 
 
-class _Ring(enum.IntEnum):
-    """What an alarm is for. At one instant in this order."""
-
-    JOINED = 0
-    COPIED = 1
-    RESUME = 2
-
-
-class _Status(enum.Enum):
-    WAITING = enum.auto()
-    """Too few workers to hold all coordinates, or none yet."""
-    PAUSED = enum.auto()
-    """RESUME is set."""
-    RUNNING = enum.auto()
-
-
-class LivePolicy(Policy):
+class LivePolicy(AlarmedPolicy):
     """See the module."""
 
     name: ClassVar[str] = "deepspeed-bamboo"
@@ -63,8 +45,7 @@ class LivePolicy(Policy):
 
         `alike`: a lost coordinate can be copied from another pipeline.
         """
-        super().__init__(progress, ledger)
-        self._spec = spec
+        super().__init__(progress, ledger, spec=spec)
         self._steps = steps
         self._overhead = overhead
         self.redundancy_share = overhead / (1.0 + overhead)
@@ -76,29 +57,12 @@ class LivePolicy(Policy):
         self._alike = alike
         most = max(1, int(spec.state_memory_bytes / (coordinate_bytes * (2.0 if self._shadows else 1.0))))
         self._least_workers = math.ceil(self._grid.size / most)
-        self._zones: dict[str, str] = {}
-        self._rings: list[tuple[int, _Ring, str]] = []
-        self._status = _Status.WAITING
         self._placed = False
         self._lost: list[str] = []
         # Coordinates whose shadow is being rebuilt, until when; and those that may be beside a neighbour.
         self._unprotected: dict[int, int] = {}
         self._suspects: dict[int, None] = {}
-        self._copying_until = 0
-        self._resume_at = NEVER
         self._step_seconds: dict[int, float] = {}
-
-    def _ring(self, at: int, kind: _Ring, node: str = "") -> None:
-        heapq.heappush(self._rings, (at, kind, node))
-        self.alarm_at = self._rings[0][0]
-
-    def added(self, now: int, node: str, zone: str) -> None:
-        """See Policy."""
-        self._zones[node] = zone
-
-    def ready(self, now: int, node: str) -> None:
-        """See Policy: the process starts, while the others train."""
-        self._ring(now + to_milliseconds(self._spec.join_seconds), _Ring.JOINED, node)
 
     def noticed(self, now: int, node: str) -> None:
         """See Policy: it is emptied at the next boundary."""
@@ -112,30 +76,18 @@ class LivePolicy(Policy):
         if node in self._hosting:
             self._lost.append(node)
 
-    def alarm(self, now: int) -> None:
-        """See Policy."""
-        while self._rings and self._rings[0][0] == now:
-            _, kind, node = heapq.heappop(self._rings)
-            if kind is _Ring.JOINED and node in self._zones and node not in self._hosting:
-                self._join(now, node)
-            elif kind is _Ring.COPIED and now >= self._copying_until:
-                self.wants_step_end = True
-            elif kind is _Ring.RESUME and now == self._resume_at:
-                self._resume(now)
-        self.alarm_at = self._rings[0][0] if self._rings else NEVER
+    def _is_member(self, node: str) -> bool:
+        return node in self._hosting
 
-    def _join(self, now: int, node: str) -> None:
+    def _copied(self) -> None:
+        self.wants_step_end = True
+
+    def _register(self, now: int, node: str) -> None:
         self._hosting.join(node, self._zones[node])
         self.wants_step_end = True
-        if self._status is _Status.WAITING and self._hosting.workers >= self._least_workers:
+        if self._status is Status.WAITING and self._hosting.workers >= self._least_workers:
             seconds = self._spec.handover_seconds if self._placed else self._spec.start_seconds
             self._pause(now, seconds)
-
-    def _pause(self, now: int, seconds: float) -> None:
-        self._status = _Status.PAUSED
-        self.ledger.enter(now, Mode.PAUSED)
-        self._resume_at = now + to_milliseconds(seconds)
-        self._ring(self._resume_at, _Ring.RESUME)
 
     def settle(self, now: int) -> None:
         """See Policy: coordinates of lost workers are taken over."""
@@ -208,10 +160,9 @@ class LivePolicy(Policy):
             holder = hosting.host[hosting.predecessor(coordinate)]
             receiving[holder] = receiving.get(holder, 0) + 1
         seconds = max(receiving.values(), default=0) * self._copy_seconds
-        self._copying_until = max(now, self._copying_until) + to_milliseconds(seconds)
+        self._copy_until(max(now, self._copying_until) + to_milliseconds(seconds))
         for coordinate in affected:
             self._unprotected[coordinate] = self._copying_until
-        self._ring(self._copying_until, _Ring.COPIED)
 
     def _moving_seconds(self, moved: Iterable[int]) -> float:
         """Until the worker that receives most has it all."""
@@ -225,13 +176,13 @@ class LivePolicy(Policy):
         """A pause is over: train, if there are workers enough."""
         hosting = self._hosting
         if hosting.workers < self._least_workers:
-            self._status = _Status.WAITING
+            self._status = Status.WAITING
             self.ledger.enter(now, Mode.IDLE)
             return
         if not self._placed:
             hosting.place_all()
             self._placed = True
-        self._status = _Status.RUNNING
+        self._status = Status.RUNNING
         self.ledger.enter(now, Mode.RUNNING)
         self._start(now)
         self.wants_step_end = True

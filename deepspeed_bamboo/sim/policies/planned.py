@@ -9,8 +9,6 @@ alike (not in bf16 and not with ZeRO), another pipeline. What all of it costs is
 
 from __future__ import annotations
 
-import enum
-import heapq
 import math
 from collections.abc import Iterable
 from typing import ClassVar
@@ -19,12 +17,12 @@ from ...core.grid import Coordinate
 from ...core.placement import Placement, WorkerId
 from ...core.placing.sites import Sites, WorkerSite
 from ...core.reconfiguring import LEAST_GAIN, transfers
-from ..clock import MILLISECONDS_PER_SECOND, NEVER, to_milliseconds
-from ..engine import Policy
+from ..clock import MILLISECONDS_PER_SECOND, to_milliseconds
 from ..ledger import Ledger, Mode
 from ..planned import PlannedGrid
 from ..progress import Progress
 from ..scenario import LiveSpec
+from .alarms import AlarmedPolicy, Status
 
 __all__ = ["IterationCosts", "PlannedPolicy"]
 
@@ -46,21 +44,7 @@ class IterationCosts:
         return (passes_seconds + self._fixed + self._reduce * most_hosted) * (1.0 + self.overhead)
 
 
-class _Ring(enum.IntEnum):
-    """What an alarm is for. At one instant in this order."""
-
-    REGISTERED = 0
-    COPIED = 1
-    RESUME = 2
-
-
-class _Status(enum.Enum):
-    WAITING = enum.auto()
-    PAUSED = enum.auto()
-    RUNNING = enum.auto()
-
-
-class PlannedPolicy(Policy):
+class PlannedPolicy(AlarmedPolicy):
     """See the module.
 
     Attributes:
@@ -81,16 +65,13 @@ class PlannedPolicy(Policy):
         coordinate_bytes: float,
     ) -> None:
         """A coordinate's state has `coordinate_bytes`."""
-        super().__init__(progress, ledger)
-        self._spec, self._planned, self._costs = spec, planned, costs
+        super().__init__(progress, ledger, spec=spec)
+        self._planned, self._costs = planned, costs
         self.redundancy_share = costs.overhead / (1.0 + costs.overhead)
         by_link = coordinate_bytes / spec.link_bytes_per_second
         self._copy_seconds = by_link if spec.coordinate_copy_seconds is None else spec.coordinate_copy_seconds
         most = max(1, int(spec.state_memory_bytes / max(1e-9, coordinate_bytes * (2.0 if planned.protected else 1.0))))
         self._least_workers = math.ceil(len(planned.grid) / most)
-        self._zones: dict[str, str] = {}
-        self._rings: list[tuple[int, _Ring, str]] = []
-        self._status = _Status.WAITING
         # Members of the job in their order; those who wait to be taken in; those who are to leave.
         self._members: dict[WorkerId, None] = {}
         self._waiting: dict[WorkerId, None] = {}
@@ -99,8 +80,6 @@ class PlannedPolicy(Policy):
         self._seconds: float | None = None  # of an iteration's passes with it, once it is known
         self._lost: list[WorkerId] = []
         self._look = False
-        self._copying_until = 0
-        self._resume_at = NEVER
         # Of the iteration in flight, or of what is left of an interrupted one.
         self._iteration_seconds = 0.0
         self._rest_seconds: float | None = None
@@ -108,24 +87,12 @@ class PlannedPolicy(Policy):
 
     # -- machines ----------------------------------------------------------------------------------
 
-    def _ring(self, at: int, kind: _Ring, node: str = "") -> None:
-        heapq.heappush(self._rings, (at, kind, node))
-        self.alarm_at = self._rings[0][0]
-
-    def added(self, now: int, node: str, zone: str) -> None:
-        """See Policy."""
-        self._zones[node] = zone
-
-    def ready(self, now: int, node: str) -> None:
-        """See Policy: the process starts, while the others train."""
-        self._ring(now + to_milliseconds(self._spec.join_seconds), _Ring.REGISTERED, node)
-
     def noticed(self, now: int, node: str) -> None:
         """See Policy: it is emptied at the next boundary."""
         self._waiting.pop(node, None)
         if node in self._members:
             self._draining[node] = None
-            self.wants_step_end = self._status is _Status.RUNNING
+            self.wants_step_end = self._status is Status.RUNNING
 
     def removed(self, now: int, node: str) -> None:
         """See Policy: all losses of one instant are dealt with together, in `settle`."""
@@ -134,30 +101,18 @@ class PlannedPolicy(Policy):
         if node in self._members:
             self._lost.append(node)
 
-    def alarm(self, now: int) -> None:
-        """See Policy."""
-        while self._rings and self._rings[0][0] == now:
-            _, kind, node = heapq.heappop(self._rings)
-            if kind is _Ring.REGISTERED and node in self._zones and node not in self._members:
-                self._register(now, node)
-            elif kind is _Ring.COPIED and now >= self._copying_until:
-                self._protect()
-                self.wants_step_end = self._status is _Status.RUNNING
-            elif kind is _Ring.RESUME and now == self._resume_at:
-                self._resume(now)
-        self.alarm_at = self._rings[0][0] if self._rings else NEVER
+    def _is_member(self, node: str) -> bool:
+        return node in self._members
+
+    def _copied(self) -> None:
+        self._protect()
+        self.wants_step_end = self._status is Status.RUNNING
 
     def _register(self, now: int, node: str) -> None:
         self._waiting[node] = None
-        self.wants_step_end = self._status is _Status.RUNNING
-        if self._status is _Status.WAITING and len(self._members) + len(self._waiting) >= self._least_workers:
+        self.wants_step_end = self._status is Status.RUNNING
+        if self._status is Status.WAITING and len(self._members) + len(self._waiting) >= self._least_workers:
             self._pause(now, self._spec.handover_seconds if self._placement is not None else self._spec.start_seconds)
-
-    def _pause(self, now: int, seconds: float) -> None:
-        self._status = _Status.PAUSED
-        self.ledger.enter(now, Mode.PAUSED)
-        self._resume_at = now + to_milliseconds(seconds)
-        self._ring(self._resume_at, _Ring.RESUME)
 
     def _note(self, what: str, seconds: float) -> None:
         if self.record is not None:
@@ -184,17 +139,17 @@ class PlannedPolicy(Policy):
             self._lose_all(now, before, lost)
             return
         hosting = [worker for worker in lost if before.hosted_by(worker)]
-        copied = self._copied(before, after, lost)
-        if self._status is _Status.RUNNING and hosting:
+        copied = self._copied_elsewhere(before, after, lost)
+        if self._status is Status.RUNNING and hosting:
             self._interrupt(now, taking_part, len(hosting))
         self._placement, self._seconds = after, None
         self._look = True
         self._rebuild_shadows(now)
-        if not hosting and self._status is _Status.RUNNING:
+        if not hosting and self._status is Status.RUNNING:
             self.wants_step_end = True  # A standby is missed by nobody; where it had shadows they are rebuilt.
             return
         self.ledger.failovers += 1
-        if self._status is not _Status.WAITING:
+        if self._status is not Status.WAITING:
             pause = self._spec.detect_seconds + self._spec.regroup_seconds + self._received(copied)
             self._note("pause", pause)
             self._pause(now, pause)
@@ -209,7 +164,7 @@ class PlannedPolicy(Policy):
         self.progress.wasted_milliseconds += round(again * MILLISECONDS_PER_SECOND)
         self._rest_seconds = rest
 
-    def _copied(self, before: Placement, after: Placement, lost: list[WorkerId]) -> list[WorkerId]:
+    def _copied_elsewhere(self, before: Placement, after: Placement, lost: list[WorkerId]) -> list[WorkerId]:
         """The receivers of coordinates that were lost with their shadow, and come from another pipeline."""
         gone, shadows, owners = set(lost), dict(before.shadows), dict(after.owners)
         return [
@@ -253,8 +208,7 @@ class PlannedPolicy(Policy):
         present = {c for c, _ in self._placement.shadows}
         whole = self._protected(self._placement)
         missing = [worker for c, worker in whole.shadows if c not in present]
-        self._copying_until = max(now, self._copying_until) + to_milliseconds(self._received(missing))
-        self._ring(self._copying_until, _Ring.COPIED)
+        self._copy_until(max(now, self._copying_until) + to_milliseconds(self._received(missing)))
 
     def _protected(self, placement: Placement) -> Placement:
         held = {c: () if w is None else (w,) for c in placement.grid for w in (dict(placement.shadows).get(c),)}
@@ -279,12 +233,12 @@ class PlannedPolicy(Policy):
             self._members.update(self._waiting)
             self._waiting.clear()
             if len(self._members) < self._least_workers:
-                self._status = _Status.WAITING
+                self._status = Status.WAITING
                 self.ledger.enter(now, Mode.IDLE)
                 return
             self._draining.clear()
             self._arrange(list(self._members))
-        self._status = _Status.RUNNING
+        self._status = Status.RUNNING
         self.ledger.enter(now, Mode.RUNNING)
         self._start(now)
 
