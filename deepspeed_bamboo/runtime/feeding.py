@@ -33,7 +33,7 @@ class FedEngine(CheckpointedEngine):
     @property
     def protects(self) -> bool:
         """True when this job keeps shadows."""
-        return self.session.config.redundancy.mode != "off"
+        return self.worker.protects
 
     def set_dataloader(self, loader: Any) -> None:
         """Every worker keeps its own copy of the data position, since it may inherit the first or last stage."""

@@ -7,8 +7,8 @@ their shadows were made from, and make those anew that have changed.
 A script that changes weights itself after each step shows before its second one. From then on shadows get the changed
 weights before each step, and so they do where it is found later: a worker that finds weights changed since the last
 step hands that in with the agreement of the iteration. Finding that costs no message. The same goes for changes of
-structure, hooks, ``requires_grad`` and parameter groups (a script that unfreezes layers one after the other): shadows
-of stages that have changed are made anew before the next step.
+structure, ``requires_grad`` and parameter groups (a script that unfreezes layers one after the other): shadows of
+stages that have changed are made anew before the next step. Hooks are looked at before the first steps only.
 """
 
 from __future__ import annotations
