@@ -15,7 +15,7 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import Tensor, nn
 
-from tests.runtime.scenarios import fresh_process_group, wait_for_joiner
+from tests.runtime.scenarios import fresh_process_group, wait_for_joiners
 
 WIDTH = 8
 OUTPUTS = 4
@@ -297,7 +297,7 @@ def train_habit(
     data, losses = _batches(engine.grid.get_data_parallel_id(), first=0, dtype=script.dtype), []
     for step in range(steps):
         if faults is not None and not engine.catching_up:
-            wait_for_joiner(engine, (waits or {}).get(str(engine.__dict__["global_steps"]), 0))
+            wait_for_joiners(engine, (waits or {}).get(str(engine.__dict__["global_steps"]), 0))
         losses.append(float(engine.train_batch(data)))
         script.stepped(engine, step)
     rate = engine.optimizer.param_groups[0]["lr"]

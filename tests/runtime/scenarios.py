@@ -347,14 +347,6 @@ def train_until_stopped(training: Training, stop_at: int) -> dict[str, Any]:
     return result
 
 
-def wait_for_joiner(engine: Any, count: int) -> None:
-    """On the reporter: as :func:`wait_for_joiners`, unless somebody who joined has been taken in already."""
-    record = engine.session.interruption.active
-    members = () if record is None else record.members
-    if not any(worker in members and member.joining for worker, member in engine.session.present.items()):
-        wait_for_joiners(engine, count)
-
-
 def wait_for_joiners(engine: Any, count: int) -> None:
     """On the reporter: return when ``count`` workers are there that have yet to be taken in."""
     deadline = time.monotonic() + 60.0

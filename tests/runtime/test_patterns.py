@@ -45,13 +45,13 @@ def run_pattern(pattern: str, faults: list[dict[str, Any]] | None, folder: str, 
 
 def _wait_before_step(step: int) -> None:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
-    from tests.runtime.scenarios import wait_for_joiner
+    from tests.runtime.scenarios import wait_for_joiners
 
     stock = BambooPipelineEngine.train_batch
 
     def train_batch(engine: Any, *args: Any, **kwargs: Any) -> Any:
         if engine.__dict__["global_steps"] == step and engine.is_reporter:
-            wait_for_joiner(engine, 1)
+            wait_for_joiners(engine, 1)
         return stock(engine, *args, **kwargs)
 
     BambooPipelineEngine.train_batch = train_batch  # type: ignore[method-assign]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_bamboo.sim.errors import ScenarioError
-from deepspeed_bamboo.sim.machines import Change
+from deepspeed_bamboo.sim.machines import Change, MachineEvent
 from deepspeed_bamboo.sim.market import HourlyMarket, hourly_events
 
 HOUR = 3_600_000
@@ -82,22 +83,22 @@ def test_wrong_odds_are_refused_with_value_and_rule(arguments: tuple[object, ...
 @given(seed=st.integers(0, 1000), removal=st.sampled_from([0.0, 0.3]))
 @settings(max_examples=30, deadline=None)
 def test_a_zone_goes_as_a_whole(seed: int, removal: float) -> None:
-    """Whenever a zone is struck, no machine of it is left at that second."""
+    """Each zone is struck in each hour: at that second it has no machine, also where it had none before."""
     market = HourlyMarket(12, (removal,) * 24, (1.0,) * 24, zones=("a", "b"), zone_removal_probability=1.0)
-    zone_of: dict[str, str] = {}
-    struck: dict[str, dict[int, int]] = {"a": {}, "b": {}}
-    left: dict[tuple[int, str], int] = {}
-    for event in hourly_events(market, generator=random.Random(seed), end_milliseconds=6 * HOUR):
-        if event.change is Change.ADD:
-            zone_of[event.node] = event.zone
-        else:
-            zone = zone_of.pop(event.node)
-            struck[zone][event.at_milliseconds] = struck[zone].get(event.at_milliseconds, 0) + 1
-            left[event.at_milliseconds, zone] = sum(1 for its in zone_of.values() if its == zone)
-    for zone, times in struck.items():
-        for hour in range(6):
-            its = {at: count for at, count in times.items() if at // HOUR == hour}
-            assert any(left[at, zone] == 0 for at in its) or not its
+    events = list(hourly_events(market, generator=random.Random(seed), end_milliseconds=6 * HOUR))
+    present: Counter[str] = Counter(event.zone for event in events if event.at_milliseconds == 0 and is_add(event))
+    later = [event for event in events if event.at_milliseconds > 0 or not is_add(event)]
+    for hour in range(6):
+        empty = {zone for zone in ("a", "b") if not present[zone]}
+        for event in later:
+            if event.at_milliseconds // HOUR == hour and event.change is not Change.NOTICE:
+                present[event.zone] += 1 if is_add(event) else -1
+                empty.update(zone for zone in ("a", "b") if not present[zone])
+        assert empty == {"a", "b"}, f"hour {hour}"
+
+
+def is_add(event: MachineEvent) -> bool:
+    return event.change is Change.ADD
 
 
 def test_zones_are_needed_for_losses_of_zones() -> None:
