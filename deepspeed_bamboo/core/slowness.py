@@ -6,7 +6,8 @@ How slow a worker was in an iteration is the logarithm of what its passes took, 
 it, minus the median of the same for the other workers. So 0 is as ever, 0.69 half the speed, and an iteration that
 was slow for all is 0 for all. One value says little: on a loaded core an iteration in twenty is beyond 0.69 by
 chance. Each is therefore limited, and the mean of the last ones decides: two stalls in five iterations are not
-enough, four slow ones are. Where the others' values scatter widely the mean has to be larger.
+enough, four slow ones are. Where the others' values scatter widely the mean has to be larger, and more so in the
+first iterations of a worker.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _WINDOWS = ((5, 1.0), (12, 0.75), (30, 0.6))
 _SLOW, _SLOW_IN_NOISE = 0.45, 0.65  # 1.6 times as long; and 1.9, more is never asked for
 _WELL = 0.18
 _LIMIT = 0.8
+_FEW = 30  # values of a worker, before which the threshold is also what the others' largest value was
 _NOISE_FACTOR = 1.9  # the threshold, as a multiple of what nine tenths of the others' values are below
 _SHARE, _SHARE_OVER = 0.25, 0.12  # of an iteration, for a script or a data loader to be named, or no more
 _LEAST_SECONDS = 0.02
@@ -92,7 +94,11 @@ class Slowness:
     def _threshold(self, worker: WorkerId) -> float:
         values = sorted(value for other, its in self.beyond.items() if other != worker for value in its)
         noise = _NOISE_FACTOR * values[int(0.9 * len(values))] if values else 0.0
-        return min(max(_SLOW, noise), _SLOW_IN_NOISE)
+        usual = min(max(_SLOW, noise), _SLOW_IN_NOISE)
+        if len(self.beyond[worker]) >= _FEW or not values:
+            return usual
+        # A few values don't show how often stalls occur: one stall on any worker makes a few on this one likely.
+        return max(usual, -values[0], values[-1])
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -44,6 +44,12 @@ def test_nobody_is_found_in_what_was_recorded_of_an_undisturbed_job(number: int)
     assert found(recorded(number)) == []
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_nobody_is_found_where_a_job_begins_amid_what_was_recorded(number: int) -> None:
+    series = recorded(number)
+    assert [begin for begin in range(0, len(series) - 30) if found(series[begin : begin + 30])] == []
+
+
 @settings(max_examples=30, deadline=None)
 @given(since=st.integers(40, 440), worker=st.sampled_from(WORKERS))
 def test_half_the_speed_is_found_within_five_iterations_of_what_was_recorded(since: int, worker: str) -> None:
