@@ -22,8 +22,8 @@ def describe(error: ValidationError, *, model: type[BaseModel], section: str) ->
             owner = _model_at(path[:-1], model=model)
             near = _meant(str(path[-1]), owner=owner, model=model, section=section)
             sentences[name] = f"unknown key {name}{did_you_mean(near, owner.model_fields)}"
-        else:
-            sentences.setdefault(name, _describe_value(finding, name=name, field=_field_at(path, model=model)))
+        elif name not in sentences or finding["type"] == "value_error":  # of a union's members, the one that knows why
+            sentences[name] = _describe_value(finding, name=name, field=_field_at(path, model=model))
     return tuple(sentences.values())
 
 

@@ -30,15 +30,41 @@ RedundancyMode = Literal["off", "lazy", "eager", "full", "auto"]
 OffloadTarget = Literal["none", "cpu", "recompute"]
 
 
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([^}]*)\})", re.ASCII)  # as os.path.expandvars
+
+
 def _located(value: object) -> object:
-    """A path without ``~``, variables and dots, as it is where the job was started; an address as it is."""
+    """A path without ``~``, variables and dots, as it is where the job was started; an address without variables."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if isinstance(text, str) and text and (not text.strip() or any(ord(letter) < 32 for letter in text)):
         raise ValueError(f"{text!r} is blank or has control characters in it, which no path should; write another path")
-    if not isinstance(text, str) or not text or "://" in text or text.startswith("s3:"):
+    if not isinstance(text, str) or not text:
         return text
-    start = os.environ.get(START_DIRECTORY) or os.getcwd()  # noqa: PTH109 (a Path would drop a leading //)
-    return os.path.abspath(os.path.join(start, os.path.expandvars(os.path.expanduser(text))))  # noqa: PTH100, PTH111, PTH118
+    expanded = _without_variables(text)
+    if "://" in text or text.startswith("s3:"):
+        return expanded
+    expanded = os.path.expanduser(expanded)  # noqa: PTH111 (a Path would drop a leading //)
+    if expanded.startswith("~"):
+        raise ValueError(
+            f"{text!r} begins with the home directory of a user who is not known here, {expanded.split('/')[0]!r}; "
+            "write the whole path (or ./~ for a file whose name begins so)"
+        )
+    start = os.environ.get(START_DIRECTORY) or os.getcwd()  # noqa: PTH109
+    return os.path.abspath(os.path.join(start, expanded))  # noqa: PTH100, PTH118
+
+
+def _without_variables(text: str) -> str:
+    """``text`` with the values of its variables. Raises ValueError for one that is unset or empty in this process."""
+    names = dict.fromkeys(short or long for short, long in _VARIABLE.findall(text))
+    unset = [name for name in names if not os.environ.get(name)]
+    if unset:
+        which = ", ".join(f"${name}" for name in unset)
+        raise ValueError(
+            f"{text!r} has {which} in it, which is unset or empty on this machine, and a path needs the value of each "
+            "of its variables; set it on every machine (DeepSpeed's launcher passes on what .deepspeed_env lists), or "
+            "write the path without it"
+        )
+    return os.path.expandvars(text)
 
 
 # Eleven days: more means "for ever" to nobody, and overflows clocks.
@@ -347,7 +373,10 @@ class BambooConfig(Section):
 def endpoint_problem(endpoint: str) -> str | None:
     """What is wrong with ``endpoint`` as host:port, in words that follow it; None when nothing is."""
     if endpoint.startswith("unix:/"):
-        return None
+        variable = _VARIABLE.search(endpoint)
+        return (
+            f"has the variable {variable[0]} in it, which endpoints can't have; write its value" if variable else None
+        )
     if "://" in endpoint:
         return f"has a scheme; write {endpoint.split('://', 1)[1].rstrip('/')!r}"
     host, separator, port = endpoint.rpartition(":")

@@ -6,11 +6,18 @@ import base64
 import copy
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from deepspeed_bamboo.config.section import BambooConfig, endpoint_problem, load_bamboo_section, parse_bamboo_section
+from deepspeed_bamboo.config.section import (
+    BambooConfig,
+    Location,
+    Section,
+    endpoint_problem,
+    load_bamboo_section,
+    parse_bamboo_section,
+)
 from deepspeed_bamboo.errors import BambooError, ConfigError
 
 COMMENTED = """
@@ -218,8 +225,56 @@ def test_paths_are_those_of_the_place_where_the_job_was_started(
     monkeypatch.chdir(tmp_path)
     found = {
         text: parse_bamboo_section({"event_log": text}).event_log
-        for text in ("~/log", "$RUN/log", "../log", "/log", "s3://bucket/log")
+        for text in ("~/log", "$RUN/log", "../log", "/log", "s3://bucket/log", "s3://bucket/${RUN}", "$5/./~x")
     }
     assert list(found.values()) == [
-        "/home/somebody/log", "/started/here/seven/log", "/started/log", "/log", "s3://bucket/log",
+        "/home/somebody/log", "/started/here/seven/log", "/started/log", "/log", "s3://bucket/log", "s3://bucket/seven",
+        "/started/here/$5/~x",
     ]  # fmt: skip
+
+
+PATHS = {
+    "coordinator.ca_cert": {"endpoints": ["h:1"]},
+    "coordinator.cert": {"endpoints": ["h:1"], "ca_cert": "/ca", "key": "/key"},
+    "coordinator.key": {"endpoints": ["h:1"], "ca_cert": "/ca", "cert": "/cert"},
+    "notices.script": {"source": "scripted"},
+    "checkpoint.dir": {},
+    "event_log": {},
+    "profile": {},
+    "faults": {},
+}
+
+
+def test_those_are_all_settings_that_are_paths() -> None:
+    sections = {"": BambooConfig, **{
+        f"{name}.": field.annotation
+        for name, field in BambooConfig.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+    }}  # fmt: skip
+    found = {
+        prefix + name
+        for prefix, section in sections.items()
+        for name, hint in get_type_hints(section, include_extras=True).items()
+        if Location in (hint, *get_args(hint))
+    }
+    assert found == set(PATHS)
+
+
+@pytest.mark.parametrize("value", ["$UNSET/x", "/x/${UNSET}/y", "s3://bucket/$UNSET", "x$EMPTY"])
+@pytest.mark.parametrize("name", PATHS)
+def test_a_path_with_a_variable_that_is_not_set_is_refused(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("UNSET", raising=False)
+    monkeypatch.setenv("EMPTY", "")
+    *part, last = name.split(".")
+    section = {part[0]: {**PATHS[name], last: value}} if part else {last: value}
+    message = message_for(section)
+    variable = "$EMPTY" if "EMPTY" in value else "$UNSET"
+    for words in (f"bamboo.{name}", repr(value), f"has {variable} in it, which is unset or empty", "set it on every"):
+        assert words in message, message
+
+
+def test_a_home_that_nobody_knows_and_a_variable_in_an_endpoint_are_refused() -> None:
+    assert "'~nobody-like-that'" in message_for({"event_log": "~nobody-like-that/log"})
+    assert "the variable $HOME" in message_for({"coordinator": {"endpoints": ["unix:/$HOME/etcd"]}})

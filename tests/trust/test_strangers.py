@@ -6,7 +6,6 @@ import ast
 import os
 import shutil
 import socket
-import subprocess
 import threading
 import time
 from collections import Counter
@@ -21,7 +20,8 @@ import pytest
 
 from tests.runtime.jobs import JobResult, Jobs, jobs_in
 from tests.runtime.scenarios import Training
-from tests.trust.visits import GREETING_BYTES, NOBODY, answers, as_somebody, enter_network, train_with_visitors
+from tests.trust.namespaces import enter_network, networks
+from tests.trust.visits import GREETING_BYTES, NOBODY, answers, as_somebody, train_with_visitors
 
 SECRET = "of these tests"
 WORLD = 2
@@ -150,7 +150,7 @@ def test_another_user_can_reach_neither_etcd_nor_secrets(jobs: Jobs, undisturbed
 @pytest.mark.skipif(shutil.which("ip") is None, reason="iproute2 is needed for network namespaces")
 @needs_root
 def test_another_machine_finds_nothing_of_a_job_of_one_machine(jobs: Jobs, undisturbed: str) -> None:
-    with network_of_a_stranger() as (namespace, here), visited(jobs) as (visit, results):
+    with networks(1, subnet="10.83.7", reaches_here=True) as (namespace,), visited(jobs) as (visit, results):
         ports = [port for _, _, port in visit.listeners]
 
         def reachable() -> list[int]:
@@ -158,7 +158,7 @@ def test_another_machine_finds_nothing_of_a_job_of_one_machine(jobs: Jobs, undis
             for port in ports:
                 with socket.socket() as probe:
                     probe.settimeout(1.0)
-                    if any(_connects(probe, address, port) for address in (here, "127.0.0.1")):
+                    if any(_connects(probe, address, port) for address in ("10.83.7.254", "127.0.0.1")):
                         found.append(port)
             return found
 
@@ -168,27 +168,3 @@ def test_another_machine_finds_nothing_of_a_job_of_one_machine(jobs: Jobs, undis
 
 def _connects(probe: socket.socket, address: str, port: int) -> bool:
     return probe.connect_ex((address, port)) == 0
-
-
-@contextmanager
-def network_of_a_stranger() -> Iterator[tuple[str, str]]:
-    """A network namespace with a link to this one: its name, and this machine's address as seen from there."""
-    name, here, there = f"bamboo{os.getpid()}", "10.83.7.1", "10.83.7.2"
-    link = f"bb{os.getpid()}"
-    steps = [
-        ["ip", "netns", "add", name],
-        ["ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name],
-        ["ip", "addr", "add", f"{here}/30", "dev", link],
-        ["ip", "link", "set", link, "up"],
-        ["ip", "-n", name, "addr", "add", f"{there}/30", "dev", "eth0"],
-        ["ip", "-n", name, "link", "set", "eth0", "up"],
-        ["ip", "-n", name, "link", "set", "lo", "up"],
-    ]
-    try:
-        for step in steps:
-            made = subprocess.run(step, capture_output=True, text=True, check=False)
-            if made.returncode:
-                pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
-        yield name, here
-    finally:
-        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)

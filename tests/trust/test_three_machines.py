@@ -15,17 +15,17 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.trust.visits import GREETING_BYTES, NOBODY, answers, as_somebody, enter_network
+from tests.trust.namespaces import enter_network, networks
+from tests.trust.visits import GREETING_BYTES, NOBODY, answers, as_somebody
 
 REPOSITORY = Path(__file__).parents[2]
 MACHINES = 3
-FIRST = "10.83.9.1"
+SUBNET = "10.83.9"
+FIRST = f"{SUBNET}.1"
 MASTER_PORT = 29561
 _LISTENS = "0A"  # as the kernel writes that state
 
@@ -36,36 +36,7 @@ pytestmark = [
 
 
 def address(number: int) -> str:
-    return f"10.83.9.{number + 1}"
-
-
-@contextmanager
-def networks(count: int) -> Iterator[list[str]]:
-    """So many namespaces that reach each other, and nobody else."""
-    mark = os.getpid()
-    names, bridge = [f"bamboo{mark}-{number}" for number in range(count)], f"bbr{mark}"
-    steps = [["ip", "link", "add", bridge, "type", "bridge"], ["ip", "link", "set", bridge, "up"]]
-    for number, name in enumerate(names):
-        link = f"bb{mark}-{number}"
-        steps += [
-            ["ip", "netns", "add", name],
-            ["ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name],
-            ["ip", "link", "set", link, "master", bridge],
-            ["ip", "link", "set", link, "up"],
-            ["ip", "-n", name, "addr", "add", f"{address(number)}/24", "dev", "eth0"],
-            ["ip", "-n", name, "link", "set", "eth0", "up"],
-            ["ip", "-n", name, "link", "set", "lo", "up"],
-        ]
-    try:
-        for step in steps:
-            made = subprocess.run(step, capture_output=True, text=True, check=False)
-            if made.returncode:
-                pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-        subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
+    return f"{SUBNET}.{number + 1}"
 
 
 def start(number: int, network: str, folder: Path, *, steps: int, home: Path) -> subprocess.Popen[str]:
@@ -99,7 +70,7 @@ def trained(folder: Path) -> int:
 def test_each_machine_listens_on_its_own_address_and_a_fourth_gets_nothing(tmp_path: Path) -> None:
     events, home = tmp_path / "events", tmp_path / "home"
     home.mkdir()
-    with networks(MACHINES + 1) as names:
+    with networks(MACHINES + 1, subnet=SUBNET) as names:
         *machines, stranger = names
         jobs = [start(n, name, events, steps=60, home=home) for n, name in enumerate(machines)]
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import encodings.idna  # noqa: F401 - another user may not be able to read the library any more
 import itertools
 import os
@@ -20,7 +19,6 @@ from tests.runtime.scenarios import Training, build
 
 NOBODY = 65534
 GREETING_BYTES = 40  # what a guarded server says to anybody: who it is, and a number
-_NEW_NETWORK = 0x40000000
 PATIENCE_SECONDS = 60.0
 
 
@@ -73,13 +71,6 @@ def _answer(address: tuple[str, int], message: bytes) -> bytes:
         while piece := connection.recv(65536):
             content += piece
     return content
-
-
-def enter_network(name: str) -> None:
-    """Go into that network namespace, with this thread. Raises OSError."""
-    with open(f"/run/netns/{name}") as file:  # noqa: PTH123
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEW_NETWORK):
-            raise OSError(ctypes.get_errno(), "setns")
 
 
 def as_somebody(user: int, action: Callable[[], Any], *, enter: Callable[[], None] = lambda: None) -> Any:
