@@ -16,10 +16,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from deepspeed_bamboo.cloud.scripted import parse_script
+from deepspeed_bamboo.config.locations import VARIABLE, located
 from deepspeed_bamboo.config.messages import describe
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.faults import FaultScript
-from deepspeed_bamboo.protocol import START_DIRECTORY
 from deepspeed_bamboo.storage.folders import location_problem
 from deepspeed_bamboo.suggest import nearest
 
@@ -30,46 +30,9 @@ RedundancyMode = Literal["off", "lazy", "eager", "full", "auto"]
 OffloadTarget = Literal["none", "cpu", "recompute"]
 
 
-_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([^}]*)\})", re.ASCII)  # as os.path.expandvars
-
-
-def _located(value: object) -> object:
-    """A path without ``~``, variables and dots, as it is where the job was started; an address without variables."""
-    text = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if isinstance(text, str) and text and (not text.strip() or any(ord(letter) < 32 for letter in text)):
-        raise ValueError(f"{text!r} is blank or has control characters in it, which no path should; write another path")
-    if not isinstance(text, str) or not text:
-        return text
-    expanded = _without_variables(text)
-    if "://" in text or text.startswith("s3:"):
-        return expanded
-    expanded = os.path.expanduser(expanded)  # noqa: PTH111 (a Path would drop a leading //)
-    if expanded.startswith("~"):
-        raise ValueError(
-            f"{text!r} begins with the home directory of a user who is not known here, {expanded.split('/')[0]!r}; "
-            "write the whole path (or ./~ for a file whose name begins so)"
-        )
-    start = os.environ.get(START_DIRECTORY) or os.getcwd()  # noqa: PTH109
-    return os.path.abspath(os.path.join(start, expanded))  # noqa: PTH100, PTH118
-
-
-def _without_variables(text: str) -> str:
-    """``text`` with the values of its variables. Raises ValueError for one that is unset or empty in this process."""
-    names = dict.fromkeys(short or long for short, long in _VARIABLE.findall(text))
-    unset = [name for name in names if not os.environ.get(name)]
-    if unset:
-        which = ", ".join(f"${name}" for name in unset)
-        raise ValueError(
-            f"{text!r} has {which} in it, which is unset or empty on this machine, and a path needs the value of each "
-            "of its variables; set it on every machine (DeepSpeed's launcher passes on what .deepspeed_env lists), or "
-            "write the path without it"
-        )
-    return os.path.expandvars(text)
-
-
 # Eleven days: more means "for ever" to nobody, and overflows clocks.
 Seconds = Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)]
-Location = Annotated[str, BeforeValidator(_located), Field(min_length=1)]
+Location = Annotated[str, BeforeValidator(located), Field(min_length=1)]
 
 
 class Section(BaseModel):
