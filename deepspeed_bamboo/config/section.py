@@ -336,10 +336,8 @@ class BambooConfig(Section):
 def endpoint_problem(endpoint: str) -> str | None:
     """What is wrong with ``endpoint`` as host:port, in words that follow it; None when nothing is."""
     if endpoint.startswith("unix:/"):
-        variable = _VARIABLE.search(endpoint)
-        return (
-            f"has the variable {variable[0]} in it, which endpoints can't have; write its value" if variable else None
-        )
+        variable = VARIABLE.search(endpoint)
+        return variable and f"has the variable {variable[0]} in it, which endpoints can't have; write its value"
     if "://" in endpoint:
         return f"has a scheme; write {endpoint.split('://', 1)[1].rstrip('/')!r}"
     host, separator, port = endpoint.rpartition(":")
