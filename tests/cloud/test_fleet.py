@@ -28,6 +28,7 @@ from deepspeed_bamboo.cloud.fleet_spec import (
 from deepspeed_bamboo.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "fleet" / "aws.json"
+IMAGE = "ami-12c6146b"  # one of moto's; to ask for all of them takes seconds
 
 
 @pytest.fixture
@@ -40,9 +41,12 @@ def ec2(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def spec_for(ec2: Any, **changes: Any) -> FleetSpec:
     subnets = [one["SubnetId"] for one in ec2.describe_subnets()["Subnets"]][:2]
-    image = ec2.describe_images(Owners=["amazon"])["Images"][0]["ImageId"]
+    return spec_in(subnets, **changes)
+
+
+def spec_in(subnets: list[str], **changes: Any) -> FleetSpec:
     known = {"name": "gpt", "machines": 3, "instance_types": ["g5.xlarge", "g4dn.xlarge"], "command": "true"}
-    return parse_fleet_spec({**known, "subnets": subnets, "image_id": image, **changes}, where="here")
+    return parse_fleet_spec({**known, "subnets": subnets, "image_id": IMAGE, **changes}, where="here")
 
 
 class Proxy:
@@ -111,8 +115,8 @@ def test_a_refused_fleet_leaves_no_template_behind(ec2: Any) -> None:
     assert ec2.describe_launch_templates()["LaunchTemplates"] == []
 
 
-def test_every_resource_is_tagged_and_spot_only(ec2: Any) -> None:
-    template, fleet = creating_calls(spec_for(ec2, max_dollars_per_hour=0.5))
+def test_every_resource_is_tagged_and_spot_only() -> None:
+    template, fleet = creating_calls(spec_in(["subnet-1", "subnet-2"], max_dollars_per_hour=0.5))
     for call in (template, fleet):
         assert call.arguments["TagSpecifications"][0]["Tags"][0] == {"Key": "deepspeed_bamboo-fleet", "Value": "gpt"}
     capacity = fleet.arguments["TargetCapacitySpecification"]
@@ -122,10 +126,10 @@ def test_every_resource_is_tagged_and_spot_only(ec2: Any) -> None:
     assert fleet.arguments["SpotOptions"]["AllocationStrategy"] == "capacity-optimized"
 
 
-def test_the_start_script_repeats_while_machines_are_wanting(ec2: Any, tmp_path: Path) -> None:
+def test_the_start_script_repeats_while_machines_are_wanting(tmp_path: Path) -> None:
     count = tmp_path / "count"
     command = f'echo "$WORD" >>{count}; [ $(wc -l <{count}) -ge 3 ] && exit 0; exit 75'
-    script = user_data(spec_for(ec2, command=command, directory=str(tmp_path), environment={"WORD": "a b'c"}))
+    script = user_data(spec_in(["subnet-1"], command=command, directory=str(tmp_path), environment={"WORD": "a b'c"}))
     done = subprocess.run(["bash", "-c", f"sleep() {{ :; }}\n{script}"], timeout=20, check=True)
     assert done.returncode == 0
     assert count.read_text().splitlines() == ["a b'c"] * 3
@@ -143,9 +147,9 @@ def test_the_start_script_repeats_while_machines_are_wanting(ec2: Any, tmp_path:
         ({"command": "x" * 20_000}, "more than 16384 bytes"),
     ],
 )
-def test_what_is_wrong_with_a_spec_is_named(ec2: Any, change: dict[str, Any], words: str) -> None:
+def test_what_is_wrong_with_a_spec_is_named(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        spec_for(ec2, **change)
+        spec_in(["subnet-1"], **change)
     assert words.split(";")[0] in str(caught.value)
 
 

@@ -6,12 +6,13 @@ that whatever else runs on the machine is not mistaken for something left behind
 
 from __future__ import annotations
 
+import functools
 import multiprocessing.util
 import os
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,8 @@ import pytest
 
 from deepspeed_bamboo.sweep.forked import PRELOAD
 from deepspeed_bamboo.testing.fork_server import ForkServer
+from tests.elastic.forked_launch import LAUNCHER
+from tests.elastic.launched import LaunchedJob
 
 MARK = "BAMBOO_TEST_SESSION"
 
@@ -41,8 +44,14 @@ def temporary_folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def fork_server(temporary_folder: Path) -> Iterator[ForkServer]:
-    with ForkServer((*PRELOAD, "tests.elastic.workers")) as server:
+    with ForkServer((*PRELOAD, LAUNCHER, "tests.elastic.workers")) as server:
         yield server
+
+
+@pytest.fixture
+def launch_job(fork_server: ForkServer) -> Callable[..., LaunchedJob]:
+    """A ``LaunchedJob`` whose launcher and slots are forked."""
+    return functools.partial(LaunchedJob, server=fork_server)
 
 
 def _is_ours(pid: int) -> bool:

@@ -7,7 +7,7 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,14 @@ def config(**coordinator: Any) -> Mapping[str, object]:
 
 
 @pytest.mark.parametrize("external", [False, True])
-def test_the_same_command_again_joins_the_running_job(tmp_path: Path, external: bool) -> None:
+def test_the_same_command_again_joins_the_running_job(
+    launch_job: Callable[..., LaunchedJob], tmp_path: Path, external: bool
+) -> None:
     server = PrivateEtcd() if external else None
     settings = config(endpoints=[str(server.endpoint)]) if server else config()
     more: dict[str, Any] = {"options": ONE_MORE, "config": settings, "arguments": ("5",)}
     may_end = tmp_path / "may_end"
-    with LaunchedJob(tmp_path / "a", TRAIN, **more, environment={"TEST_MAY_END": str(may_end)}) as first:
+    with launch_job(tmp_path / "a", TRAIN, **more, environment={"TEST_MAY_END": str(may_end)}) as first:
         first.wait_for("in an epoch", times=2)
         before = {process.pid for process in psutil.Process(first.process.pid).children(recursive=True)}
         if not external:
@@ -55,8 +57,8 @@ def test_the_same_command_again_joins_the_running_job(tmp_path: Path, external: 
             (file,) = Path(tempfile.gettempdir()).glob("bamboo-etcd-*/job-grows")
             assert stat.S_IMODE(file.stat().st_mode) == 0o600 and json.loads(file.read_text())["job"] == job.job
         with (
-            LaunchedJob(tmp_path / "b", TRAIN, **more) as second,
-            LaunchedJob(tmp_path / "c", TRAIN, slots=1, **more) as third,
+            launch_job(tmp_path / "b", TRAIN, **more) as second,
+            launch_job(tmp_path / "c", TRAIN, slots=1, **more) as third,
         ):
             second.wait_for("joining", times=2)
             third.wait_for("joining")
@@ -76,15 +78,17 @@ def test_the_same_command_again_joins_the_running_job(tmp_path: Path, external: 
     assert published_jobs("grows") == []
 
 
-def test_slots_beyond_the_wanted_workers_stand_by(tmp_path: Path) -> None:
+def test_slots_beyond_the_wanted_workers_stand_by(launch_job: Callable[..., LaunchedJob], tmp_path: Path) -> None:
     more: dict[str, Any] = {"options": ("--workers", "2"), "arguments": ("3",)}
-    with LaunchedJob(tmp_path, TRAIN, slots=3, **more) as job:
+    with launch_job(tmp_path, TRAIN, slots=3, **more) as job:
         assert job.wait(within_seconds=120) == 0, job.output
     assert job.output.count("starting") == 2 and job.output.count("joining") == 1, job.output
     assert "all [0, 1, 2]" in job.output, job.output
 
 
-def test_a_job_that_is_just_starting_is_joined_by_those_who_only_want_to_join(tmp_path: Path) -> None:
+def test_a_job_that_is_just_starting_is_joined_by_those_who_only_want_to_join(
+    launch_job: Callable[..., LaunchedJob], tmp_path: Path
+) -> None:
     script = """
         training = FakeTraining()
         print("joining" if training.joining else "starting", flush=True)
@@ -100,11 +104,11 @@ def test_a_job_that_is_just_starting_is_joined_by_those_who_only_want_to_join(tm
     """
     may_begin = tmp_path / "may_begin"
     more: dict[str, Any] = {"arguments": (str(may_begin),)}
-    with LaunchedJob(tmp_path / "a", script, options=ONE_MORE, **more) as first:
+    with launch_job(tmp_path / "a", script, options=ONE_MORE, **more) as first:
         first.wait_for("starting", times=2)
         with (
-            LaunchedJob(tmp_path / "c", script, slots=1, options=ONE_MORE, **more) as refused,
-            LaunchedJob(tmp_path / "b", script, slots=1, options=(*ONE_MORE, "--join"), **more) as second,
+            launch_job(tmp_path / "c", script, slots=1, options=ONE_MORE, **more) as refused,
+            launch_job(tmp_path / "b", script, slots=1, options=(*ONE_MORE, "--join"), **more) as second,
         ):
             assert refused.wait(within_seconds=120) != 0
             assert "'grows' is just starting" in refused.output and "--job NAME" in refused.output, refused.output
@@ -117,14 +121,16 @@ def test_a_job_that_is_just_starting_is_joined_by_those_who_only_want_to_join(tm
     assert "joining" in second.output and second.output.count("when it trains") == 1, second.output
 
 
-def test_of_two_commands_at_the_same_time_one_starts_the_job(tmp_path: Path) -> None:
+def test_of_two_commands_at_the_same_time_one_starts_the_job(
+    launch_job: Callable[..., LaunchedJob], tmp_path: Path
+) -> None:
     script = """
         training = FakeTraining()
         print("registered", flush=True)
         training.wait()
     """
     more: dict[str, Any] = {"slots": 1, "options": ONE_MORE}
-    with LaunchedJob(tmp_path / "a", script, **more) as one, LaunchedJob(tmp_path / "b", script, **more) as other:
+    with launch_job(tmp_path / "a", script, **more) as one, launch_job(tmp_path / "b", script, **more) as other:
         while one.process.poll() is None and other.process.poll() is None:
             time.sleep(0.05)
         refused, started = (one, other) if other.process.poll() is None else (other, one)
@@ -137,35 +143,37 @@ def test_of_two_commands_at_the_same_time_one_starts_the_job(tmp_path: Path) -> 
         started.wait(within_seconds=60)
 
 
-def test_who_only_wants_to_join_is_told_where_a_job_must_be(tmp_path: Path) -> None:
-    with LaunchedJob(tmp_path / "a", TRAIN, options=(*ONE_MORE, "--join")) as job:
+def test_who_only_wants_to_join_is_told_where_a_job_must_be(
+    launch_job: Callable[..., LaunchedJob], tmp_path: Path
+) -> None:
+    with launch_job(tmp_path / "a", TRAIN, options=(*ONE_MORE, "--join")) as job:
         assert job.wait(within_seconds=120) != 0
     assert "no job 'grows' with an etcd of its own runs on this machine" in job.output, job.output
     assert "set coordinator.endpoints" in job.output, job.output
     with PrivateEtcd() as server:
         settings = config(endpoints=[str(server.endpoint)])
-        with LaunchedJob(tmp_path / "b", TRAIN, options=(*ONE_MORE, "--join"), config=settings) as job:
+        with launch_job(tmp_path / "b", TRAIN, options=(*ONE_MORE, "--join"), config=settings) as job:
             assert job.wait(within_seconds=120) != 0
         assert f"no job 'grows' runs at {server.endpoint}" in job.output, job.output
 
 
-def test_more_workers_than_slots_is_an_error(tmp_path: Path) -> None:
-    with LaunchedJob(tmp_path, TRAIN, options=("--workers", "3")) as job:
+def test_more_workers_than_slots_is_an_error(launch_job: Callable[..., LaunchedJob], tmp_path: Path) -> None:
+    with launch_job(tmp_path, TRAIN, options=("--workers", "3")) as job:
         assert job.wait(within_seconds=120) != 0
     assert "--workers is 3, but this command has 2 slots" in job.output, job.output
 
 
 @pytest.mark.sweep
-def test_without_redundancy_nobody_is_left_waiting(tmp_path: Path) -> None:
+def test_without_redundancy_nobody_is_left_waiting(launch_job: Callable[..., LaunchedJob], tmp_path: Path) -> None:
     off = {"bamboo": {"redundancy": {"mode": "off"}}}
-    with LaunchedJob(tmp_path / "a", TRAIN, options=("--workers", "1"), config=off) as job:
+    with launch_job(tmp_path / "a", TRAIN, options=("--workers", "1"), config=off) as job:
         assert job.wait(within_seconds=120) != 0
     assert "--workers is 1 of 2 slots" in job.output and 'redundancy.mode is "off"' in job.output, job.output
     with PrivateEtcd() as server:
         settings = {"bamboo": {**off["bamboo"], "coordinator": {"endpoints": [str(server.endpoint)]}}}
-        with LaunchedJob(tmp_path / "b", TRAIN, options=ONE_MORE, config=settings, arguments=("5",)) as first:
+        with launch_job(tmp_path / "b", TRAIN, options=ONE_MORE, config=settings, arguments=("5",)) as first:
             first.wait_for("in an epoch", times=2)
-            with LaunchedJob(tmp_path / "c", TRAIN, options=ONE_MORE, config=settings) as second:
+            with launch_job(tmp_path / "c", TRAIN, options=ONE_MORE, config=settings) as second:
                 assert second.wait(within_seconds=120) != 0
             assert "job 'grows' runs already" in second.output and "another --job" in second.output, second.output
             first.process.terminate()

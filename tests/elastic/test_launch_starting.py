@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ PREPARE = """
 NAME = "starts"
 
 
-def launched(folder: Path, node: int, **more: Any) -> LaunchedJob:
-    return LaunchedJob(
+def launched(launch_job: Callable[..., LaunchedJob], folder: Path, node: int, **more: Any) -> LaunchedJob:
+    return launch_job(
         folder / str(node),
         PREPARE,
         nodes=2,
@@ -31,8 +32,10 @@ def launched(folder: Path, node: int, **more: Any) -> LaunchedJob:
     )
 
 
-def test_a_machine_lost_while_the_job_starts_ends_it_and_is_named(tmp_path: Path) -> None:
-    with launched(tmp_path, 0) as first, launched(tmp_path, 1) as second:
+def test_a_machine_lost_while_the_job_starts_ends_it_and_is_named(
+    launch_job: Callable[..., LaunchedJob], tmp_path: Path
+) -> None:
+    with launched(launch_job, tmp_path, 0) as first, launched(launch_job, tmp_path, 1) as second:
         for job in (first, second):
             job.wait_for("preparing", times=2)
         os.kill(second.process.pid, signal.SIGKILL)
@@ -45,8 +48,10 @@ def test_a_machine_lost_while_the_job_starts_ends_it_and_is_named(tmp_path: Path
         second.wait(within_seconds=30)
 
 
-def test_a_machine_that_never_comes_is_waited_for_aloud_until_the_job_is_stopped(tmp_path: Path, capfd: Any) -> None:
-    with launched(tmp_path, 0) as first:
+def test_a_machine_that_never_comes_is_waited_for_aloud_until_the_job_is_stopped(
+    launch_job: Callable[..., LaunchedJob], tmp_path: Path, capfd: Any
+) -> None:
+    with launched(launch_job, tmp_path, 0) as first:
         first.wait_for("waiting for 2 of 4 slots: 2, 3;")
         assert main(["status", "--job", NAME]) == 0
         assert "waiting for 2 of 4 slots to begin: 2, 3" in capfd.readouterr().out
