@@ -42,7 +42,7 @@ from deepspeed_bamboo.elastic.leftovers import remove_shared_memory, signal_sess
 from deepspeed_bamboo.elastic.mailbox import Mailbox
 from deepspeed_bamboo.elastic.messenger import Messenger
 from deepspeed_bamboo.elastic.notices import NodeNotices
-from deepspeed_bamboo.elastic.outage import OutageNews
+from deepspeed_bamboo.elastic.outage import OutageNews, once_it_answers
 from deepspeed_bamboo.elastic.outcome import FINISHED, LEFT, SlotNote
 from deepspeed_bamboo.elastic.processes import DeathWatch
 from deepspeed_bamboo.elastic.rendezvous import LauncherRendezvous
@@ -59,6 +59,7 @@ _GOODBYE_SECONDS = 1.5
 _OTHERS_SECONDS = 5.0
 _COORDINATOR_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
+_REGISTER_SECONDS = 10.0
 _LOOK = decisions.Woken("look after the coordinator")
 _COMPACT = decisions.Woken("compact etcd's history")
 _FEEL = decisions.Woken("read the worker's pulse")
@@ -141,11 +142,12 @@ class BambooElasticAgent(LocalElasticAgent):
     # -- what the base class calls -----------------------------------------------------------------
 
     def _invoke_run(self, role: str = "bamboo") -> RunResult:
-        registration = self._coordinator.register_agent(
-            AgentRecord(
-                self._slot.rank, self._slot.node, os.getpid(), own_machine(), next(iter(self._settings.launchers), 0)
-            ),
-            lease_seconds=self._settings.lease_seconds,
+        launcher = next(iter(self._settings.launchers), 0)
+        record = AgentRecord(self._slot.rank, self._slot.node, os.getpid(), own_machine(), launcher)
+        lease_seconds = self._settings.lease_seconds
+        registration = once_it_answers(
+            lambda: self._coordinator.register_agent(record, lease_seconds=lease_seconds),
+            within_seconds=_REGISTER_SECONDS,
         )
         self._registration = registration
         self._hooks.on_registered()

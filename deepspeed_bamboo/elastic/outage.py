@@ -1,9 +1,15 @@
-"""Messages when etcd stops answering, and when it answers again: once each."""
+"""When etcd does not answer: messages, once each, and a first call that waits for it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+from deepspeed_bamboo.coordination import CoordinatorUnavailable, LeaseExpired
+
+_Result = TypeVar("_Result")
+_RETRY_SECONDS = 0.1
 _TOLD_AFTER_SECONDS = 5.0
 _LEASES = 0.75  # a lease is renewed three times in its length, so this long without an answer is no accident
 
@@ -32,3 +38,19 @@ class OutageNews:
             f"{self._where} has not answered for {cut_off_seconds:.0f} s; training continues, but a loss would "
             f"wait for it{then}"
         )
+
+
+def once_it_answers(call: Callable[[], _Result], *, within_seconds: float) -> _Result:
+    """What ``call`` returns, repeated while the coordinator does not answer in time or a lease runs out meanwhile.
+
+    For the start of a job, when all processes of a machine import torch at once and etcd, too, waits for a core.
+    Raises CoordinatorUnavailable or LeaseExpired when ``call`` still fails after ``within_seconds``.
+    """
+    deadline = time.monotonic() + within_seconds
+    while True:
+        try:
+            return call()
+        except (CoordinatorUnavailable, LeaseExpired):
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_RETRY_SECONDS)

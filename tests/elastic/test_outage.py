@@ -1,8 +1,11 @@
-"""What is said of an etcd that is away; no clock, no etcd."""
+"""What is said of an etcd that is away, and how a first call waits for it; no etcd."""
 
 from __future__ import annotations
 
-from deepspeed_bamboo.elastic.outage import OutageNews
+import pytest
+
+from deepspeed_bamboo.coordination import CoordinatorUnavailable, LeaseExpired
+from deepspeed_bamboo.elastic.outage import OutageNews, once_it_answers
 
 
 def said(news: OutageNews, *seconds: float) -> list[str]:
@@ -28,3 +31,23 @@ def test_a_long_lease_is_renewed_seldom() -> None:
 def test_an_etcd_of_the_jobs_own_is_not_waited_for_for_ever() -> None:
     (text,) = said(OutageNews(["a:1"], lease_seconds=3, gives_up_after_seconds=60), 5.0)
     assert text.endswith("; if it is not back within 60 s, the job ends")
+
+
+def test_a_first_call_waits_for_an_etcd_that_is_slow_to_answer() -> None:
+    busy = CoordinatorUnavailable(endpoints=["a:1"], tried_seconds=1, reason="no answer")
+    errors: list[Exception] = [busy, LeaseExpired(1)]
+
+    def call() -> str:
+        if errors:
+            raise errors.pop()
+        return "registered"
+
+    assert once_it_answers(call, within_seconds=60) == "registered"
+
+    def refuse() -> str:
+        errors.append(busy)
+        raise busy
+
+    with pytest.raises(CoordinatorUnavailable, match="no answer"):
+        once_it_answers(refuse, within_seconds=0)
+    assert len(errors) == 1
