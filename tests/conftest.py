@@ -1,11 +1,21 @@
 """Settings for all tests."""
 
+import multiprocessing.util
 import os
 import signal
 import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from deepspeed_bamboo.protocol import FAULTS
+from deepspeed_bamboo.sweep.forked import PRELOAD
+from deepspeed_bamboo.testing.fork_server import ForkServer
+
+MARK = "BAMBOO_TEST_SESSION"
 
 # How long an example takes says more about the machine's other work than about the code.
 settings.register_profile("deepspeed_bamboo", deadline=None)
@@ -24,3 +34,31 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory(prefix="bamboo-tests-")
         config.add_cleanup(folder.cleanup)
         os.environ["TMPDIR"] = tempfile.tempdir = folder.name
+
+
+@pytest.fixture(scope="session")
+def temporary_folder() -> Iterator[Path]:
+    """What TMPDIR names for everything that the tests start, and a mark in the environment of it all."""
+    multiprocessing.util.get_temp_dir()  # type: ignore[attr-defined]  # elsewhere, as it is removed after that folder
+    with (
+        tempfile.TemporaryDirectory(prefix="bamboo-state-") as state,
+        tempfile.TemporaryDirectory(prefix="bamboo-tests-") as name,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("TMPDIR", name)
+        patch.setenv("XDG_STATE_HOME", state)
+        patch.setattr(tempfile, "tempdir", name)
+        patch.setenv(MARK, uuid.uuid4().hex)
+        yield Path(name)
+
+
+@pytest.fixture(scope="session")
+def fork_server(temporary_folder: Path) -> Iterator[ForkServer]:
+    """Forks what the tests run as agents, workers, launchers and scripts; to import all that takes it ten seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.delenv(FAULTS, raising=False)
+        server = ForkServer((*PRELOAD, "deepspeed.launcher.launch", "tests.elastic.workers"))
+    with server:
+        yield server

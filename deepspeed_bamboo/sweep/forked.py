@@ -44,14 +44,18 @@ class ForkedJobs:
     be silent for longer than ``lease_seconds``, and counts as lost.
     """
 
-    def __init__(self, *, lease_seconds: float = 3.0, limit_seconds: float = 90.0) -> None:
+    def __init__(
+        self, *, lease_seconds: float = 3.0, limit_seconds: float = 90.0, server: ForkServer | None = None
+    ) -> None:
+        """``server``: one that is there already, with PRELOAD imported; it stays, and jobs find its environment."""
         self._lease_seconds, self._limit_seconds = lease_seconds, limit_seconds
         self._etcd = PrivateEtcd()
         try:
-            self._server = ForkServer(PRELOAD)
+            self._server = ForkServer(PRELOAD) if server is None else server
         except BaseException:
             self._etcd.stop()
             raise
+        self._is_own = server is None
 
     def __enter__(self) -> ForkedJobs:
         return self
@@ -59,7 +63,8 @@ class ForkedJobs:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._server.close()
+        if self._is_own:
+            self._server.close()
         self._etcd.stop()
 
     def __call__(

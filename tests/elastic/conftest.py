@@ -1,4 +1,4 @@
-"""A fork server for all tests, and a check that each of them leaves the machine as it found it.
+"""A check that each test leaves the machine as it found it, and jobs under DeepSpeed's launcher.
 
 Processes are known by a variable in their environment, files by a temporary folder of their own, so
 that whatever else runs on the machine is not mistaken for something left behind.
@@ -7,45 +7,17 @@ that whatever else runs on the machine is not mistaken for something left behind
 from __future__ import annotations
 
 import functools
-import multiprocessing.util
 import os
-import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from deepspeed_bamboo.sweep.forked import PRELOAD
 from deepspeed_bamboo.testing.fork_server import ForkServer
-from tests.elastic.forked_launch import LAUNCHER
+from tests.conftest import MARK
 from tests.elastic.launched import LaunchedJob
-
-MARK = "BAMBOO_TEST_SESSION"
-
-
-@pytest.fixture(scope="session")
-def temporary_folder() -> Iterator[Path]:
-    """What TMPDIR names for everything that the tests start, and a mark in the environment of it all."""
-    multiprocessing.util.get_temp_dir()  # type: ignore[attr-defined]  # elsewhere, as it is removed after that folder
-    with (
-        tempfile.TemporaryDirectory(prefix="bamboo-state-") as state,
-        tempfile.TemporaryDirectory(prefix="bamboo-tests-") as name,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setenv("TMPDIR", name)
-        patch.setenv("XDG_STATE_HOME", state)
-        patch.setattr(tempfile, "tempdir", name)
-        patch.setenv(MARK, uuid.uuid4().hex)
-        yield Path(name)
-
-
-@pytest.fixture(scope="session")
-def fork_server(temporary_folder: Path) -> Iterator[ForkServer]:
-    with ForkServer((*PRELOAD, LAUNCHER, "tests.elastic.workers")) as server:
-        yield server
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gc
 import hashlib
 import itertools
 import math
@@ -118,6 +119,7 @@ def build_module(
     partial.rename(name)
     if training.training_data:
         arguments["training_data"] = Samples()
+    gc.freeze()  # DeepSpeed collects garbage up to eight times for each engine, through all that is imported
     with _loader_helpers(training.loader_helpers):
         engine, *_ = deepspeed.initialize(
             model=module, model_parameters=list(module.parameters()), config=settings_of(training), **arguments

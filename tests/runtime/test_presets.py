@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +63,6 @@ def tiny(model: str) -> str:
 def train_presets(presets: list[Preset], checkpoints: str) -> dict[str, Any]:
     """A few steps of each; losses, and the mode that was used."""
     results = {}
-    gc.freeze()  # DeepSpeed collects garbage several times for each engine, through all that is imported
     for preset in presets:
         print(f"preset {preset.name}", flush=True)
         section = dict(preset.settings["bamboo"])

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from deepspeed_bamboo.eventlog.summary import RunSummary, differences, load_run
 from deepspeed_bamboo.sweep.job import free_port
+from deepspeed_bamboo.testing.fork_server import ForkRequest, ForkServer, reference
+from tests.scripts import forked_script
 from tests.scripts.loading import SCRIPTS, load_script
 
 STEPS = 3
@@ -24,23 +25,29 @@ SETTINGS = {
 }
 
 
-def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended, and what it has printed."""
+
+    code: int | None
+    output: str
+
+
+def train(server: ForkServer, folder: Path, *arguments: str) -> Ended:
     """Run the script alone on one worker; its event log is ``folder``/events."""
     folder.mkdir()
-    configuration = folder / "deepspeed.json"
+    configuration, output = folder / "deepspeed.json", folder / "output"
     configuration.write_text(json.dumps(SETTINGS))
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     environment = {**os.environ, **alone, "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")])
     options = ["--steps", str(STEPS), "--deepspeed_config", str(configuration), "--event-log", str(folder / "events")]
-    return subprocess.run(
-        [sys.executable, str(SCRIPTS / "train.py"), *options, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    request = ForkRequest(
+        target=reference(forked_script.run),
+        arguments=(str(SCRIPTS / "train.py"), [*options, *arguments], environment),
+        output=str(output),
     )
+    code = server.fork(request).exit_code(within_seconds=120)
+    return Ended(code, output.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -50,25 +57,27 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def summary_of(result: subprocess.CompletedProcess[str], folder: Path) -> RunSummary:
-    assert result.returncode == 0, result.stderr
+def summary_of(result: Ended, folder: Path) -> RunSummary:
+    assert result.code == 0, result.output
     return load_run(folder / "events")
 
 
-def test_it_trains_reports_and_logs(tmp_path: Path, text: Path) -> None:
-    result = train(tmp_path / "one", "--data", str(text), "--dropout", "0.1", "--tied")
+def test_it_trains_reports_and_logs(fork_server: ForkServer, tmp_path: Path, text: Path) -> None:
+    result = train(fork_server, tmp_path / "one", "--data", str(text), "--dropout", "0.1", "--tied")
     summary = summary_of(result, tmp_path / "one")
     assert sorted(summary.losses) == list(range(STEPS))
     assert summary.losses[STEPS - 1] < summary.losses[0]
     assert (summary.final_step, summary.digest, summary.failovers) == (STEPS, None, ())
-    assert f"step {STEPS - 1}  loss {summary.losses[STEPS - 1]:.4f}" in result.stdout
-    assert f"finished {STEPS} steps" in result.stdout
+    assert f"step {STEPS - 1}  loss {summary.losses[STEPS - 1]:.4f}" in result.output
+    assert f"finished {STEPS} steps" in result.output
 
-    again = summary_of(train(tmp_path / "two", "--data", str(text), "--dropout", "0.1", "--tied"), tmp_path / "two")
+    again = summary_of(
+        train(fork_server, tmp_path / "two", "--data", str(text), "--dropout", "0.1", "--tied"), tmp_path / "two"
+    )
     (problem,) = differences(summary, again)
     assert problem.startswith("neither run has a digest")
 
-    other = train(tmp_path / "three", "--data", str(text), "--dropout", "0.1", "--tied", "--seed", "5")
+    other = train(fork_server, tmp_path / "three", "--data", str(text), "--dropout", "0.1", "--tied", "--seed", "5")
     assert summary_of(other, tmp_path / "three").losses != summary.losses
 
 

@@ -34,8 +34,8 @@ DEADLINE_SECONDS = 30.0
 
 
 @pytest.mark.sweep
-def test_each_clouds_notice_empties_its_node_before_the_deadline(server: ForkServer, tmp_path: Path) -> None:
-    reference = run_undisturbed(RUN, server=server, folder=tmp_path / "undisturbed")
+def test_each_clouds_notice_empties_its_node_before_the_deadline(fork_server: ForkServer, tmp_path: Path) -> None:
+    reference = run_undisturbed(RUN, server=fork_server, folder=tmp_path / "undisturbed")
     folder = tmp_path / "noticed"
     gate = Gate(folder / "gate")
     (folder / "gate").mkdir(parents=True)
@@ -49,7 +49,7 @@ def test_each_clouds_notice_empties_its_node_before_the_deadline(server: ForkSer
             notices[node] = {"source": source, "base_url": fakes[node].url, "poll_seconds": 0.1}
         machine = services.enter_context(
             Machine(
-                server,
+                fork_server,
                 gated_worker,
                 workers=4,
                 argv=[str(folder / "gate"), *script_of(RUN, [], folder=folder)],

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent.parent
     ],
 )
 def test_nothing_of_the_result_changes(
-    server: ForkServer, tmp_path: Path, seed: int, grid: Grid, steps: int, count: int
+    fork_server: ForkServer, tmp_path: Path, seed: int, grid: Grid, steps: int, count: int
 ) -> None:
     run = RandomRun(
         script=ROOT / "scripts" / "train.py",
@@ -36,8 +36,8 @@ def test_nothing_of_the_result_changes(
     happenings = draw(
         seed, grid=grid, steps=steps, count=count, micro_batches=run.micro_batches, workers=workers, most=workers + 2
     )
-    reference = run_undisturbed(run, server=server, folder=tmp_path / "undisturbed")
-    verdict = run_with(run, happenings, reference=reference, server=server, folder=tmp_path / "disturbed")
+    reference = run_undisturbed(run, server=fork_server, folder=tmp_path / "undisturbed")
+    verdict = run_with(run, happenings, reference=reference, server=fork_server, folder=tmp_path / "disturbed")
     assert verdict.problems == ()
     assert sum(verdict.happened.values()) == count
     assert verdict.digest == reference.digest

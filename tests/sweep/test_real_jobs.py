@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,23 +10,17 @@ import pytest
 from deepspeed_bamboo.eventlog.summary import RunSummary
 from deepspeed_bamboo.sweep.cases import Case, select
 from deepspeed_bamboo.sweep.forked import ForkedJobs
-from deepspeed_bamboo.sweep.job import job_environment
 from deepspeed_bamboo.sweep.setups import STEPS, Setup
 from deepspeed_bamboo.sweep.sweep import Sweep
+from deepspeed_bamboo.testing.fork_server import ForkServer
 
 ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sweep]:
-    before = dict(os.environ)
-    os.environ.update(job_environment())
-    try:
-        with ForkedJobs() as job:
-            yield Sweep(root=ROOT, folder=tmp_path_factory.mktemp("sweep"), job=job)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+def sweep(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sweep]:
+    with ForkedJobs(server=fork_server) as job:
+        yield Sweep(root=ROOT, folder=tmp_path_factory.mktemp("sweep"), job=job)
 
 
 @pytest.fixture(scope="module")
