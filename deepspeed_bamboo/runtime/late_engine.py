@@ -19,7 +19,7 @@ from deepspeed_bamboo.runtime.job.news import tell
 from deepspeed_bamboo.runtime.membership.joining import check_grid, join
 from deepspeed_bamboo.runtime.membership.own_facts import check_same_job
 
-# Up to here the job is caught up with while it goes on; the rest of the way it waits for this worker.
+# This worker catches up to here while the job continues; for the rest the job waits.
 _NEAR_STEPS = 3
 _MOST_LOOKS = 10
 _LOOK_SECONDS = 0.2

@@ -173,7 +173,7 @@ def _report_failure(engine: BambooPipelineEngine, text: str) -> None:
     """Tell the job before this process ends, so that no peer takes its end for the loss of a node."""
     session = engine.session
     if session.closed or session.interruption.active is None:
-        return  # over, or a worker that was still to be taken in, whose agent tells; the job goes on without it
+        return  # over, or a worker that was still to be taken in, whose agent reports it; the job continues without it
     failure = JobFailure(session.worker, "user_error", text.strip().splitlines()[-1], text)
     with contextlib.suppress(CoordinatorUnavailable):
         session.coordinator.fail(failure)

@@ -1,6 +1,6 @@
 """What a script does to its engine between ``initialize`` and its first steps reaches the shadows, too.
 
-Shadows are made in ``initialize``. Some scripts go on from there: they make their optimizer, put a scheduler on the
+Shadows are made in ``initialize``. Some scripts do more after that: they make their optimizer, put a scheduler on the
 engine, register hooks, load weights. So before the first steps all workers look whether what they own is still what
 their shadows were made from, and make those anew that have changed.
 
@@ -29,9 +29,9 @@ from deepspeed_bamboo.runtime.stock.outline import Outline, outline_of
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
 CHANGED = "changed by hand"
-"""Under which name a worker hands in that its script has changed weights between two steps."""
+"""The name under which a worker reports that its script has changed weights between two steps."""
 RESHAPED = "changed layers"
-"""Under which name a worker hands in that its script has changed what a stage consists of."""
+"""The name under which a worker reports that its script has changed what a stage consists of."""
 _BY_HAND = "the script changes weights itself between two steps"
 _LOOKS = 3  # before the first steps; a script that changes weights after each step does so after the first one
 
@@ -93,7 +93,7 @@ class OwnerChanges:
         self.note()
 
     def contribution(self) -> dict[str, Any]:
-        """What this worker hands in with the agreement of an iteration."""
+        """What this worker contributes to the agreement of an iteration."""
         # As it was at the start of the iteration: nothing changes weights before the step.
         by_hand = self._looks >= _LOOKS and not self.by_hand and self._changed_since()
         reshaped = {RESHAPED: sorted(map(str, self._reshaped))} if self._reshaped else {}

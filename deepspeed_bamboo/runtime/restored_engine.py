@@ -1,4 +1,4 @@
-"""The engine of a job that goes on from a checkpoint that the plugin took (``bamboo.checkpoint``).
+"""The engine of a job that continues from a checkpoint that the plugin took (``bamboo.checkpoint``).
 
 The script is the one that began at step 0, unchanged. It has the job's step and state once it is built, and what it
 did on its way there the first time is left out, as on a worker that joins late.

@@ -112,7 +112,7 @@ class PlannedGrid:
         return max(busy.values()) * self.micro_batches
 
     def loss_seconds(self, workers: int, *, lost: int, done: float) -> float:
-        """From the moment at which all go on after a loss to the end of the interrupted iteration.
+        """From the moment at which all continue after a loss to the end of the interrupted iteration.
 
         Played through for some moments of an iteration and some victims, evenly spread over the workers, since every
         case would take too long.
@@ -139,7 +139,7 @@ def _played_loss(planned: PlannedGrid, workers: int, lost: int, moment: int) -> 
     bare = Placement.of(planned.grid, owners=owners, shadows={}, alike=planned.spread)
     before = planned.with_shadows(bare, Sites.of(WorkerSite(name, name) for name in names), {})
     after = None
-    # Of neighbours some would be fatal: fewer victims, until what is left goes on.
+    # Of neighbours some would be fatal: fewer victims, until the rest can continue.
     for count in range(lost, 0, -1):
         after, _ = before.without([names[(2 * i + 1) * workers // (2 * count)] for i in range(count)])
         if after is not None:

@@ -156,9 +156,9 @@ class DroppingSpec(_Spec):
 
     stages: Count
     regroup_seconds: NonNegative = 5.0
-    """To go on without a pipeline."""
+    """To continue without a pipeline."""
     rendezvous_seconds: NonNegative = 20.0
-    """To go on with one more."""
+    """To continue with one more."""
     restore_seconds: NonNegative = 14.0
     first_rendezvous_seconds: NonNegative = 30.0
     checkpoint_seconds: Positive = 600.0

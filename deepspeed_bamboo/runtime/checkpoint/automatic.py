@@ -1,6 +1,6 @@
 """Checkpoints that the plugin takes by itself (``bamboo.checkpoint``), for losses that redundancy can't cover.
 
-``rounds.py`` writes them beside training. Here a job that starts finds the last whole one and goes on from it, and a
+``rounds.py`` writes them beside training. Here a job that starts finds the last whole one and continues from it, and a
 job that ends keeps its last state.
 """
 
@@ -47,7 +47,7 @@ class AutomaticCheckpoints:
         self._place = place
         self._copy = copy
         self._keep = keep
-        self._digest: str | None = None  # of the state that the job goes on from, where it is known
+        self._digest: str | None = None  # of the state that the job continues from, if known
         self.rounds = CheckpointRounds(
             _OfWorker(worker, copy), place=place, grid=worker.grid, interval_seconds=interval_seconds, keep=keep
         )
@@ -55,7 +55,7 @@ class AutomaticCheckpoints:
     # -- at the start ------------------------------------------------------------------------------
 
     def find(self) -> str | None:
-        """The tag of the checkpoint to go on from, if there is one; collective. From now on the place is this job's.
+        """The tag of the checkpoint to continue from, if there is one; collective. From now on the place is this job's.
 
         Raises CheckpointError when it can't be written, when some workers see another place than the others, and when
         there are checkpoints of which none is whole. Nothing is removed. Warnings are told.
@@ -147,7 +147,7 @@ class AutomaticCheckpoints:
     # -- with each iteration -----------------------------------------------------------------------
 
     def contribution(self) -> dict[str, Any]:
-        """What this worker hands in with the agreement of an iteration."""
+        """What this worker contributes to the agreement of an iteration."""
         return self.rounds.contribution(step=self._worker.step + 1)
 
     def note(self) -> None:
@@ -168,7 +168,7 @@ class AutomaticCheckpoints:
     def finish(self) -> None:
         """When the script has ended: keep its last state, unless it is kept already; collective.
 
-        A job that was told to stop goes on from there. What can't be written is told, and changes nothing else.
+        A job that was stopped continues from there. A failure to write is reported, and changes nothing else.
         """
         worker, rounds, step = self._worker, self.rounds, self._worker.step
         kept = rounds.progress.kept

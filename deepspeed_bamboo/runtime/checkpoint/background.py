@@ -51,7 +51,7 @@ class BackgroundWriter:
                 function()
             except CheckpointError as error:
                 done(str(error))
-            except Exception as error:  # noqa: BLE001 - whatever it is, training goes on and somebody has to hear of it
+            except Exception as error:  # noqa: BLE001 - whatever it is, training continues and somebody must learn of it
                 done(f"{type(error).__name__}: {error}")
             else:
                 done("")

@@ -1,7 +1,7 @@
 """One worker's part in the checkpoints that are written beside training.
 
 At an iteration boundary each worker copies the stages that it owns into host memory, in DeepSpeed's own files, and a
-thread writes and hashes them while training goes on. Which boundary it is, and that all parts are there, travels with
+thread writes and hashes them while training continues. Which boundary it is, and that all parts are there, travels with
 the agreement of the iterations (``core/checkpointing.py``). Then the reporter writes the manifest and changes the file
 ``latest``. So that file always names a whole checkpoint, and a worker that is cut off from the others never changes it.
 """
@@ -23,7 +23,7 @@ from deepspeed_bamboo.storage.manifest import Manifest
 from deepspeed_bamboo.storage.place import CheckpointPlace, tag_of
 
 NOTE = "checkpoint"
-"""Under which key a worker's note is in what it hands in with an agreement."""
+"""The key of a worker's note in what it contributes to an agreement."""
 
 # A round that takes longer than so many intervals, and this long, is given up.
 _PATIENCE_INTERVALS, _PATIENCE_SECONDS = 3.0, 600.0
@@ -100,7 +100,7 @@ class CheckpointRounds:
     # -- with each iteration -----------------------------------------------------------------------
 
     def contribution(self, *, step: int) -> dict[str, Any]:
-        """What this worker hands in with the agreement of the iteration that leads to ``step``."""
+        """What this worker contributes to the agreement of the iteration that leads to ``step``."""
         note = CheckpointNote(
             take=step if self._copier.is_reporter and self._is_due() else None,
             took=self._took,
@@ -170,7 +170,7 @@ class CheckpointRounds:
         return {"progress": self.progress.to_json(), **ages}
 
     def take(self, value: Mapping[str, Any]) -> None:
-        """On a worker that joins: go on from :meth:`to_json` of the reporter."""
+        """On a worker that joins: continue from the reporter's :meth:`to_json`."""
         self.progress = CheckpointProgress.from_json(value["progress"])
         self._taken_at = self._clock() - float(value["taken_seconds"])
         self._good_at = self._clock() - float(value["good_seconds"])
@@ -180,7 +180,7 @@ class CheckpointRounds:
         self._taken_at = self._clock()
 
     def start_from(self, kept: tuple[int, ...]) -> None:
-        """At the start of a job: the checkpoints of these steps are whole, and the job goes on from the last one."""
+        """At the start of a job: the checkpoints of these steps are whole, and the job continues from the last one."""
         self.progress = CheckpointProgress(kept=kept)
         self._taken_at = self._good_at = self._clock()
 

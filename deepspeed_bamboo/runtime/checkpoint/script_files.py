@@ -83,7 +83,7 @@ def tag_to_load(worker: Worker, load_dir: str | os.PathLike[str], tag: str | Non
 
 
 def facts_of_parts(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, FileFact]:
-    """From what workers have told of the files that they saved."""
+    """From what workers have reported about the files that they saved."""
     return {name: FileFact(*fact) for part in parts.values() for name, fact in part.items()}
 
 

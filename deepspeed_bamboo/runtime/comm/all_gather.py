@@ -1,4 +1,4 @@
-"""All workers hand in a value and get everybody's: nobody sees the result before all have handed in.
+"""All workers contribute a value and get everybody's: nobody sees the result before all have contributed.
 
 That is the agreement of architecture 5 (commit rule): whoever has seen it knows that every worker had come this
 far. It goes up a tree to the first worker of the epoch, and the result down again; so no worker talks to more
@@ -37,7 +37,8 @@ def agree(
 ) -> dict[WorkerId, Any]:
     """Return every worker's ``value``. ``workers`` is the same list everywhere; its first one has all first.
 
-    ``meanwhile`` is called once, before the result is known here; where nobody hands in below, after handing in.
+    ``meanwhile`` is called once, before the result is known here. A worker with nobody below it in the tree calls it
+    after it has contributed.
 
     Raises PeerLostError or what interrupts the wait; then some workers may have seen the result and others
     not, which recovery settles.

@@ -87,7 +87,7 @@ class Arrival:
         return self._complete
 
     def abort(self) -> None:
-        """Give the lane up, from any thread: what waits for these tensors on the device goes on without them."""
+        """Give the lane up, from any thread: what waits for these tensors on the device continues without them."""
         self._lanes.abort()
 
 

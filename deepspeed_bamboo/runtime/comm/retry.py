@@ -1,4 +1,4 @@
-"""Asking the coordinator what a worker can't go on without: through an outage, as long as that takes.
+"""Asks the coordinator for what a worker can't continue without, through an outage of any length.
 
 Training needs no coordinator while nobody is lost. What a loss or a reconfiguration asks of it has to wait for its
 return; an error here would end the job of a user whose etcd restarts.

@@ -57,7 +57,7 @@ class EvaluationRequest:
 def go_on_as_others(engine: EvaluatedEngine, iterator: Iterator[Any] | None, *, data: PipelineData) -> DataSupply:
     """Before an evaluation with ``data``: learn who has data for it, and give late workers the others' position.
 
-    A late worker's ``iterator`` goes on where the others' are, which have served evaluations before. Otherwise inputs
+    A late worker's ``iterator`` continues where the others' are, which have served evaluations before. Otherwise inputs
     and labels of different samples would meet, if it hosts one end of a pipeline and not the other. Collective.
     """
     own = engine.evaluated.of(iterator)
@@ -93,7 +93,7 @@ def evaluate(engine: EvaluatedEngine, request: EvaluationRequest) -> Any:
     engine.evaluated_micro_batches = request.micro_batches
     engine.worker.agree_on("evaluate", outputs_here)
     if engine.worker.protects and engine.evaluation_data is not None:
-        # Every worker's iterator goes on by as much, since each may have to feed a stage the next time.
+        # Every worker's iterator advances as far, since each may have to feed a stage the next time.
         engine.evaluation_data.complete(request.micro_batches, step=engine.worker.step, transform=engine.batch_fn)
     result = _result(engine, request, kept=kept, shared=shared)
     logits = next((replica.attributes.get("outputs") for replica in _last_stages(engine)), None)
@@ -152,7 +152,7 @@ def _clean_up(engine: EvaluatedEngine, request: EvaluationRequest) -> None:
     engine.worker.links.drain()
     engine.history.note(evaluated=request.micro_batches)
     for replica in engine.worker.host.replicas():
-        # Stock counts evaluated micro-batches like trained ones where it seeds layers; and goes on so.
+        # Where stock seeds layers it counts evaluated micro-batches like trained ones, and keeps doing so.
         replica.micro_offset += request.micro_batches
         replica.attributes["outputs"] = None
         replica.start_iteration()

@@ -1,4 +1,4 @@
-"""How far iterators for ``eval_batch`` have been used, so that a late worker's goes on where the others' are."""
+"""How far iterators for ``eval_batch`` have been used, so that a late worker's continues where the others' are."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ class PipelineData:
         return self._user.kept_bytes
 
     def rewind(self, step: int) -> None:
-        """Between iterations: go on from ``step`` with the micro-batches that it had; a factory makes them again."""
+        """Between iterations: continue from ``step`` with the micro-batches that it had; a factory makes them again."""
         self._user.rewind(step)
         self._made.clear()
 

@@ -74,7 +74,7 @@ class ModeChoice:
     # -- the choice --------------------------------------------------------------------------------
 
     def contribution(self) -> dict[str, Any]:
-        """What this worker hands in with the agreement of an iteration."""
+        """What this worker contributes to the agreement of an iteration."""
         if not self.automatic:
             return {}
         value: dict[str, Any] = {}

@@ -206,7 +206,7 @@ class WorkerSession:
         return self._finished
 
     def log(self, event: str, *, step: int, **fields: Any) -> None:
-        """Write an event to this worker's event log; what onlookers want to know is told to them, too."""
+        """Write an event to this worker's event log; what onlookers want to know is also published."""
         self.events.log(event, epoch=self.interruption.epoch, step=step, **fields)
         if event == "step":
             self.pulse.stepped(step + 1)
@@ -246,7 +246,7 @@ class WorkerSession:
             self.coordinator.finish({"step": step})
 
     def close(self) -> None:
-        """Withdraw and stop watching. The job goes on without this worker."""
+        """Withdraw and stop watching. The job continues without this worker."""
         self.closed = True
         self._status.close()
         if self._watch is not None:

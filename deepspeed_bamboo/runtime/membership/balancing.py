@@ -1,6 +1,6 @@
 """What this job has measured of its stages and workers, and when that is a reason to share the work anew.
 
-Every worker hands in how long its passes took, with the agreement of an iteration. So all know the same, and whoever is
+Every worker reports how long its passes took, in the agreement of an iteration. So all know the same, and whoever is
 the reporter decides.
 """
 
@@ -78,7 +78,7 @@ class Balancing:
         return due
 
     def contribution(self) -> dict[str, Any]:
-        """What this worker hands in with the agreement of an iteration."""
+        """What this worker contributes to the agreement of an iteration."""
         placement = self._worker.placement
         if placement is not self._placement:
             self._placement = placement

@@ -60,7 +60,7 @@ class Reconfiguration:
         worker: whose placement changes.
         transfer: moves the state.
         balancing: what is measured, by which work is shared.
-        modes: is told that an iteration is no measure.
+        modes: this object hears that an iteration is no measure.
         world: makes the process group of the new epoch.
         known: returns what those who join have to know besides.
     """
@@ -94,7 +94,7 @@ class Reconfiguration:
     # -- wishes ------------------------------------------------------------------------------------
 
     def wish(self) -> Wish | None:
-        """What this worker hands in with the agreement of an iteration; only the epoch's first member ever wishes."""
+        """What this worker contributes to an iteration's agreement; only the epoch's first member requests changes."""
         worker, session = self._worker, self._worker.session
         self._log_notice()
         record = worker.record

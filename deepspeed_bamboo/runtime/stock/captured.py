@@ -1,4 +1,4 @@
-"""What DeepSpeed would write into a checkpoint, kept in host memory, to be written while training goes on."""
+"""What DeepSpeed would write into a checkpoint, kept in host memory, to be written while training continues."""
 
 from __future__ import annotations
 

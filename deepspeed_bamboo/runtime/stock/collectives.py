@@ -23,7 +23,7 @@ from deepspeed_bamboo.runtime.stock.suspended import Request, SuspendedCall
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one coordinate hands in for one collective; ``group`` None is the gate before an update.
+    """What one coordinate contributes to one collective; ``group`` None is the gate before an update.
 
     Without ``tensor`` where that travels apart, see :mod:`gathering`.
     """
@@ -50,7 +50,7 @@ class Contribution:
             group, operation, tensor = value
             key = None if group is None else GroupKey(*group)
         except (TypeError, ValueError) as error:
-            raise MessageError(f"{value!r:.80} is nothing that a worker hands in for a collective") from error
+            raise MessageError(f"{value!r:.80} is no contribution to a collective") from error
         return cls(key, operation, tensor)
 
 
@@ -107,7 +107,7 @@ class CallSet:
         """Run every call to its next collective, with the answer to the one it waits for, except those of ``later``.
 
         ``beside`` names the coordinates whose calls run on another stream. It gets its answers before the other
-        calls go on, so as not to wait for what they launch.
+        calls continue, so as not to wait for what they launch.
         """
         for coordinate, steps in self.beside.items():
             steps.follow(None if answers is None else answers.get(coordinate))

@@ -74,7 +74,7 @@ class _Exchange:
         return all(other is not None and _same(other, request) for other in here)
 
     def members(self, request: Request) -> Iterator[tuple[Coordinate, str]]:
-        """The members of the group, each with the key of what it hands in."""
+        """The members of the group, each with the key of its contribution."""
         kind = request.group.kind if request.group is not None else "gate"
         for member in request.members:
             yield member, f"{self._label}/{kind}/{request.sequence}/{member}"
@@ -90,7 +90,7 @@ class _Exchange:
         return own
 
     def receive(self, asked: Mapping[Coordinate, Request], *, what: str = "") -> dict[str, torch.Tensor]:
-        """What the other members send under the keys of what they hand in, each followed by ``what``."""
+        """What the other members send under the keys of their contributions, each followed by ``what``."""
         received: dict[str, torch.Tensor] = {}
         for request in asked.values():
             for member, key in self._others(request):

@@ -35,7 +35,7 @@ def carry(before: Values, now: Values, target: Any, pairs: Sequence[int | None],
 
     ``pairs`` says for each group of ``target`` which of the other's it follows, or None. A value that was equal in
     both becomes what it is ``now``. A number that was another one changes in proportion, and ``tell`` is called with a
-    sentence about that; anything else that was different stays, and is told, too.
+    sentence about that; anything else that was different stays, and is reported as well.
     """
     for group, source in zip(target.param_groups, pairs, strict=True):
         if source is None or source >= len(before) or source >= len(now):
@@ -110,6 +110,6 @@ def _copied(value: Any) -> Any:
 def _write(group: dict[str, Any], key: str, value: Any) -> None:
     held = group.get(key)
     if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor) and held.shape == value.shape:
-        held.copy_(value)  # whoever holds the tensor, a captured graph for example, goes on with it
+        held.copy_(value)  # whoever holds the tensor, a captured graph for example, keeps using it
     else:
         group[key] = _copied(value)

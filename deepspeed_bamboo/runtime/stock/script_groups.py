@@ -192,7 +192,7 @@ class ScriptGroups:
         return group
 
     def put_aside(self) -> None:
-        """Before torch drops all groups: it must not end those that go on. Once is enough."""
+        """Before torch drops all groups: it must not end those that continue. Once is enough."""
         if self._aside:
             return
         self._aside = True

@@ -14,8 +14,8 @@ the engine shows. The rule:
 - where the worker doesn't own its first stage any more, the script's optimizer shows the values of the first stage
   that it owns now.
 
-A shadow gets its owner's values with the mirrored gradients of each step. Taken over, it goes on with those, and with
-what the script of its new worker has written since that step.
+A shadow gets its owner's values with the mirrored gradients of each step. After a take-over it continues with those,
+and with what the script of its new worker has written since that step.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 DeepSpeed's reductions and optimizers call blocking collectives deep inside their own code. A worker that
 hosts two coordinates of one group would wait for itself there. So such a call runs on a helper thread, one
-at a time: it runs until its next collective, hands over what it contributes, and goes on when the answer is
+at a time: it runs until its next collective, gives its contribution, and continues when the answer is
 known. Exactly one of the two threads runs at any moment, which keeps everything deterministic.
 """
 

@@ -1,7 +1,7 @@
 """torch's default process group while the plugin trains: the ranks of the grid, over the plugin's own channels.
 
 What user code calls of ``torch.distributed`` between iterations (a barrier, a metric's all-reduce) survives a loss: it
-goes on with the workers that are left, each with the rank that it had, and whoever took a lost worker's stage over
+continues with the remaining workers, each with the rank that it had, and whoever took a lost worker's stage over
 stands for its rank too. Stock groups can't do that, so the default group is replaced. Meant for small things:
 everything goes by way of the host.
 """
@@ -96,7 +96,7 @@ class StartGroup(AloneGroup):
 def set_default_group_aside(script_groups: ScriptGroups) -> list[Any]:
     """Have torch forget its process groups without closing one; returns them, the default one first.
 
-    Those of the script, which are behind ``script_groups``, go on.
+    Those of the script, which are behind ``script_groups``, continue.
     """
     script_groups.put_aside()
     default, world = distributed_c10d._get_default_group(), distributed_c10d._world
@@ -120,7 +120,7 @@ def set_default_group_aside(script_groups: ScriptGroups) -> list[Any]:
 
 
 def replace_default_group(group: WorldGroup | AloneGroup) -> None:
-    """Drop every stock process group and make ``group`` the default one; the script's groups go on in it."""
+    """Drop every stock process group and make ``group`` the default one; the script's groups continue in it."""
     if c10d.is_initialized():
         group.groups.put_aside()
         distributed_c10d._abort_process_group()

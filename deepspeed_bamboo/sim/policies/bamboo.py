@@ -28,7 +28,7 @@ class Oddities:
     Attributes:
         repeated_timeout: a fatal loss or reconfiguration during a rendezvous queues another time-out; when that one
             rings after the rendezvous has ended, nobody is in it, and training stops until the next machine is ready.
-        steps_in_rendezvous: after a fatal loss, steps go on completing until the rendezvous ends.
+        steps_in_rendezvous: after a fatal loss, steps keep completing until the rendezvous ends.
         no_rollback: a fatal loss loses no steps.
         any_loss_slows: losing a machine that hosts nothing slows the step, too.
         stale_standby: a standby that is taken still counts as waiting until the next rendezvous.

@@ -70,7 +70,7 @@ class DroppingPolicy(Policy):
         self.alarm_at = now + to_milliseconds(seconds)
 
     def alarm(self, now: int) -> None:
-        """See Policy: pipelines are made anew after a rendezvous, or go on without a dropped one."""
+        """See Policy: pipelines are rebuilt after a rendezvous, or continue without a dropped one."""
         self.alarm_at = NEVER
         if not self._regrouping:
             self._assign()

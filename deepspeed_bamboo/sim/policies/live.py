@@ -1,6 +1,6 @@
 """This project's policy (architecture 5 and 6): a fixed grid on however many workers there are, no restarts.
 
-A lost coordinate goes on at its shadow's worker, within the running iteration; lost shadows are rebuilt in the
+A lost coordinate continues at its shadow's worker, within the running iteration; lost shadows are rebuilt in the
 background; at the next iteration boundary coordinates move so that loads are even again and neighbours apart. A loss
 of a coordinate with its shadow is recovered from another pipeline; only if there is none is it fatal. Joining workers
 take coordinates over at an iteration boundary. What the model assumes for the worse, so as not to promise too much:

@@ -1,7 +1,7 @@
 """This project's policy as the engine carries it out: core's placements and plans on however many workers there are.
 
 A loss interrupts the iteration: after detection and new connections the takers-over do the lost part again, the others
-go on, and the iteration ends later (core/interrupted.py). At its end stages move to where core's balance wants them.
+continue, and the iteration ends later (core/interrupted.py). At its end stages move to where core's balance wants them.
 Lost shadows are copied meanwhile. Joining and draining workers are dealt with at the end of an iteration, too.
 A loss is fatal if nobody has a stage any more: neither its owner, nor its shadow's worker, nor, where pipelines are
 alike (not in bf16 and not with ZeRO), another pipeline. What all of it costs is in LiveSpec.
@@ -155,7 +155,7 @@ class PlannedPolicy(AlarmedPolicy):
             self._pause(now, pause)
 
     def _interrupt(self, now: int, taking_part: int, lost: int) -> None:
-        """The iteration in flight goes on after the pause, with the lost part of it done again."""
+        """The iteration in flight continues after the pause, and repeats its lost part."""
         elapsed = self.progress.suspend(now) / MILLISECONDS_PER_SECOND
         done = min(1.0, elapsed / self._iteration_seconds) if self._iteration_seconds else 0.0
         passes = self._planned.loss_seconds(taking_part, lost=lost, done=done)
@@ -202,7 +202,7 @@ class PlannedPolicy(AlarmedPolicy):
         )
 
     def _rebuild_shadows(self, now: int) -> None:
-        """Shadows that are missing are copied while training goes on."""
+        """Missing shadows are copied while training continues."""
         if self._placement is None or not self._planned.protected or len(self._members) < 2:
             return
         present = {c for c, _ in self._placement.shadows}
