@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,6 +89,33 @@ def test_a_copy_that_is_not_what_it_was_is_found() -> None:
     assert not any(SealedPart(part, whole.sha256).is_whole() for part in others)
     arrived = SealedPart.from_plain(decode(encode(whole.to_plain())), [t.clone() for t in whole.part.tensors])
     assert arrived.is_whole() and arrived.part.state()[1] == {"modules": {}}
+    assert (
+        whole.is_of(3, Coordinate(0, 1))
+        and not whole.is_of(2, Coordinate(0, 1))
+        and not whole.is_of(3, Coordinate(0, 2))
+    )
+
+
+def test_none_of_a_thousand_damages_is_taken_for_a_copy() -> None:
+    for seed in range(1000):
+        draw, damaged = random.Random(seed), sealed()
+        part = damaged.part
+        how = draw.choice(["bit of a tensor", "bit of the body", "tensor cut", "tensor gone", "body cut", "order"])
+        if how == "bit of a tensor":
+            flat = draw.choice(part.tensors[:2]).view(torch.uint8).reshape(-1)
+            flat[draw.randrange(len(flat))] ^= 1 << draw.randrange(8)
+        elif how == "tensor cut":
+            part.tensors[0] = part.tensors[0].reshape(-1)[: draw.randrange(6)].clone()
+        elif how == "tensor gone":
+            del part.tensors[draw.randrange(3)]
+        elif how == "order":
+            part.tensors[0], part.tensors[1] = part.tensors[1], part.tensors[0]
+        else:
+            at, body = draw.randrange(len(part.body)), bytearray(part.body)
+            body[at] ^= 1 << draw.randrange(8)
+            cut = bytes(body) if how == "bit of the body" else part.body[:at]
+            damaged = SealedPart(dataclasses.replace(part, body=cut), damaged.sha256)
+        assert not damaged.is_of(3, Coordinate(0, 1)), (seed, how)
 
 
 def test_copies_of_steps_that_are_not_wanted_go() -> None:

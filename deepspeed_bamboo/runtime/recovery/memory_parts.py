@@ -59,6 +59,10 @@ class SealedPart:
         """Whether it is still what it was."""
         return self.part.sha256() == self.sha256
 
+    def is_of(self, step: int, coordinate: Coordinate) -> bool:
+        """Whether it is a copy of ``coordinate`` after ``step`` steps, and still what it was."""
+        return (self.part.step, self.part.coordinate) == (step, coordinate) and self.is_whole()
+
     def to_plain(self) -> tuple[Any, ...]:
         """All but the tensors, as values that can be sent."""
         return self.part.step, self.part.coordinate, self.part.body, self.sha256

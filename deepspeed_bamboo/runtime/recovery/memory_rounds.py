@@ -276,8 +276,7 @@ class MemoryRounds:
     def _receive(self, work: _Round, coordinate: Coordinate, owner: WorkerId) -> None:
         message = work.links.receive(owner, f"{work.step}/{coordinate}")
         sealed = SealedPart.from_plain(message.data, [tensor.to("cpu") for tensor in message.tensors])
-        right = (sealed.part.step, sealed.part.coordinate) == (work.step, coordinate)
-        if not right or not sealed.is_whole():
+        if not sealed.is_of(work.step, coordinate):
             raise PeerLostError(owner, f"its copy of {coordinate} arrived damaged")
         self._put(work, sealed)
 

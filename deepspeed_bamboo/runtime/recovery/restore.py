@@ -179,18 +179,20 @@ class Restoring:
         """Get the copies that this worker needs, and make its stages what they say; returns which are damaged."""
         worker, me, memory = self._worker, self._worker.me, self._copies()
         placement = record.placement
-        moves = handovers(state, placement, memory.keepers(placement, record))
-        damaged = self._exchange(moves, state.step, tried=tried)
-        coordinates = (*placement.hosted_by(me), *placement.shadowed_by(me))
-        wanted = {c: memory.parts.get(state.step, c) for c in coordinates}
-        for coordinate, sealed in wanted.items():
-            if me in state.holders[coordinate] and (sealed is None or not sealed.is_whole()):
+        keepers = memory.keepers(placement, record)
+        damaged = self._exchange(handovers(state, placement, keepers), state.step, tried=tried)
+        hosted = (*placement.hosted_by(me), *placement.shadowed_by(me))
+        # What this worker only keeps is looked at, too: the next loss may leave no other copy.
+        for coordinate in dict.fromkeys((*hosted, *(c for c, workers in keepers.items() if me in workers))):
+            sealed = memory.parts.get(state.step, coordinate)
+            if me in state.holders[coordinate] and (sealed is None or not sealed.is_of(state.step, coordinate)):
                 memory.parts.remove(state.step, coordinate)
                 damaged.add((me, state.step, coordinate))
         if damaged:
             return damaged
         worker.host.take_roles(owned=placement.hosted_by(me), shadows=placement.shadowed_by(me))
         worker.view.place(placement)
+        wanted = {c: memory.parts.get(state.step, c) for c in hosted}
         self._load({c: sealed for c, sealed in wanted.items() if sealed is not None})
         return damaged
 
@@ -210,7 +212,7 @@ class Restoring:
                 message = worker.links.receive(move.source, f"restore/{tried}/{step}/{move.coordinate}")
                 tensors = [tensor.to("cpu") for tensor in message.tensors]
                 arrived = None if message.data is None else SealedPart.from_plain(message.data, tensors)
-                if arrived is None or not arrived.is_whole():
+                if arrived is None or not arrived.is_of(step, move.coordinate):
                     damaged.add((move.source, step, move.coordinate))
                 else:
                     memory.parts.put(arrived)

@@ -166,5 +166,6 @@ class StateTransfer:
         """Bring ``replica`` to the state ``packed``. From then on it may stand for its stage."""
         unpack_state(replica, packed)
         replica.complete = True
-        self._written(replica)
+        # Before anything saves what the engine shows, which would put what was there before in the new state's place.
         self._worker.host.show_again(replica)
+        self._written(replica)
