@@ -1,7 +1,7 @@
 """DeepSpeed's pipeline engine, made to survive the loss of any worker inside the running iteration.
 
 Stock methods do all computing; what differs is who may host a stage, how stages talk to each other, and
-that everything a worker waits for can be given up and planned anew.
+that everything a worker waits for can be given up and planned again.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class BambooPipelineEngine(RedoingEngine):
             super()._report_progress(step)
 
     def is_shown(self, replica: StageReplica | None) -> bool:
-        """True for the one replica of this worker that stands for it on the console and in monitors."""
+        """True for the one replica of this worker that represents it on the console and in monitors."""
         owners = self.host.owners()
         return bool(owners) and replica is owners[0]
 

@@ -60,7 +60,7 @@ class Policy(ABC):
         """All that happens to machines at this instant has been told."""
 
     def alarm(self, now: int) -> None:
-        """The time `alarm_at` has come; set it anew."""
+        """The time `alarm_at` has come; set the next one."""
         self.alarm_at = NEVER
 
     def step_ended(self, now: int) -> None:
@@ -159,7 +159,7 @@ class _Loop:
             told = True
         while self._booting and self._booting[0][0] == at:
             _, node = self._booting.popleft()
-            # Gone while booting; or gone and back under the same name, which boots anew.
+            # Gone while booting; or gone and back under the same name, which boots again.
             if ledger.started.get(node) == at - self._limits.boot_milliseconds:
                 policy.ready(at, node)
                 told = True

@@ -156,7 +156,7 @@ class Hosting:
         return fallback
 
     def place_all(self) -> None:
-        """Place every coordinate anew, on balanced workers, neighbours apart where possible."""
+        """Make a new placement: balanced workers, neighbours apart where possible."""
         self.clear()
         for coordinate in range(self.grid.size):
             self._settle(coordinate)

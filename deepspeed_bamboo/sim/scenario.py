@@ -257,7 +257,7 @@ class ProactiveSpec(_Spec):
     inter_stage_seconds: NonNegative = 25.0
     """Machines take up another stage, besides the state that they receive."""
     pipeline_seconds: NonNegative = 45.0
-    """The model is cut anew, besides the state that moves."""
+    """To cut the model again, besides the state that moves."""
     restore_seconds: NonNegative = 14.0
     detect_seconds: NonNegative = 0.0
     checkpoint_seconds: Positive = 60.0
@@ -273,7 +273,7 @@ class ReinstantiatingSpec(_Spec):
     least_stages: Count = 8
     most_stages: Count = 24
     reconfigure_seconds: NonNegative = 10.0
-    """Groups are made anew and layers copied."""
+    """To make new groups and copy layers."""
     rollback_seconds: NonNegative = 74.0
     """On top, where a stage has no replica left and the job starts again from its checkpoint."""
     checkpoint_seconds: Positive = 60.0

@@ -160,7 +160,7 @@ class AutomaticCheckpoints:
         self._worker.host.activate_shown()
 
     def wait(self) -> None:
-        """Until what this worker has begun to write is there, or can't be; others hear of it in the next iteration."""
+        """Wait until this worker has written what it began, or has failed; the next iteration tells the others."""
         self.rounds.wait()
 
     # -- at the end --------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class Beginning:
         self.loads = tuple(str(text) for text in value.get("loads", ()))
 
     def publish(self, coordinator: JobCoordinator) -> None:
-        """Let workers know that are not in the job yet. Without etcd they hear of it when they are taken in."""
+        """Tell workers that are not in the job yet. Without etcd they learn it when they are taken in."""
         try:
             facts = coordinator.facts()
             if facts is not None:

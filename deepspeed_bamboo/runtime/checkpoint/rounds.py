@@ -154,7 +154,7 @@ class CheckpointRounds:
             self._write(step, owned, files)
 
     def wait(self) -> None:
-        """Until what this worker has begun to write is there, or can't be; others hear of it in the next iteration."""
+        """Wait until this worker has written what it began, or has failed; the next iteration tells the others."""
         self._writer.wait()
 
     def is_quiet(self) -> bool:

@@ -64,7 +64,7 @@ def agree(
 
 
 def _values(packed: Any, *, sender: WorkerId) -> dict[WorkerId, Any]:
-    """What ``sender`` has collected. Raises PeerLostError when that makes no sense: then it is of no use."""
+    """What ``sender`` has collected. Raises PeerLostError when the message makes no sense."""
     try:
         values = decode(packed) if isinstance(packed, bytes) else None
     except MessageError as error:

@@ -24,7 +24,7 @@ _WARM_UP = 5
 # Iterations between two looks when nothing is lost.
 _LOOK_EVERY = 100
 _KEPT = 50
-# Losses longer ago say nothing about the rate of now. Before a job is as old as the second, a loss is no rate.
+# Older losses say nothing about the current rate. Before a job is as old as the second, a loss is no rate.
 _WINDOW_SECONDS = 3600.0
 _LEAST_SECONDS = 60.0
 

@@ -33,7 +33,7 @@ class MonitoredEngine(Protocol):
     _config: Any
 
     def get_lr(self) -> list[float]:
-        """The learning rates of now."""
+        """The current learning rates."""
 
     def fp16_enabled(self) -> bool:
         """Whether losses are scaled."""
@@ -65,7 +65,7 @@ class FollowingMonitor:
             return
         self._recent.append(events)
         if not self._reports():
-            self._writer = None  # whoever reports writes on; this one would begin anew
+            self._writer = None  # the new reporter keeps writing; this writer would begin a new file
         elif self._writer is not None:
             self._writer.write_events(list(events))
         else:

@@ -1,4 +1,4 @@
-"""What a worker executes next: the plan of the placement of now, or what a recovery has laid down."""
+"""What a worker executes next: the plan for the current placement, or what a recovery has planned."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Worker:
         links: its channels to the others.
         host: the stages that it holds.
         activity: where it stands in the sequence of activities.
-        view: epoch and placement of now.
+        view: the current epoch and placement.
         grid: the user's grid.
         device: where its stages live.
         numbers: what changes from step to step.

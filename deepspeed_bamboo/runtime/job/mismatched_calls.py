@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobCoordinator, JobFailure
 
-# A call that takes less is nobody's business; one that takes more costs one write and one read of etcd.
+# A shorter call is not reported; a longer one costs one write and one read of etcd.
 _LOOK_SECONDS = 5.0
 
 _CALLS = {

@@ -9,7 +9,7 @@ from typing import Any
 from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobCoordinator
 
 # Each value written stays in etcd until its history is compacted. So a job that has run for long says less often where
-# it is: at these rates 2 to 3 MB a day. No worker waits for it or hears of it.
+# it is: at these rates 2 to 3 MB a day. No worker waits for it or notices it.
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 1.0, 10.0
 _PART_OF_AGE = 1 / 60
 _TOLD = ("loss_of_node", "reconfigured", "notice", "slow_worker", "mode", "checkpoint", "fatal_restore", "restored")

@@ -1,4 +1,4 @@
-"""What a worker takes for the job of now: its epoch, and who hosts and shadows what. One part writes it."""
+"""The job as a worker knows it now: the epoch, and who hosts and shadows what. One part writes it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class View:
 
 
 class CurrentView:
-    """The view of now. The main thread alone changes it, with :meth:`adopt`.
+    """The current view. The main thread alone changes it, with :meth:`adopt`.
 
     Args:
         interruption: the epoch monitor, which ends the main thread's waits when an epoch comes that is not the view's.

@@ -87,7 +87,7 @@ def join(worker: Worker, *, reconfiguration: Reconfiguration, common: CommonStat
 
 
 def check_grid(session: WorkerSession, built: Grid) -> None:
-    """Raise ConfigError for a script with other arguments, before the job hears of this worker."""
+    """Raise ConfigError for a script with other arguments, before the job learns of this worker."""
     record = session.coordinator.epoch()
     needed = built if record is None else record.placement.grid
     if built != needed:

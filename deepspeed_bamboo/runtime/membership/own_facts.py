@@ -72,7 +72,7 @@ def common_facts(facts: Mapping[WorkerId, JobFacts]) -> JobFacts:
 
 
 def check_same_job(engine: BuiltEngine) -> None:
-    """On a worker that joins: raise ConfigError when its script is not the job's, before the job hears of it."""
+    """On a worker that joins: raise ConfigError when its script is not the job's, before the job learns of it."""
     known = engine.session.coordinator.facts()
     if known is None:
         return  # an etcd that came back without its data

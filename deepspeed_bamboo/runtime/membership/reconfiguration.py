@@ -172,7 +172,7 @@ class Reconfiguration:
     def run_if_wished(self) -> None:
         """At an iteration boundary, on every worker.
 
-        Raises DrainedError on a worker that leaves, once it is of no more use, and JobStoppedError everywhere when
+        Raises DrainedError on a worker that leaves, once nobody needs it, and JobStoppedError everywhere when
         the job is to end.
         """
         wish, self._wish = self._wish, None
@@ -229,7 +229,7 @@ class Reconfiguration:
         self._adopt(final, target)
 
     def _take_in(self, current: EpochRecord, target: Target) -> EpochRecord:
-        """Make those who join members. They hear of it through the coordinator, with what they need to know."""
+        """Make the joining workers members. The coordinator tells them, with what they need to know."""
         worker, session = self._worker, self._worker.session
         proposed = None
         if current.members[0] == session.worker:

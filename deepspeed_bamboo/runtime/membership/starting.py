@@ -107,7 +107,7 @@ def _say_where_paths_differ(worker: Worker, told: Mapping[WorkerId, Mapping[str,
 def refuse_unlike(worker: Worker, problems: Sequence[str]) -> None:
     """Raise ConfigError, the same on all workers, where a replica can't be made what its owner is."""
     if problems:
-        worker.links.flush(within_seconds=_LAST_MESSAGES_SECONDS)  # the others are to hear of it, not of a lost worker
+        worker.links.flush(within_seconds=_LAST_MESSAGES_SECONDS)  # the others must get this, not a lost worker
         raise ConfigError(
             *problems,
             "do what makes the difference in the layer's own constructor (its LayerSpec), or in a function given as "

@@ -1,7 +1,7 @@
 """The optimizer of another stage, made as the script makes that of its own, with the groups that its owner has.
 
 A script gives DeepSpeed an entry of the configuration, a function from parameters to an optimizer, or an optimizer. The
-first two make one for any stage. An optimizer object is made anew: its class is called with the owner's groups and
+first two make one for any stage. An optimizer object is made again: its class is called with the owner's groups and
 with what the object says it was called with, and whether that gives the same is tried at the start with the stage
 that this worker has.
 """

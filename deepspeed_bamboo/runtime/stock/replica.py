@@ -97,7 +97,7 @@ def stage_module(
 ) -> PipelineModule:
     """A PipelineModule like ``template`` that holds the layers of another stage.
 
-    The layers are built anew from their specs; callers load weights into them and keep the random number generators
+    The layers are built again from their specs; callers load weights into them and keep the random number generators
     out of it. What is in ``taken`` (ids of modules and tensors that other stages use), and ready-made modules, are
     copied without values. What the template keeps of itself, such as bound methods, becomes the module's. No process
     group is created. ``fill`` puts layers into the module that are there already.

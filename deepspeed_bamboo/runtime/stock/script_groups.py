@@ -208,7 +208,7 @@ class ScriptGroups:
             group.ranks = tuple(ranks[rank] for rank in group.ranks)
 
     def register_again(self) -> None:
-        """After the world was made anew: torch knows the groups, and the ranks in them."""
+        """After the world was rebuilt: torch knows the groups, and the ranks in them."""
         self._aside = False
         for group in self._groups:
             self._register(group)

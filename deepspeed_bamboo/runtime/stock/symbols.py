@@ -177,7 +177,7 @@ SYMBOLS: Mapping[str, Mapping[str, str]] = {
     _BF16: {
         "_hp_grad": "marks a parameter whose fp32 gradient is in use",
         "optimizer": "torch's optimizer inside",
-        "_hp_optimizer_states_linked": "links are made anew after new state came",
+        "_hp_optimizer_states_linked": "links are made again after new state came",
         "_restore_from_bit16_weights": "after weights were read without an optimizer",
         "autoep_folding_tp_group": "an update that is left to stock",
         "bf16_groups": "parameters",

@@ -47,7 +47,7 @@ class BambooRules:
 
     Attributes:
         stages: of every pipeline; as many pipelines as machines allow.
-        first_rendezvous_seconds: to begin training, and to begin it anew after a fatal loss.
+        first_rendezvous_seconds: to begin training, and to begin it again after a fatal loss.
         rendezvous_seconds: to reconfigure.
         failover_slowdown: what a step is multiplied by from a failover to the next rendezvous.
         risk_threshold: reconfigure when more than this part of the workers can't be lost without a fatal loss.
@@ -141,7 +141,7 @@ class BambooPolicy(Policy):
         return True
 
     def _lose_all(self, now: int) -> None:
-        """A fatal loss: everyone meets anew, from the last checkpoint."""
+        """A fatal loss: everyone meets again, from the last checkpoint."""
         self.ledger.fatal_losses += 1
         odd = self._rules.oddities
         if not odd.no_rollback:
@@ -151,7 +151,7 @@ class BambooPolicy(Policy):
         self._rendezvous(now, _FIRST, extra_seconds=0.0 if odd.no_rollback else self._rules.restore_seconds)
 
     def _rendezvous(self, now: int, kind: int, *, extra_seconds: float = 0.0) -> None:
-        """Begin to meet, or begin anew: everyone who has booted takes part."""
+        """Begin a rendezvous, or begin it again: every booted machine takes part."""
         self._status = _Status.RENDEZVOUS
         self.ledger.enter(now, Mode.PAUSED)
         self._gathered = list(self._hosted)
@@ -163,7 +163,7 @@ class BambooPolicy(Policy):
         self.alarm_at = self._timeouts[0][0]
 
     def alarm(self, now: int) -> None:
-        """The time of a rendezvous is over. If one of those in it is gone by now, it begins anew."""
+        """A rendezvous has taken its time. If a machine in it is gone by now, it begins again."""
         _, kind = heapq.heappop(self._timeouts)
         self.alarm_at = self._timeouts[0][0] if self._timeouts else NEVER
         if not self._hosted.keys() >= set(self._gathered):

@@ -138,7 +138,7 @@ class LivePolicy(AlarmedPolicy):
         return copied
 
     def _lose_all(self, now: int) -> None:
-        """A fatal loss: all begin anew from the last checkpoint."""
+        """A fatal loss: all begin again from the last checkpoint."""
         self.ledger.fatal_losses += 1
         self.progress.roll_back(now)
         self._hosting.clear()

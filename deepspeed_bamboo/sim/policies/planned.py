@@ -263,7 +263,7 @@ class PlannedPolicy(AlarmedPolicy):
         return self._seconds
 
     def _arrange(self, workers: list[WorkerId]) -> None:
-        """Place everything anew, with few moves."""
+        """Make a new placement, with few moves."""
         self._placement = self._planned.arranged(self._sites(workers), self._placement)
         self._seconds = self._planned.shape(len(workers)).seconds
 

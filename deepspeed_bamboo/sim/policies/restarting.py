@@ -30,7 +30,7 @@ class RestartCosts:
     """What a restart takes.
 
     Attributes:
-        restart_seconds: to end the job and start it anew.
+        restart_seconds: to end the job and start it again.
         restore_seconds: to load the checkpoint.
         checkpoint_slowdown: what every step is multiplied by for the checkpoints that are taken meanwhile.
         detect_seconds: until a loss is known.
@@ -85,7 +85,7 @@ class _RestartingPolicy(Policy):
         return node in self._active
 
     def _restart(self, now: int, *, extra_seconds: float = 0.0) -> None:
-        """Begin, or begin anew: a loss during a restart starts it over."""
+        """Begin, or begin again: a loss during a restart starts it over."""
         self._grid = None
         self._active = set()
         self._came.clear()

@@ -1,7 +1,7 @@
 """DeepSpeed's compiled Adam on a CPU, made to depend on nothing but its arguments.
 
 It keeps the powers of its betas in one object for the whole process: continued by a product from step to step, or
-taken anew after a gap. So the last bits of a step depend on what else the process has stepped before, and a
+computed again after a gap. So the last bits of a step depend on what else the process has stepped before, and a
 replica that was rebuilt after a loss would differ from its owner. The kernel for GPUs keeps nothing.
 """
 
@@ -14,7 +14,7 @@ from deepspeed.ops.adam import FusedAdam
 
 
 def make_independent_of_history(optimizer: Any) -> None:
-    """Make every step of ``optimizer`` take the powers of its betas anew, if it is a compiled Adam on a CPU."""
+    """Make every step of ``optimizer`` compute the powers of its betas again, if it is a compiled Adam on a CPU."""
     if not isinstance(optimizer, FusedAdam):
         return
     if any(parameter.device.type != "cpu" for group in optimizer.param_groups for parameter in group["params"]):
