@@ -323,6 +323,7 @@ class Reconfiguration:
         worker.host.take_roles(
             owned=record.placement.hosted_by(session.worker), shadows=record.placement.shadowed_by(session.worker)
         )
+        self._transfer.leave_to_script()
         worker.view.adopt(record, record.placement)
         worker.host.activate_shown()
         session.interruption.expect(None)

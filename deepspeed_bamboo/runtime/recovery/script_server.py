@@ -123,7 +123,7 @@ class ScriptServer:
         found = self.parties(ranks, holders)
         stands_for = {worker: tuple(r for r in found if found[r] == worker) for worker in found.values()}
         others = stands_for.keys() - {self._me}
-        if not others:
+        if len(stands_for) < 2:  # who is alone lays nothing out for one that stands for none of them any more
             return [Part(tuple(found) or tuple(ranks[:1]), tensor.detach().clone())]
         self._lay_out(f"{key}/value", [tensor])
         if again:

@@ -162,6 +162,20 @@ class StateTransfer:
         self.complete_replica(replica, pack_state(host.owned[source]))
         host.owned[coordinate] = replica
 
+    def leave_to_script(self) -> None:
+        """Where the script holds the objects of what is a shadow now, make another replica; the script's are free then.
+
+        Raises ShadowError where it can't be made alike; the job's start has excluded that.
+        """
+        host = self._worker.host
+        for coordinate, shadow in list(host.shadows.items()):
+            if shadow.held_by_script:
+                another, found = self.build_alike(coordinate, host.description(shadow))
+                host.save()
+                replica = checked_alike(coordinate, another, found)
+                self.complete_replica(replica, pack_state(shadow))
+                host.shadows[coordinate] = replica
+
     def complete_replica(self, replica: StageReplica, packed: PackedState) -> None:
         """Bring ``replica`` to the state ``packed``. From then on it may stand for its stage."""
         unpack_state(replica, packed)

@@ -95,11 +95,15 @@ class StageHost:
             self._engine.lr_scheduler = scheduler
 
     def shown(self) -> StageReplica | None:
-        """What the engine shows between iterations: this worker's first stage while it owns that, since a script holds
-        its optimizer; else the first one that it owns, or else shadows."""
+        """What the engine shows between iterations: the stage for which the optimizer stands that the script holds,
+        while this worker owns it; else the first one that it owns, or else shadows."""
         if self._primary is not None and self.owned.get(self._primary.coordinate) is self._primary:
             return self._primary
         return next(iter(self.replicas()), None)
+
+    def keep_showing(self, replica: StageReplica) -> None:
+        """The optimizer that the script holds stands for ``replica``, which this worker owns."""
+        self._primary = replica
 
     def activate_shown(self) -> None:
         """See :meth:`shown`; nothing on a worker that stands by."""
@@ -286,6 +290,8 @@ class StageHost:
         self.shadows = {c: held[c] for c in shadows if c in held and c not in self.owned}
         if self.owned or self.shadows:
             self._spare.clear()
+        if all(replica is not self._primary for replica in self.built()):
+            self._primary = None  # its memory is of use elsewhere
 
     def empty_buffers(self, replica: StageReplica) -> None:
         """Drop inputs, labels, outputs and graphs; stored redundant forwards with them."""

@@ -56,6 +56,7 @@ class StageReplica:
     built_scheduler: Any = None  # made for this stage; another one in ``attributes`` is the script's object
     script_scheduler: Any = None  # stands for a scheduler where this stage has none of its own
     scheduler_state: Any = None  # the owner's, where this stage has no scheduler to load it into
+    held_by_script: bool = False  # the script was given its optimizer and scheduler
     stepping: Any = None  # the CUDA event at the end of a step on another stream, or a LateStep
 
     @property

@@ -11,8 +11,10 @@ the engine shows. The rule:
   by the script: every stage has such a scheduler;
 - a scheduler object of the script, given to ``initialize`` or set on the engine later, is stepped once an iteration,
   with the stage that its optimizer belongs to, and what it writes counts as written by the script;
-- where the worker doesn't own its first stage any more, the script's optimizer shows the values of the first stage
-  that it owns now.
+- where the worker doesn't own its first stage any more, the script's optimizer and scheduler stand for those of the
+  first stage that it owns now (``held_objects.py``). Where that one has another number of groups, the script's
+  optimizer gets the values of the corresponding ones after each step, and what the script writes there shows
+  elsewhere at the next step.
 
 A shadow gets its owner's values with the mirrored gradients of each step. After a take-over it continues with those,
 and with what the script of its new worker has written since that step.
@@ -25,6 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deepspeed_bamboo.runtime.stock.description import basic_optimizer
+from deepspeed_bamboo.runtime.stock.held_objects import HeldObjects
 from deepspeed_bamboo.runtime.stock.hosting import StageHost
 from deepspeed_bamboo.runtime.stock.hyperparameters import (
     Values,
@@ -53,7 +56,8 @@ class ScriptWrites:
         self._host = host
         self._tell = tell
         self._said: set[str] = set()
-        self._optimizer: Any = None  # the script's
+        self._optimizer: Any = None  # the script's, or the one for which that stands
+        self._held: HeldObjects | None = None
         self._scheduler: Any = None  # an object of the script's
         # By source and target, both by id: the source's values that the target has followed.
         self._followed: dict[tuple[int, int], Values] = {}
@@ -71,6 +75,10 @@ class ScriptWrites:
         """``optimizer``, DeepSpeed's wrapper or a plain one, is what the script has in its hands from now on."""
         self._optimizer = basic_optimizer(optimizer)
         self._note_made(self._optimizer)
+        self._host.save()
+        built = self._host.built()
+        its = next((own for own in built if own.attributes["basic_optimizer"] is self._optimizer), None)
+        self._held = None if its is None or self._optimizer is None else HeldObjects(its)
 
     def note(self, replica: StageReplica) -> None:
         """``replica`` has got its owner's values just now."""
@@ -205,15 +213,27 @@ class ScriptWrites:
         return now
 
     def _show(self) -> None:
-        """The script's optimizer, of a stage that is elsewhere now, gets the values of the first stage here."""
+        """The script's optimizer, of a stage that is elsewhere now, stands for the first stage here."""
+        replica = self._host.shown()
         shown = self._sources()[-1]
         self._shows = id(shown)
-        if len(shown.param_groups) != len(self._optimizer.param_groups):
-            return
-        accept_values(self._optimizer, values_of(shown))
-        self._left.pop(id(self._optimizer), None)
-        for replica in self._host.owners():
-            self._followed[id(self._optimizer), id(replica.attributes["basic_optimizer"])] = values_of(self._optimizer)
+        if replica is not None and self._held is not None and self._held.can_stand_for(replica):
+            self._held.stand_for(replica)
+            self._host.keep_showing(replica)
+            self._optimizer = shown
+            self._left[id(shown)] = values_of(shown)
+            self._made[shown] = replica.made
+        else:
+            self._show_corresponding(shown)
+            self._left.pop(id(self._optimizer), None)
+        for owner in self._host.owners():
+            self._followed[id(self._optimizer), id(owner.attributes["basic_optimizer"])] = values_of(self._optimizer)
+
+    def _show_corresponding(self, shown: Any) -> None:
+        self._note_made(shown)
+        now = values_of(shown)
+        pairs = corresponding(self._made[self._optimizer], self._made[shown])
+        accept_values(self._optimizer, tuple({} if index is None else now[index] for index in pairs))
 
     def _find_scheduler(self) -> None:
         self._host.save()
@@ -228,6 +248,8 @@ class ScriptWrites:
         if self._scheduler is None or not owners:
             return
         optimizer = basic_optimizer(getattr(self._scheduler, "optimizer", None))
+        if self._held is not None and self._held.includes(optimizer):
+            optimizer = self._optimizer
         its = next((own for own in owners if own.attributes["basic_optimizer"] is optimizer), owners[0])
         for replica in self._host.replicas():
             replica.script_scheduler = self._scheduler
