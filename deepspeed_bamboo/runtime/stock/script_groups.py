@@ -92,6 +92,11 @@ class ScriptGroup(ServedGroup):
         places = [self.ranks.index(rank) for rank in self._groups.ranks_here() if rank in self.ranks]
         return as_rank(places or [self._own])
 
+    def is_left_by(self, rank: object) -> bool:
+        """Whether ``rank`` is this worker's, which stands for none of the group's any more."""
+        own = self._groups.ranks_here()
+        return rank in own and not set(own) & set(self.ranks)
+
     def size(self) -> int:
         """How many workers there are in it."""
         server = self._groups.server
@@ -249,18 +254,23 @@ class ScriptGroups:
 
 
 class _PlacesOf(dict[int, int]):
-    """Places in a group by rank of the world; a worker that stands for several has the place of one of them."""
+    """Places in a group by rank of the world; a worker that stands for several has the place of one of them, and one
+    that stands for none of the group's ranks any more has the place that it began with."""
 
     def __init__(self, group: ScriptGroup) -> None:
         super().__init__({rank: place for place, rank in enumerate(group.ranks)})
+        self._group = group
 
     def __contains__(self, rank: object) -> bool:
-        return any(super(_PlacesOf, self).__contains__(one) for one in getattr(rank, "ranks", (rank,)))
+        known = super().__contains__
+        return any(known(one) for one in getattr(rank, "ranks", (rank,))) or self._group.is_left_by(rank)
 
     def __missing__(self, rank: int) -> int:
         for one in getattr(rank, "ranks", ()):
-            if one in self:
+            if super().__contains__(one):
                 return self[one]
+        if self._group.is_left_by(rank):
+            return self._group.rank()
         raise KeyError(rank)
 
 
