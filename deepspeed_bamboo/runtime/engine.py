@@ -54,6 +54,7 @@ from deepspeed_bamboo.runtime.stock.hosted_view import show_all_hosted
 from deepspeed_bamboo.runtime.stock.hosting import StageHost
 from deepspeed_bamboo.runtime.stock.logical import Exchange
 from deepspeed_bamboo.runtime.stock.optimizers import problem_with
+from deepspeed_bamboo.runtime.stock.recounting import counts_twice
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 from deepspeed_bamboo.runtime.stock.running_calls import RunningCalls
 from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
@@ -237,6 +238,7 @@ class BambooPipelineEngine(RedoingEngine):
             alike=not self.zero_optimization() and not self.using_bf16_optimizer,
             facts=lambda: own_facts(self),
             problem=lambda: problem_with(self.optimizer_source),
+            recounts=lambda: any(counts_twice(replica.module) for replica in self.host.owners()),
         )
         enter_first_epoch(self.worker, transfer=self.transfer, built=built, enter_world=self.world.enter)
         with self.working():

@@ -41,12 +41,13 @@ class Built:
     """What the start has to know of what stock has built here.
 
     ``alike``: pipelines hold the same whole state. ``facts`` returns what workers are compared by, ``problem`` why no
-    other worker can make the optimizer, or None.
+    other worker can make the optimizer, or None, and ``recounts`` whether repeated forwards change running statistics.
     """
 
     alike: bool
     facts: Callable[[], JobFacts]
     problem: Callable[[], str | None]
+    recounts: Callable[[], bool]
 
 
 def enter_first_epoch(
@@ -104,6 +105,17 @@ def _say_where_paths_differ(worker: Worker, told: Mapping[WorkerId, Mapping[str,
             )
 
 
+def _say_what_recounts(worker: Worker, told: Mapping[WorkerId, bool]) -> None:
+    if any(told.values()) and worker.me == next(iter(told)):
+        tell(
+            worker,
+            "activation checkpoints repeat forwards of layers that have running statistics (batch norm): these count "
+            "each micro-batch twice, as in stock DeepSpeed, in an order that depends on who hosts what. After a loss, "
+            "or on fewer workers than stages, running statistics differ in last bits from those of an undisturbed run. "
+            "Parameters, optimizer state and training losses stay equal. activation_checkpoint_interval=0 avoids it",
+        )
+
+
 def refuse_unlike(worker: Worker, problems: Sequence[str]) -> None:
     """Raise ConfigError, the same on all workers, where a replica can't be made what its owner is."""
     if problems:
@@ -157,6 +169,7 @@ def _build_initial_shadows(
         _say_where_paths_differ(
             worker, agree(_paths(session.config), links=worker.links, **everybody, label="start/paths")
         )
+        _say_what_recounts(worker, agree(built.recounts(), links=worker.links, **everybody, label="start/recounts"))
         if order[0] == session.worker:
             session.coordinator.publish_facts(common.to_json())
         if order[0] == session.worker and not session.coordinator.propose(record, expected=None):

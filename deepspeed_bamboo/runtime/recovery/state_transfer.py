@@ -165,16 +165,17 @@ class StateTransfer:
     def leave_to_script(self) -> None:
         """Where the script holds the objects of what is a shadow now, make another replica; the script's are free then.
 
-        Raises ShadowError where it can't be made alike; the job's start has excluded that.
+        Where that can't be made alike, the shadow stays what it is.
         """
         host = self._worker.host
         for coordinate, shadow in list(host.shadows.items()):
-            if shadow.held_by_script:
-                another, found = self.build_alike(coordinate, host.description(shadow))
+            if not shadow.held_by_script:
+                continue
+            another, found = self.build_alike(coordinate, host.description(shadow))
+            if another is not None and not found:
                 host.save()
-                replica = checked_alike(coordinate, another, found)
-                self.complete_replica(replica, pack_state(shadow))
-                host.shadows[coordinate] = replica
+                self.complete_replica(another, pack_state(shadow))
+                host.shadows[coordinate] = another
 
     def complete_replica(self, replica: StageReplica, packed: PackedState) -> None:
         """Bring ``replica`` to the state ``packed``. From then on it may stand for its stage."""

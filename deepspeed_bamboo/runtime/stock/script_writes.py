@@ -217,7 +217,8 @@ class ScriptWrites:
         replica = self._host.shown()
         shown = self._sources()[-1]
         self._shows = id(shown)
-        if replica is not None and self._held is not None and self._held.can_stand_for(replica):
+        free = not any(one.held_by_script for one in self._host.built())
+        if free and replica is not None and self._held is not None and self._held.can_stand_for(replica):
             self._held.stand_for(replica)
             self._host.keep_showing(replica)
             self._optimizer = shown
