@@ -83,11 +83,20 @@ def expected(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return lines
 
 
-def check(jobs: Jobs, expected: Any, pattern: str, stage: int | None, folder: Path, *, joining: bool = False) -> None:
+def check(
+    jobs: Jobs,
+    expected: Any,
+    pattern: str,
+    stage: int | None,
+    folder: Path,
+    *,
+    joining: bool = False,
+    world: int = 4,
+) -> None:
     faults = [] if stage is None else [kill(2, 0, stage, "backward", 1)]
     more: dict[str, Any] = {"joining": 1, "joining_after_deaths": 1} if joining else {}
     own = folder / "own"
-    result = jobs.run(run_pattern, world=4, pattern=pattern, faults=faults, folder=str(own), waits=joining, **more)
+    result = jobs.run(run_pattern, world=world, pattern=pattern, faults=faults, folder=str(own), waits=joining, **more)
     codes = [code for code in result.codes if code]
     assert codes == ([] if stage is None else [-9]), result.transcript()
     lines = said(result)
@@ -109,3 +118,10 @@ def test_a_loss_changes_nothing_that_is_said(
 def test_every_case(jobs: Jobs, expected: Any, tmp_path: Path, pattern: str, case: str) -> None:
     stage = int(case.split()[0]) if case != "undisturbed" else None
     check(jobs, expected, pattern, stage, tmp_path, joining="joining" in case)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("stage", [None, 2])
+def test_every_case_on_two_workers(jobs: Jobs, expected: Any, tmp_path: Path, pattern: str, stage: int | None) -> None:
+    check(jobs, expected, pattern, stage, tmp_path, world=2)
