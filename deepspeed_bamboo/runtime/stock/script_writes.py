@@ -234,7 +234,8 @@ class ScriptWrites:
         self._note_made(shown)
         now = values_of(shown)
         pairs = corresponding(self._made[self._optimizer], self._made[shown])
-        accept_values(self._optimizer, tuple({} if index is None else now[index] for index in pairs))
+        if len(pairs) == len(self._optimizer.param_groups) and len(now) == len(self._made[shown]):
+            accept_values(self._optimizer, tuple({} if index is None else now[index] for index in pairs))
 
     def _find_scheduler(self) -> None:
         self._host.save()
