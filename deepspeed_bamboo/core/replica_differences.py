@@ -25,6 +25,15 @@ def differences(owner: Mapping[str, Any], replica: Mapping[str, Any]) -> tuple[s
     return (*found[:_SHOWN], *more)
 
 
+def without_attributes(description: Mapping[str, Any]) -> dict[str, Any]:
+    """``description`` without the attributes of modules and parameters."""
+    bare = {
+        kind: {name: {k: v for k, v in has.items() if k != "attributes"} for name, has in description[kind].items()}
+        for kind in ("modules", "parameters")
+    }
+    return {**description, **bare}
+
+
 def _named(kind: str, owner: Mapping[str, Any], replica: Mapping[str, Any]) -> Iterator[str]:
     for name, has in owner.items():
         if name not in replica:

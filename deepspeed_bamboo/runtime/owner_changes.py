@@ -163,7 +163,9 @@ class OwnerChanges:
             shadows = {c: holder for c, holder in dict(worker.placement.shadows).items() if c in rebuilt}
             for coordinate in shadows.keys() & worker.host.shadows.keys():
                 worker.host.shadows[coordinate].finish_step()
-            unlike = self._transfer.copy_shadows(worker.placement, shadows=shadows, label=label)
+            unlike = self._transfer.copy_shadows(
+                worker.placement, shadows=shadows, label=label, attributes=self._looks == 1
+            )
             # On all workers alike, whoever of them could not make a shadow: others wait for what they send.
             self._transfer.refresh_shadows(label=f"{label}/all", leaving_out=rebuilt)
             return unlike

@@ -148,8 +148,19 @@ class Everything(Habit):
         return {"optimizer": make, **super().arguments(module)}
 
 
+class Noting(Last):
+    """Notes what it computed, and an object, as no other layer of the model does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen, self.output = ByIdentity(), super().forward(x)
+        return self.output
+
+
 class Objects(Habit):
-    """Optimizer and scheduler made by the script for its stage."""
+    """Optimizer and scheduler made by the script for its stage; a layer that notes what it computed."""
+
+    def layers(self) -> list[Any]:
+        return [*super().layers()[:-1], LayerSpec(Noting)]
 
     def optimizer(self) -> None:
         return None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspeed_bamboo.core.replica_differences import differences
+from deepspeed_bamboo.core.replica_differences import differences, without_attributes
 from deepspeed_bamboo.runtime.comm.encoding import decode, encode
 from deepspeed_bamboo.runtime.stock.description import describe
 from deepspeed_bamboo.runtime.stock.likeness import liken
@@ -54,6 +54,15 @@ def described(module: Stage, optimizer: Any = None) -> Any:
 
 def test_two_stages_from_the_same_specs_are_alike() -> None:
     assert differences(described(stage(2, 3)), described(stage(2, 3))) == ()
+
+
+def test_attributes_can_be_left_out_of_a_comparison() -> None:
+    owner, replica = stage(2, 3), stage(2, 3)
+    owner.forward_funcs[0].seen = owner.forward_funcs[1][0].weight.noted = object()
+    assert len(differences(described(owner), described(replica))) == 2
+    assert differences(without_attributes(described(owner)), without_attributes(described(replica))) == ()
+    owner.forward_funcs[0].requires_grad_(False)
+    assert differences(without_attributes(described(owner)), without_attributes(described(replica))) != ()
 
 
 def change(module: Stage) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Mapping
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement, WorkerId
-from deepspeed_bamboo.core.replica_differences import differences
+from deepspeed_bamboo.core.replica_differences import differences, without_attributes
 from deepspeed_bamboo.errors import ShadowError
 from deepspeed_bamboo.runtime.comm.channel import Message
 from deepspeed_bamboo.runtime.iteration.worker import Worker
@@ -18,7 +18,12 @@ from deepspeed_bamboo.runtime.stock.replica import StageReplica
 def checked_alike(coordinate: Coordinate, replica: StageReplica | None, found: tuple[str, ...]) -> StageReplica:
     """``replica``. Raises ShadowError where it is not what its owner is."""
     if replica is None or found:
-        raise ShadowError(f"a replica of {coordinate} can't be made here as its owner is: {'; '.join(found)}")
+        raise ShadowError(
+            f"a replica of {coordinate} has to be made on another worker than at the start, and can't be made there as "
+            f"its owner is: {'; '.join(found)}. Do what makes the difference in the layer's own constructor (its "
+            "LayerSpec), or to layers of every stage alike: a worker makes such a layer like one of its own stages. "
+            "With checkpoint.dir the same command continues from the last checkpoint"
+        )
     return replica
 
 
@@ -39,11 +44,12 @@ class StateTransfer:
         self._process_rank = process_rank
 
     def copy_shadows(
-        self, placement: Placement, *, shadows: Mapping[Coordinate, WorkerId], label: str
+        self, placement: Placement, *, shadows: Mapping[Coordinate, WorkerId], label: str, attributes: bool = False
     ) -> tuple[str, ...]:
         """Build the replicas in ``shadows`` that are for this worker, and move state from owners to holders.
 
         Returns in what the replicas made here are not what their owners are; their state is not taken then.
+        ``attributes``: those of layers and parameters count, too: no forward has changed any yet.
         """
         host, me = self._worker.host, self._worker.me
         host.save()
@@ -55,7 +61,7 @@ class StateTransfer:
         for coordinate, holder in shadows.items():
             if holder == me:
                 source = placement.owner(coordinate)
-                replica, found = self.build_described(coordinate, source=source, label=label)
+                replica, found = self.build_described(coordinate, source=source, label=label, attributes=attributes)
                 if replica is not None:
                     host.shadows[coordinate] = replica
                 unlike.update([coordinate] if found else ())
@@ -69,14 +75,14 @@ class StateTransfer:
         self._worker.links.send(to, Message(f"{label}/description/{coordinate}", described))
 
     def build_described(
-        self, coordinate: Coordinate, *, source: WorkerId, label: str
+        self, coordinate: Coordinate, *, source: WorkerId, label: str, attributes: bool = False
     ) -> tuple[StageReplica | None, tuple[str, ...]]:
         """Build a replica of ``coordinate`` as its owner describes it; and in what it differs.
 
         Raises what interrupts the wait.
         """
         described = self._worker.links.receive(source, f"{label}/description/{coordinate}").data
-        return self.build_alike(coordinate, described)
+        return self.build_alike(coordinate, described, attributes=attributes)
 
     def take_described(self, coordinate: Coordinate, *, source: WorkerId, label: str) -> StageReplica:
         """As :meth:`build_described`. Raises ShadowError where it is not alike; the job's start has excluded that."""
@@ -84,15 +90,22 @@ class StateTransfer:
         return checked_alike(coordinate, replica, found)
 
     def build_alike(
-        self, coordinate: Coordinate, described: Description
+        self, coordinate: Coordinate, described: Description, *, attributes: bool = False
     ) -> tuple[StageReplica | None, tuple[str, ...]]:
-        """Build a replica of ``coordinate`` that is as ``described``; and in what it differs; None if there is none."""
+        """Build a replica of ``coordinate`` that is as ``described``; and in what it differs; None if there is none.
+
+        Attributes of layers are given values that can be sent. Others count only if ``attributes`` says so: what a
+        forward has noted (an output, a cache) the replica's forwards note again.
+        """
         try:
             with self._worker.session.works.watch(f"building {coordinate}"):
                 replica = self._worker.host.build(coordinate, process_rank=self._process_rank(), description=described)
         except LookupError as error:
             return None, (str(error),)
-        return replica, differences(described, self._worker.host.description(replica))
+        made = self._worker.host.description(replica)
+        if not attributes:
+            described, made = without_attributes(described), without_attributes(made)
+        return replica, differences(described, made)
 
     def _hand_over(
         self,
