@@ -166,10 +166,9 @@ def _build_initial_shadows(
         unlike = unlike if problem is None else (*unlike, f"the optimizer of worker {session.worker}: {problem}")
         found = agree(unlike, links=worker.links, **everybody, label="start/alike")
         refuse_unlike(worker, [text for other in order for text in found[other]])
-        _say_where_paths_differ(
-            worker, agree(_paths(session.config), links=worker.links, **everybody, label="start/paths")
-        )
-        _say_what_recounts(worker, agree(built.recounts(), links=worker.links, **everybody, label="start/recounts"))
+        told = agree((_paths(session.config), built.recounts()), links=worker.links, **everybody, label="start/told")
+        _say_where_paths_differ(worker, {other: paths for other, (paths, _) in told.items()})
+        _say_what_recounts(worker, {other: recounts for other, (_, recounts) in told.items()})
         if order[0] == session.worker:
             session.coordinator.publish_facts(common.to_json())
         if order[0] == session.worker and not session.coordinator.propose(record, expected=None):
