@@ -36,6 +36,7 @@ setup(
     package_data={"deepspeed_bamboo": ["py.typed", "sim/presets/*.json"]},
     install_requires=[
         "boto3",
+        "cryptography>=42",
         "cslab-etcd3>=0.12",
         "deepspeed>=0.19.8,<0.20",
         "msgpack>=1.0.5",

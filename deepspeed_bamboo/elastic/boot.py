@@ -19,6 +19,7 @@ class Boot:
     ``host_pid`` is the process on rank 0's machine that runs the job's own etcd; 0 for the user's etcd.
     ``ranks``: for a command that joins a running job, the rank in that job of each of its slots.
     ``secret`` is the job's; ``salt``, which is public, is what those who have the key make it of, on several machines.
+    ``certificate`` (PEM) is that of the way to the job's own etcd, on several machines, and all that is trusted there.
     ``pipelines``: how many pipelines a job that starts has, where that is known.
     """
 
@@ -32,6 +33,7 @@ class Boot:
     salt: str = ""
     secret: str = field(default="", repr=False)
     pipelines: int | None = None
+    certificate: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -45,7 +47,7 @@ class Boot:
         except (TypeError, KeyError) as error:
             raise MessageError(f"the message of rank 0 does not describe a job ({error})") from error
         numbers = (boot.host_pid, *boot.master_ports, *boot.ranks)
-        texts = (boot.job, boot.prefix, boot.master_addr, boot.salt, boot.secret, *boot.endpoints)
+        texts = (boot.job, boot.prefix, boot.master_addr, boot.salt, boot.secret, boot.certificate, *boot.endpoints)
         if not all(type(number) is int for number in numbers) or not all(type(text) is str for text in texts):
             raise MessageError("the message of rank 0 has numbers where texts belong, or texts where numbers belong")
         return boot

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import os
 import socket
 import time
@@ -14,7 +16,7 @@ from deepspeed_bamboo.elastic.boot import Boot, pack, unpack
 from deepspeed_bamboo.elastic.errors import ExchangeError
 from deepspeed_bamboo.errors import BambooError, MessageError
 from deepspeed_bamboo.trust.handshake import StrangerError
-from deepspeed_bamboo.trust.secret import job_secret, make_key, missing_key, read_key
+from deepspeed_bamboo.trust.secret import derived, job_secret, make_key, missing_key, new_secret, read_key
 from deepspeed_bamboo.trust.server import GuardedServer, connect
 
 _PURPOSE = "start"
@@ -23,6 +25,7 @@ _ANSWER_SECONDS = 5.0
 # So long a secret may be refused: another job may have had the port a moment ago.
 _REFUSED_SECONDS = 5.0
 _LIMIT_BYTES = 1_000_000
+_LONGEST_QUESTION_BYTES = 200
 _JOINING = (
     "a running job can be joined from another machine only through coordinator.endpoints, by a command for this "
     "machine alone (no --hostfile and --node_rank) with its --job NAME"
@@ -30,7 +33,11 @@ _JOINING = (
 
 
 class SocketExchange:
-    """Rank 0 serves one line to every slot that has the key, until all have received it or :meth:`close`."""
+    """Rank 0 serves one line to every slot that has the key, until all have received it or :meth:`close`.
+
+    A slot asks with a number of its own, and the answer begins with an HMAC of number and line: what it trusts, the
+    certificate of the way to etcd among it, nobody between the machines can have changed.
+    """
 
     def __init__(
         self,
@@ -105,10 +112,14 @@ class SocketExchange:
         host = reached_at(self._address)
         with connect(host, self._port, secret=key, purpose=_PURPOSE, within_seconds=_ANSWER_SECONDS) as connection:
             connection.settimeout(_ANSWER_SECONDS)
-            connection.sendall(f"{self._rank}\n".encode())
-            line = connection.makefile("rb").readline(_LIMIT_BYTES)
-        if not line.endswith(b"\n"):
+            number = new_secret()
+            connection.sendall(f"{self._rank} {number}\n".encode())
+            answer = connection.makefile("rb").readline(_LIMIT_BYTES)
+        if not answer.endswith(b"\n"):
             raise MessageError("rank 0 ended in the middle of its answer")
+        signature, _, line = answer.partition(b" ")
+        if not hmac.compare_digest(signature, _signature(key, number=number, line=line)):
+            raise StrangerError("somebody between this machine and rank 0 has changed its answer")
         boot = unpack(line)
         return replace(boot, secret=job_secret(key, salt=boot.salt))
 
@@ -118,10 +129,10 @@ class SocketExchange:
 
         def answer(connection: socket.socket) -> None:
             connection.settimeout(_ANSWER_SECONDS)
-            rank = connection.makefile("rb").readline(64).strip()
-            if not rank.isdigit():
+            rank, _, number = connection.makefile("rb").readline(_LONGEST_QUESTION_BYTES).strip().partition(b" ")
+            if not rank.isdigit() or not number.isalnum():
                 return
-            connection.sendall(line)
+            connection.sendall(_signature(key, number=number.decode(), line=line) + b" " + line)
             waiting.discard(int(rank))
             if not waiting and self._server is not None:
                 self._server.stop_listening()
@@ -134,3 +145,8 @@ class SocketExchange:
                 f"port {self._port} of {host} cannot be used on this machine ({error.strerror}); "
                 f"choose another with the launcher's --master_port"
             ) from error
+
+
+def _signature(key: str, *, number: str, line: bytes) -> bytes:
+    """Of rank 0's ``line``, for the slot that asked with this ``number``."""
+    return derived(key, "start answer", number, hashlib.sha256(line).hexdigest()).encode()

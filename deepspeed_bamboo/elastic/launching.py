@@ -283,9 +283,9 @@ def _start(
     endpoints, server = tuple(config.coordinator.endpoints), None
     secret, salt = secret_to_start(os.environ, alone=slot.one_machine, joinable=bool(endpoints))
     own = "127.0.0.1" if slot.one_machine else listening_address(slot.master_addr, environment=os.environ)
-    reached_at = endpoints
+    reached_at, certificate = endpoints, ""
     if not endpoints:
-        server, endpoints = start_own_etcd(until_the_end, own=own, alone=slot.one_machine, secret=secret)
+        server, endpoints, certificate = start_own_etcd(until_the_end, own=own, alone=slot.one_machine, secret=secret)
         reached_at = (str(server.endpoint),)
     boot = Boot(
         job=line.job or _job_name(line.script),
@@ -298,6 +298,7 @@ def _start(
         salt=salt,
         secret=secret,
         pipelines=told_pipelines(config),
+        certificate=certificate,
     )
     store = until_the_end.enter_context(contextlib.closing(_open(reached_at, config)))
     coordinator = JobCoordinator(store, job=boot.job, prefix=boot.prefix)

@@ -13,14 +13,17 @@ from deepspeed_bamboo.trust.tunnel import Gate, Tunnel
 
 def start_own_etcd(
     opened: contextlib.ExitStack, *, own: str, alone: bool, secret: str
-) -> tuple[PrivateEtcd, tuple[str, ...]]:
-    """A running etcd, and where slots are told that it is: its gate on address ``own``, unless they are ``alone``."""
+) -> tuple[PrivateEtcd, tuple[str, ...], str]:
+    """A running etcd, and where slots find it: its gate on address ``own``, and the gate's certificate.
+
+    Where they are ``alone``, it is a Unix socket and needs no certificate.
+    """
     server = opened.enter_context(PrivateEtcd())
     if alone:
-        return server, (str(server.endpoint),)
+        return server, (str(server.endpoint),), ""
     gate = Gate(own, target=Path(server.endpoint.host), secret=secret)
     opened.callback(gate.close)
-    return server, (str(Endpoint(f"[{own}]" if ":" in own else own, gate.port)),)
+    return server, (str(Endpoint(f"[{own}]" if ":" in own else own, gate.port)),), gate.certificate
 
 
 def reached(boot: Boot, opened: contextlib.ExitStack) -> tuple[str, ...]:
@@ -28,6 +31,6 @@ def reached(boot: Boot, opened: contextlib.ExitStack) -> tuple[str, ...]:
     server = Endpoint.parse(boot.endpoints[0])
     if not boot.host_pid or server.is_local:
         return boot.endpoints
-    tunnel = Tunnel(server.host.strip("[]"), server.port, secret=boot.secret)
+    tunnel = Tunnel(server.host.strip("[]"), server.port, secret=boot.secret, certificate=boot.certificate)
     opened.callback(tunnel.close)
     return (str(Endpoint(str(tunnel.path), 0)),)

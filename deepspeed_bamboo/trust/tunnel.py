@@ -2,7 +2,8 @@
 
 etcd knows passwords, but answers much without one (leases, its metrics). So a job's own etcd listens on a Unix
 socket only, in a folder of its user. For other machines a gate takes TCP connections that know the job secret, and
-passes them on; a tunnel is a Unix socket on such a machine that leads to the gate.
+passes them on; a tunnel is a Unix socket on such a machine that leads to the gate. What goes between tunnel and gate is
+encrypted, with a certificate that the gate makes and the tunnel must have got from somebody it trusts.
 """
 
 from __future__ import annotations
@@ -11,25 +12,31 @@ import contextlib
 import logging
 import shutil
 import socket
+import ssl
 import tempfile
 import threading
 from pathlib import Path
 
+from deepspeed_bamboo.trust.certificate import own_certificate, trusting
 from deepspeed_bamboo.trust.handshake import StrangerError
+from deepspeed_bamboo.trust.relay import relay
 from deepspeed_bamboo.trust.server import GuardedServer, connect
 
 logger = logging.getLogger(__name__)
 _PURPOSE = "etcd"
-_PIECE_BYTES = 2**16
 FOLDER_PREFIX = "bamboo-tunnel-"
 
 
 class Gate:
-    """Leads those who know ``secret`` from a TCP port of ``host`` to the Unix socket ``target``."""
+    """Leads those who know ``secret`` from a TCP port of ``host`` to the Unix socket ``target``.
+
+    ``certificate`` is public, and what they must know, too.
+    """
 
     def __init__(self, host: str, *, target: Path, secret: str) -> None:
         self._target = target
-        self._server = GuardedServer(host, 0, secret=secret, purpose=_PURPOSE, serve=self._lead)
+        self.certificate, encryption = own_certificate()
+        self._server = GuardedServer(host, 0, secret=secret, purpose=_PURPOSE, serve=self._lead, encryption=encryption)
         self.host, self.port = self._server.host, self._server.port
 
     def close(self) -> None:
@@ -38,15 +45,20 @@ class Gate:
     def _lead(self, connection: socket.socket) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as inner:
             inner.connect(str(self._target))
-            _join(connection, inner)
+            relay(connection, inner)
 
 
 class Tunnel:
     """A Unix socket ``path``, in a folder that only this user can enter, which leads to a :class:`Gate`."""
 
-    def __init__(self, host: str, port: int, *, secret: str) -> None:
-        """Nothing is connected before somebody uses it. Raises OSError where there is no place for the socket."""
+    def __init__(self, host: str, port: int, *, secret: str, certificate: str) -> None:
+        """Nothing is connected before somebody uses it, and then nobody who has another ``certificate`` (PEM).
+
+        Raises OSError where there is no place for the socket, MessageError for what is no certificate.
+        """
         self._host, self._port, self._secret = host, port, secret
+        self._encryption = trusting(certificate)
+        self._warned = False
         self._folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
         self.path = self._folder / "etcd"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -72,26 +84,16 @@ class Tunnel:
     def _lead(self, inner: socket.socket) -> None:
         with inner:
             try:
-                outer = connect(self._host, self._port, secret=self._secret, purpose=_PURPOSE)
-            except (OSError, StrangerError) as error:
+                outer = connect(
+                    self._host, self._port, secret=self._secret, purpose=_PURPOSE, encryption=self._encryption
+                )
+            except (StrangerError, ssl.SSLCertVerificationError) as error:
+                # Said once: whoever uses the tunnel tries again and again.
+                level, self._warned = logging.INFO if self._warned else logging.WARNING, True
+                logger.log(level, "not this job's etcd is at %s:%d: %s", self._host, self._port, error)
+                return
+            except OSError as error:
                 logger.info("the etcd at %s:%d can't be reached: %s", self._host, self._port, error)
                 return
             with outer:
-                _join(inner, outer)
-
-
-def _join(one: socket.socket, other: socket.socket) -> None:
-    """Pass on what comes from either to the other, until one of them ends."""
-    back = threading.Thread(target=_copy, args=(other, one), name="bamboo-tunnel-back", daemon=True)
-    back.start()
-    _copy(one, other)
-    back.join()
-
-
-def _copy(source: socket.socket, target: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while piece := source.recv(_PIECE_BYTES):
-            target.sendall(piece)
-    for end in (source, target):
-        with contextlib.suppress(OSError):
-            end.shutdown(socket.SHUT_RDWR)
+                relay(inner, outer)

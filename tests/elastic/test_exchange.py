@@ -174,6 +174,31 @@ def test_strangers_at_the_port_are_ignored() -> None:
     assert not _listening(port)
 
 
+def test_an_answer_that_was_changed_on_its_way_is_not_believed() -> None:
+    """It has the certificate of the way to etcd. Who changes it has seen the proofs of both sides, which are true."""
+    port, changed = free_port(""), list[int]()
+    leader = over_socket(port, 0)
+    leader.give(BOOT)
+    with socket.create_server(("127.0.0.1", 0)) as between:
+
+        def pass_on() -> None:
+            while True:
+                with between.accept()[0] as one, socket.create_connection(("127.0.0.1", port)) as other:
+                    one.sendall(other.recv(40, socket.MSG_WAITALL))
+                    other.sendall(one.recv(72, socket.MSG_WAITALL))
+                    one.sendall(other.recv(32, socket.MSG_WAITALL))
+                    other.sendall(one.recv(200))
+                    answer = other.makefile("rb").readline()
+                    changed.append(answer.count(b"h:1"))
+                    one.sendall(answer.replace(b"h:1", b"k:1"))
+
+        threading.Thread(target=pass_on, daemon=True).start()
+        with pytest.raises(ExchangeError, match="has changed its answer"):
+            over_socket(between.getsockname()[1], 1).take(within_seconds=1)
+    assert set(changed) == {1}
+    leader.close()
+
+
 def test_silent_connections_keep_nobody_out() -> None:
     port = free_port("")
     leader = over_socket(port, 0)

@@ -34,6 +34,7 @@ from deepspeed_bamboo.runtime.comm.proved_mesh import ProvingGloo
 from deepspeed_bamboo.runtime.comm.store_server import StoreServer
 from deepspeed_bamboo.runtime.job.meeting import guarded_meetings
 from deepspeed_bamboo.trust import server as server_module
+from deepspeed_bamboo.trust.certificate import own_certificate, trusting
 from deepspeed_bamboo.trust.handshake import GREETING, StrangerError, admit, prove
 from deepspeed_bamboo.trust.server import GuardedServer, connect
 from deepspeed_bamboo.trust.tunnel import Gate, Tunnel
@@ -139,6 +140,17 @@ def test_of_too_many_silent_connections_the_oldest_are_dropped(
         while piece := strangers[0].recv(1000):
             content += piece
         assert len(content) == 40
+
+
+def test_who_proves_himself_just_before_the_end_of_listening_is_served(
+    echo: GuardedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def admit_the_last(connection: socket.socket, secret: str, **rest: Any) -> None:
+        admit(connection, secret, **rest)
+        echo.stop_listening()
+
+    monkeypatch.setattr(server_module, "admit", admit_the_last)
+    assert ask(echo) == b"hello"
 
 
 def test_noise_costs_no_thread(echo: GuardedServer) -> None:
@@ -273,8 +285,9 @@ def test_a_tunnel_leads_to_a_unix_socket_of_another_machine(tmp_path: Path) -> N
 
         threading.Thread(target=serve, daemon=True).start()
         gate = Gate("127.0.0.1", target=tmp_path / "target", secret=SECRET)
+        known = gate.certificate
         for _ in range(2):
-            tunnel = Tunnel("127.0.0.1", gate.port, secret=SECRET)
+            tunnel = Tunnel("127.0.0.1", gate.port, secret=SECRET, certificate=known)
             assert tunnel.path.parent.stat().st_mode & 0o077 == 0
             with socket.socket(socket.AF_UNIX) as user:
                 user.connect(str(tunnel.path))
@@ -282,12 +295,128 @@ def test_a_tunnel_leads_to_a_unix_socket_of_another_machine(tmp_path: Path) -> N
                 assert user.makefile("rb").read() == b"cba"
             tunnel.close()
             assert not tunnel.path.exists()
-        stranger = Tunnel("127.0.0.1", gate.port, secret="t" * 64)
+        stranger = Tunnel("127.0.0.1", gate.port, secret="t" * 64, certificate=known)
         with socket.socket(socket.AF_UNIX) as user:
             user.connect(str(stranger.path))
             assert user.makefile("rb").read() == b""
         stranger.close()
         gate.close()
+
+
+@pytest.fixture
+def echoing_gate(tmp_path: Path) -> Iterator[Gate]:
+    """Leads to a Unix socket that says again what it hears."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "target"))
+        listener.listen()
+
+        def serve(connection: socket.socket) -> None:
+            with connection, contextlib.suppress(OSError):
+                while content := connection.recv(2**16):
+                    connection.sendall(content)
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        gate = Gate("127.0.0.1", target=tmp_path / "target", secret=SECRET)
+        yield gate
+        gate.close()
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def through(tunnel: Tunnel, content: bytes) -> bytes:
+    """As much as ``content`` of what comes back from the other end; less where nobody is there."""
+    with contextlib.closing(tunnel), socket.socket(socket.AF_UNIX) as user:
+        user.connect(str(tunnel.path))
+        user.settimeout(60)
+        sender = threading.Thread(target=_send, args=(user, content), daemon=True)
+        sender.start()
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            received = user.makefile("rb").read(len(content))
+        sender.join()
+        return received
+
+
+def _send(connection: socket.socket, content: bytes) -> None:
+    with contextlib.suppress(OSError):
+        connection.sendall(content)
+
+
+def test_much_goes_through_a_tunnel_both_ways_at_once(echoing_gate: Gate) -> None:
+    content = os.urandom(8 * 2**20)
+    tunnel = Tunnel("127.0.0.1", echoing_gate.port, secret=SECRET, certificate=echoing_gate.certificate)
+    assert through(tunnel, content) == content
+
+
+@pytest.mark.parametrize("said", [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0", b"x" * 200, b""])
+def test_who_says_plain_text_to_a_gate_gets_nothing(said: bytes, echoing_gate: Gate) -> None:
+    with socket.create_connection(("127.0.0.1", echoing_gate.port)) as stranger:
+        heard = b""
+        with contextlib.suppress(OSError):  # it may have been closed already
+            stranger.sendall(said)
+            stranger.shutdown(socket.SHUT_WR)
+            heard = stranger.makefile("rb").read()
+        assert len(heard) <= 7, "TLS's own word for a refusal"
+    with pytest.raises((OSError, StrangerError)):  # with the secret, too
+        connect("127.0.0.1", echoing_gate.port, secret=SECRET, purpose="etcd", within_seconds=0.3)
+
+
+def test_what_goes_through_a_tunnel_can_be_read_by_nobody_between(echoing_gate: Gate) -> None:
+    heard = bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as between:
+
+        def pass_on(source: socket.socket, target: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while piece := source.recv(2**16):
+                    heard.extend(piece)
+                    target.sendall(piece)
+
+        def listen() -> None:
+            one, _ = between.accept()
+            with one, socket.create_connection(("127.0.0.1", echoing_gate.port)) as other:
+                threading.Thread(target=pass_on, args=(other, one), daemon=True).start()
+                pass_on(one, other)
+
+        threading.Thread(target=listen, daemon=True).start()
+        port = between.getsockname()[1]
+        tunnel = Tunnel("127.0.0.1", port, secret=SECRET, certificate=echoing_gate.certificate)
+        assert through(tunnel, b"to be kept between us" * 9) == b"to be kept between us" * 9
+    assert len(heard) > 1000 and b"kept" not in heard and GREETING not in heard
+
+
+def test_who_has_another_certificate_is_refused_whatever_he_knows(
+    echoing_gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Even with the job's secret, and on either side; and it is said once."""
+    tunnel = Tunnel("127.0.0.1", echoing_gate.port, secret=SECRET, certificate=own_certificate()[0])
+    with socket.socket(socket.AF_UNIX) as again:
+        again.connect(str(tunnel.path))
+        assert again.recv(10) == b""
+    assert through(tunnel, b"hello") == b""
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"not this job's etcd is at 127.0.0.1:{echoing_gate.port}" in said and "certificate" in said
+
+
+def test_what_is_no_certificate_is_refused() -> None:
+    for text in ("", "-----BEGIN CERTIFICATE-----\nabc\n-----END CERTIFICATE-----\n", "ü"):
+        with pytest.raises(MessageError, match="as its certificate, which is none"):
+            trusting(text)
+
+
+def test_of_too_many_silent_connections_to_an_encrypted_server_the_oldest_are_dropped(
+    monkeypatch: pytest.MonkeyPatch, echoing_gate: Gate
+) -> None:
+    monkeypatch.setattr(server_module, "_MOST_UNPROVED", 4)
+    with contextlib.ExitStack() as silent:
+        strangers = [silent.enter_context(socket.create_connection(("127.0.0.1", echoing_gate.port))) for _ in range(9)]
+        tunnel = Tunnel("127.0.0.1", echoing_gate.port, secret=SECRET, certificate=echoing_gate.certificate)
+        assert through(tunnel, b"hello") == b"hello"
+        strangers[0].settimeout(4)  # less than the time that it would have had
+        assert strangers[0].recv(1) == b""
 
 
 # ---- gloo, which asks nobody who he is ---------------------------------------------------------------------

@@ -7,6 +7,7 @@ import encodings.idna  # noqa: F401 - another user may not be able to read the l
 import itertools
 import os
 import socket
+import ssl
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -57,9 +58,10 @@ def messages() -> Iterable[bytes]:
 
 
 def answers(address: tuple[str, int]) -> list[bytes]:
-    """What a listener says to each of :func:`messages`; nothing where there is no connection."""
+    """What a listener says to each of :func:`messages`, and to an encrypted one; nothing where it makes no connection."""
     with ThreadPoolExecutor(max_workers=16) as pool:
-        return list(pool.map(lambda message: _answer(address, message), messages()))
+        plain = list(pool.map(lambda message: _answer(address, message), messages()))
+    return [*plain, _answer_encrypted(address)]
 
 
 def _answer(address: tuple[str, int], message: bytes) -> bytes:
@@ -70,6 +72,19 @@ def _answer(address: tuple[str, int], message: bytes) -> bytes:
         connection.settimeout(1.0)
         while piece := connection.recv(65536):
             content += piece
+    return content
+
+
+def _answer_encrypted(address: tuple[str, int]) -> bytes:
+    """To somebody who takes any certificate."""
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    content = b""
+    with contextlib.suppress(OSError), socket.create_connection(address, timeout=2.0) as connection:
+        with trusting.wrap_socket(connection) as encrypted:
+            encrypted.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + os.urandom(100))
+            while piece := encrypted.recv(65536):
+                content += piece
     return content
 
 
