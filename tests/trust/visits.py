@@ -58,7 +58,7 @@ def messages() -> Iterable[bytes]:
 
 
 def answers(address: tuple[str, int]) -> list[bytes]:
-    """What a listener says to each of :func:`messages`, and to one that comes encrypted; nothing if it can't connect."""
+    """What a listener says to each of :func:`messages` and in an encrypted connection; nothing if there is none."""
     with ThreadPoolExecutor(max_workers=16) as pool:
         plain = list(pool.map(lambda message: _answer(address, message), messages()))
     return [*plain, _answer_encrypted(address)]
