@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -23,8 +24,12 @@ from deepspeed_bamboo.eventlog.run_log import RunLog
 from deepspeed_bamboo.models.sleeping import WIDTH, SleepingLayer
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train as ``argv`` says. Returns the exit code."""
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    between_steps: Callable[[Any], Callable[[], None]] = lambda engine: lambda: None,
+) -> int:
+    """Train as ``argv`` says. Returns the exit code. ``between_steps(engine)`` is called before every step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deepspeed_config", required=True)
     parser.add_argument("--seconds", type=float, nargs="+", required=True, help="of a forward, for each stage")
@@ -45,8 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
     log = RunLog(engine, directory=arguments.event_log, barrier=dist.barrier)
-    loss, data = None, _micro_batches()
+    loss, data, prepare = None, _micro_batches(), between_steps(engine)
     while engine.global_steps < arguments.steps:
+        prepare()
         step, start = int(engine.global_steps), time.perf_counter()
         loss = float(engine.train_batch(data))
         log.step(step, loss=loss, samples=engine.train_batch_size(), seconds=time.perf_counter() - start)
