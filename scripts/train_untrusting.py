@@ -4,7 +4,8 @@
 
 ``as-is``: nothing is changed. ``bare``: channels between workers are made at torch's TCPStore, by gloo alone, as they
 would be if nobody had to prove anything; whoever is to meet has connected to those stores beforehand, too.
-``no-pulse``: the main thread notes nowhere what it does. After a loss the job waits for a worker that takes the lost one's place.
+``no-pulse``: the main thread notes nowhere what it does. After a loss the job waits for a worker that takes the lost
+one's place.
 """
 
 from __future__ import annotations
