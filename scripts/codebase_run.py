@@ -69,8 +69,50 @@ def tiny_model_for_engine() -> None:
     """its engine is called as its train.py calls it, with a module of its own class that holds four linear layers"""
 
 
+def megatron_without_vision() -> None:
+    """imports of vision models and of deepspeed.compression are empty; nothing is compiled"""
+    _module("megatron.model.vision.knn_monitor", compute_feature_bank=None)
+    _module("deepspeed.compression.compress", init_compression=None, redundancy_clean=None)
+    from megatron.data import dataset_utils  # type: ignore[import-not-found]
+
+    dataset_utils.compile_helper = lambda: None
+
+
+def megatron_data() -> None:
+    """the data set has made-up tokens"""
+
+    class Tokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return 4096
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            drawn = torch.randint(0, 60, (33,), generator=torch.Generator().manual_seed(index))
+            return {"text": drawn.numpy()}
+
+    from megatron.data import gpt_dataset
+
+    gpt_dataset.build_train_valid_test_datasets = lambda **_: (Tokens(), Tokens(), Tokens())
+
+
+def lenient_views() -> None:
+    """Tensor.view copies where it can't view, which the code for CPUs needs"""
+    view = torch.Tensor.view
+
+    def lenient(tensor: torch.Tensor, *shape: Any) -> torch.Tensor:
+        try:
+            return view(tensor, *shape)
+        except RuntimeError:
+            return tensor.reshape(*shape)
+
+    torch.Tensor.view = lenient  # type: ignore[assignment,method-assign]
+
+
 SHIMS: dict[str, Callable[[], None]] = {
-    shim.__name__: shim for shim in (cuda_device, torchvision, axolotl, tiny_model_for_engine)
+    shim.__name__: shim
+    for shim in (
+        *(cuda_device, torchvision, axolotl, tiny_model_for_engine),
+        *(megatron_without_vision, megatron_data, lenient_views),
+    )
 }
 
 
@@ -134,11 +176,11 @@ def main() -> None:
     if name.startswith("--local_rank"):
         name, checkout, arguments = sys.argv[2], Path(sys.argv[3]), sys.argv[4:]
     codebase = CODEBASES[name]
+    script = checkout / codebase.script
+    sys.path.insert(0, str(checkout))
     for shim in codebase.shims:
         SHIMS[shim]()
-    script = checkout / codebase.script
     if name == "qlora-pipe":
-        sys.path.insert(0, str(checkout))
         run_qlora_engine(*arguments)
         return
     print_losses()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import random
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker as tracker
 from torch import Tensor, nn
 
 WIDTH = 8
@@ -252,6 +256,29 @@ def sleeping(count: int) -> list[Any]:
 def unevenly_sleeping(count: int) -> list[Any]:
     """Layers of 5 to 20 ms."""
     return [LayerSpec(SleepingLayer, str(index), 0.005 * (1 + index % 4)) for index in range(count)]
+
+
+class DrawingLayer(Layer):
+    """Draws from its own generators, and from a state in DeepSpeed's tracker: other ones in each process."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.own = torch.Generator().manual_seed(os.getpid())
+        self.numpy, self.legacy = numpy.random.default_rng(os.getpid()), numpy.random.RandomState(os.getpid())
+        self.python = random.Random(os.getpid())
+        if not tracker().get_states():
+            tracker().add("model-parallel-rng", os.getpid())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with tracker().fork():
+            drawn = torch.rand(x.shape)
+        drawn += torch.rand(x.shape, generator=self.own)
+        return super().forward(x) + drawn + (self.numpy.random() + self.legacy.rand() + self.python.random())
+
+
+def drawing(count: int) -> list[Any]:
+    """Layers whose random numbers are not from global generators."""
+    return [LayerSpec(DrawingLayer, str(index)) for index in range(count)]
 
 
 def unbiased(count: int) -> list[Any]:

@@ -98,6 +98,8 @@ DEFAULT = [
     # Stages that tie different layers, then on one worker.
     (4, Training("tied-twice-1x4", 4, steps=5, layers="tied_twice", settings=CLIPPED), ONE_BY_FOUR),
     (4, Training("fp16-1x4", 4, steps=6, settings={**CLIPPED, **FP16}, spikes=SPIKES, bamboo=CHECKED), ONE_BY_FOUR),
+    # Shadows of mode eager compute what the owner computes, with generators that no two processes have alike.
+    (3, Training("drawing-1x3", 3, steps=4, layers="drawing", bamboo=EAGER), [kill(1, 0, 1, "backward", 1)]),
 ]
 # Somebody is lost when everything is computed, and nothing agreed upon.
 AGREEING_3X1 = [kill(1, 0, 0, "commit"), kill(4, 1, 0, "commit")]

@@ -57,6 +57,10 @@ def talk(engine: Any, groups: dict[str, Any], step: int, *, sender: int, dies: i
         td.all_reduce(part, op=td.ReduceOp.MAX, group=groups[name])
         said[name] = part.tolist()
         assert td.get_rank(groups[name]) >= 0
+    # As Megatron calculates the first rank of its group of one: from the lowest that this worker stands for.
+    part = torch.full((2,), float(step))
+    td.broadcast(part, src=td.get_rank() // 1, group=groups["alone"])
+    assert part.tolist() == [step, step]
     part = torch.full((2,), float(step))
     td.all_reduce(part, op=td.ReduceOp.MAX, group=engine.grid.get_pipe_parallel_group())
     said["pipe"] = part.tolist()

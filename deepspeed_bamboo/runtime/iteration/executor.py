@@ -190,7 +190,7 @@ class Executor:
             micro_batch=micro_batch,
             training=context.training,
         )
-        self._generators.seed(seed)
+        self._generators.seed(seed, module=self._engine.module)
 
     def _replica(self, instruction: Instruction) -> StageReplica:
         """The replica whose state the instruction uses: the shadow for redundant work and what feeds it."""

@@ -1,7 +1,8 @@
 """Random numbers of a forward: a function of seed, step, pipeline, stage and micro-batch, and of nothing else.
 
 So a redundant forward, a recomputation and activation checkpointing draw what the first forward drew,
-and the user's own generators are where the user left them.
+and the user's own generators are where the user left them. Where else than in torch's, Python's and numpy's global
+generators layers find random numbers is in :mod:`random_sources`.
 """
 
 from __future__ import annotations
@@ -11,22 +12,30 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 
 from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.runtime.stock.random_sources import RandomSource, sources_of, trackers
+
+_LOOKED_AT = 3  # iterations in which layers are searched: one may make its generator in its first forward
 
 
 def forward_seed(seed: int, *, step: int, coordinate: Coordinate, micro_batch: int, training: bool) -> int:
     """A 63-bit seed from what identifies one forward."""
-    text = f"{seed}/{step}/{coordinate}/{micro_batch}/{'train' if training else 'eval'}"
+    return _hashed(f"{seed}/{step}/{coordinate}/{micro_batch}/{'train' if training else 'eval'}")
+
+
+def _hashed(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 @contextmanager
 def generators_untouched(device: torch.device) -> Iterator[None]:
-    """Restore torch's, Python's and numpy's global generators at the end."""
+    """Restore torch's, Python's and numpy's global generators, and the states in trackers, at the end."""
     numpy = sys.modules.get("numpy")
+    tracked = [(tracker, tracker.state()) for tracker in trackers()]
     python_state = random.getstate()
     numpy_state = numpy.random.get_state() if numpy is not None else None
     devices = [device.index or 0] if device.type == "cuda" else []
@@ -37,6 +46,8 @@ def generators_untouched(device: torch.device) -> Iterator[None]:
         random.setstate(python_state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
+        for tracker, state in tracked:
+            tracker.set_state(state)
 
 
 class ModelGenerators:
@@ -53,12 +64,13 @@ class ModelGenerators:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lent: ExitStack | None = None
+        self._times = 0
+        self._trackers: list[RandomSource] = []
+        self._sources: WeakKeyDictionary[torch.nn.Module, list[RandomSource]] = WeakKeyDictionary()
 
-    def seed(self, seed: int) -> None:
-        """Before a forward or backward: the generators belong to the model, and start from ``seed``."""
-        if self._lent is None:
-            self._lent = ExitStack()
-            self._lent.enter_context(generators_untouched(self._device))
+    def seed(self, seed: int, *, module: torch.nn.Module) -> None:
+        """Before a forward or backward of ``module``: the generators belong to it, and start from ``seed``."""
+        lent = self._lent or self._lend()
         # torch.manual_seed also notes a stack trace for every kind of device that it never initialised.
         torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":
@@ -67,9 +79,31 @@ class ModelGenerators:
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             numpy.random.seed(seed % 2**32)
+        for number, source in enumerate((*self._trackers, *self._sources_of(module, lent))):
+            source.seed(_hashed(f"{seed}/{number}"), device=self._device)
 
     def give_back(self) -> None:
         """The generators are the user's again, as they were when the model got them."""
         lent, self._lent = self._lent, None
         if lent is not None:
             lent.close()
+
+    def _lend(self) -> ExitStack:
+        lent = self._lent = ExitStack()
+        lent.enter_context(generators_untouched(self._device))
+        if self._times < _LOOKED_AT:
+            self._times += 1
+            self._trackers = trackers()
+            self._sources.clear()
+        for sources in self._sources.values():
+            for source in sources:
+                lent.callback(source.set_state, source.state())
+        return lent
+
+    def _sources_of(self, module: torch.nn.Module, lent: ExitStack) -> list[RandomSource]:
+        sources = self._sources.get(module)
+        if sources is None:
+            sources = self._sources[module] = sources_of(module)
+            for source in sources:
+                lent.callback(source.set_state, source.state())
+        return sources

@@ -92,10 +92,9 @@ class ScriptGroup(ServedGroup):
         places = [self.ranks.index(rank) for rank in self._groups.ranks_here() if rank in self.ranks]
         return as_rank(places or [self._own])
 
-    def is_left_by(self, rank: object) -> bool:
-        """Whether ``rank`` is this worker's, which stands for none of the group's any more."""
-        own = self._groups.ranks_here()
-        return rank in own and not set(own) & set(self.ranks)
+    def is_here(self, rank: object) -> bool:
+        """Whether this worker stands for that rank of the world."""
+        return rank in self._groups.ranks_here()
 
     def size(self) -> int:
         """How many workers there are in it."""
@@ -254,24 +253,31 @@ class ScriptGroups:
 
 
 class _PlacesOf(dict[int, int]):
-    """Places in a group by rank of the world; a worker that stands for several has the place of one of them, and one
-    that stands for none of the group's ranks any more has the place that it began with."""
+    """Places in a group by rank of the world.
+
+    A worker that stands for several ranks has its place in the group under each of them: a script calculates ranks
+    from the lowest, and the group may be of another one. One that stands for none of the group's ranks any more has
+    the place that it began with.
+    """
 
     def __init__(self, group: ScriptGroup) -> None:
         super().__init__({rank: place for place, rank in enumerate(group.ranks)})
         self._group = group
 
     def __contains__(self, rank: object) -> bool:
-        known = super().__contains__
-        return any(known(one) for one in getattr(rank, "ranks", (rank,))) or self._group.is_left_by(rank)
+        return self._known(rank) is not None or self._group.is_here(rank)
 
     def __missing__(self, rank: int) -> int:
-        for one in getattr(rank, "ranks", ()):
-            if super().__contains__(one):
-                return self[one]
-        if self._group.is_left_by(rank):
-            return self._group.rank()
+        known = self._known(rank)
+        if known is not None:
+            return self[known]
+        if self._group.is_here(rank):
+            return int(self._group.rank())
         raise KeyError(rank)
+
+    def _known(self, rank: object) -> int | None:
+        names: tuple[Any, ...] = getattr(rank, "ranks", (rank,))
+        return next((int(one) for one in names if super(_PlacesOf, self).__contains__(one)), None)
 
 
 def _registers() -> tuple[dict[Any, Any], ...]:

@@ -25,6 +25,7 @@ from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.seating import Seat
 from deepspeed_bamboo.runtime.comm.start_workers import StartWorkers
 from deepspeed_bamboo.runtime.job.start import Start
+from deepspeed_bamboo.runtime.stock.random_sources import trackers
 
 BLOCK = "bamboo_block"
 """Under which name a module keeps its :class:`StartBlock`."""
@@ -213,6 +214,7 @@ def _generators() -> dict[str, Any]:
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "python": random.getstate(),
         "numpy": None if numpy is None else numpy.random.get_state(),
+        "trackers": [(tracker, tracker.state()) for tracker in trackers()],
     }
 
 
@@ -223,3 +225,5 @@ def _set_generators(states: dict[str, Any]) -> None:
     random.setstate(states["python"])
     if states["numpy"] is not None:
         sys.modules["numpy"].random.set_state(states["numpy"])
+    for tracker, state in states["trackers"]:
+        tracker.set_state(state)

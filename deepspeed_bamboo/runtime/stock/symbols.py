@@ -293,6 +293,9 @@ SYMBOLS: Mapping[str, Mapping[str, str]] = {
         "_modules": "what a module registered besides its layers",
         "_non_persistent_buffers_set": "which buffers a replica leaves out of its state, too",
     },
+    "deepspeed.runtime.activation_checkpointing.checkpointing": {
+        "_CUDA_RNG_STATE_TRACKER": "named random states, seeded for every forward; Megatron's have the same name",
+    },
     "torch.cuda": {"default_generators": "seeded for every forward"},
     "torch.multiprocessing.reductions:StorageWeakRef": {"cdata": "tells storages apart"},
     "torch.overrides:TorchFunctionMode": {"__torch_function__": "leaves out initial weights"},

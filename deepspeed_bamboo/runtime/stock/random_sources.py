@@ -1,0 +1,122 @@
+"""Random numbers that layers draw from elsewhere than the global generators.
+
+Megatron and DeepSpeed keep named states in a tracker, one for each process, and layers swap them in for a while
+(dropout of tensor-parallel layers does). Other layers have a generator of their own as an attribute. Neither is where
+it was on the worker that was lost, so both have to start every forward from its seed.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import singledispatch
+from typing import Any
+
+import torch
+
+# By this name DeepSpeed, gpt-neox and every Megatron keep theirs in the module that makes it.
+_TRACKER = "_CUDA_RNG_STATE_TRACKER"
+
+
+@dataclass(frozen=True)
+class RandomSource:
+    """One of them. ``state`` returns what ``set_state`` takes."""
+
+    state: Callable[[], Any]
+    set_state: Callable[[Any], object]
+    reseed: Callable[[int, torch.device], None]
+
+    def seed(self, seed: int, *, device: torch.device) -> None:
+        """Start from ``seed``, a 63-bit number; ``device`` is the worker's."""
+        self.reseed(seed, device)
+
+
+def trackers() -> list[RandomSource]:
+    """Those of this process, in the order of their modules' names."""
+    found: dict[int, Any] = {}
+    for _, module in sorted(sys.modules.items()):
+        # Not by getattr, which has lazy modules import.
+        tracker = getattr(module, "__dict__", {}).get(_TRACKER)
+        if callable(getattr(tracker, "get_states", None)) and callable(getattr(tracker, "set_states", None)):
+            found.setdefault(id(tracker), tracker)
+    return [_tracker(tracker) for tracker in found.values()]
+
+
+def sources_of(module: torch.nn.Module) -> list[RandomSource]:
+    """Generators that ``module``'s layers, functions and submodules have as attributes, each once."""
+    found: dict[int, RandomSource] = {}
+    for owner in _owners(module):
+        for value in list(vars(owner).values()):
+            source = _source(value)
+            if source is not None:
+                found.setdefault(id(value), source)
+    return list(found.values())
+
+
+def _owners(module: torch.nn.Module) -> Iterator[Any]:
+    yield from module.modules()
+    for function in getattr(module, "forward_funcs", ()):
+        if not isinstance(function, torch.nn.Module) and hasattr(function, "__dict__"):
+            yield function
+
+
+def _tracker(tracker: Any) -> RandomSource:
+    def reseed(seed: int, device: torch.device) -> None:
+        states = tracker.get_states()
+        for number, (name, state) in enumerate(sorted(states.items())):
+            own = (seed + number) % 2**63
+            if isinstance(state, torch.Generator):
+                state.manual_seed(own)
+            else:
+                states[name] = torch.Generator(device).manual_seed(own).get_state()
+        tracker.set_states(states)
+
+    def state() -> dict[str, tuple[Any, torch.Tensor]]:
+        return {
+            name: (its, its.get_state() if isinstance(its, torch.Generator) else its.clone())
+            for name, its in tracker.get_states().items()
+        }
+
+    def set_state(states: dict[str, tuple[Any, torch.Tensor]]) -> None:
+        for its, value in states.values():
+            if isinstance(its, torch.Generator):
+                its.set_state(value)
+        tracker.set_states({n: its if isinstance(its, torch.Generator) else v for n, (its, v) in states.items()})
+
+    return RandomSource(state, set_state, reseed)
+
+
+def _seeds(method: Callable[[int], Any]) -> Callable[[int, torch.device], None]:
+    def reseed(seed: int, _: torch.device) -> None:
+        method(seed)
+
+    return reseed
+
+
+@singledispatch
+def _source(value: Any) -> RandomSource | None:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.random.Generator):
+        bits = value.bit_generator
+
+        def reseed(seed: int, _: torch.device) -> None:
+            bits.state = type(bits)(seed).state
+
+        return RandomSource(lambda: bits.state, lambda state: setattr(bits, "state", state), reseed)
+    if isinstance(value, numpy.random.RandomState):
+        return RandomSource(value.get_state, value.set_state, lambda seed, _: value.seed(seed % 2**32))
+    return None
+
+
+@_source.register
+def _(value: torch.Generator) -> RandomSource:
+    return RandomSource(value.get_state, value.set_state, _seeds(value.manual_seed))
+
+
+@_source.register
+def _(value: random.Random) -> RandomSource:
+    return RandomSource(value.getstate, value.setstate, _seeds(value.seed))
