@@ -1,8 +1,8 @@
-"""An engine whose script begins at step 0 while its job is beyond: what the job has done before is not done again.
+"""An engine whose script begins at step 0 while its job is at a later step. It skips what the job has done already.
 
-How the script counts shows by what it does first. One that asks for ``global_steps``, by which its loop then goes, is
-at the job's step at once. In one that counts by itself ``train_batch`` returns at once until it has been called as
-often as the job has trained, and so does everything else that belongs to that time.
+The script's first call shows how it counts. A script that asks for ``global_steps``, and then counts by it, is at the
+job's step at once. In a script that counts by itself ``train_batch`` returns at once until the script has called it as
+often as the job has trained, and so does everything else that belongs to those steps.
 """
 
 from __future__ import annotations

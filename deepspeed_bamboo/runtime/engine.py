@@ -1,7 +1,7 @@
 """DeepSpeed's pipeline engine, made to survive the loss of any worker inside the running iteration.
 
-Stock methods do all computing; what differs is who may host a stage, how stages talk to each other, and
-that everything a worker waits for can be given up and planned again.
+Stock methods do all computing. This engine decides who hosts a stage and how stages talk to each other, and can give
+up and plan again everything that a worker waits for.
 """
 
 from __future__ import annotations

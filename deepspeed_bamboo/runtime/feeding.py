@@ -1,4 +1,4 @@
-"""Where the engine gets its micro-batches from: every worker may come to need those of a first or last stage."""
+"""Where the engine gets its micro-batches from. Any worker may need those of a first or last stage after a loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts by which a worker survives the losses of others, put together."""
+"""Puts together the parts by which a worker survives the losses of others."""
 
 from __future__ import annotations
 

@@ -29,6 +29,8 @@ PRELOAD = (
     *AGENTS_PRELOAD,
     "deepspeed_bamboo.runtime.preloaded",
     "deepspeed_bamboo.models.catalog",
+    "deepspeed_bamboo.sweep.gate",
+    "deepspeed_bamboo.sweep.forked",
     "rich.progress",
 )
 CONFIGURATION = "--deepspeed_config"

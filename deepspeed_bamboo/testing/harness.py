@@ -45,6 +45,7 @@ PRELOAD = (
     "deepspeed_bamboo.elastic.agent",
     "deepspeed_bamboo.elastic.bootstrap",
     "deepspeed_bamboo.testing.forked_worker",
+    "deepspeed_bamboo.testing.harness",
 )
 
 WorkerMain = Callable[[list[str]], Any]

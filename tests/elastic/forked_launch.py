@@ -62,23 +62,39 @@ def launcher(arguments: list[str], environment: dict[str, str]) -> None:
     from deepspeed.launcher import launch
 
     _become(LAUNCHER, arguments, environment)
-    launch.subprocess = SimpleNamespace(Popen=_ForkedSlot)
+    launch.subprocess = SimpleNamespace(Popen=forked)
     launch.main()
 
 
-class _ForkedSlot:
-    """What the launcher uses of ``subprocess.Popen``: a command of this interpreter is a fork of this process."""
+def forked(command: list[str], *, env: Mapping[str, str]) -> _Fork | subprocess.Popen[bytes]:
+    """In place of ``subprocess.Popen``: a module run by this interpreter is a fork of this process."""
+    if command[:3] == [sys.executable, "-u", "-m"]:
+        return _Fork(command[3], command[4:], dict(env))
+    return subprocess.Popen(command, env=env)
 
-    def __init__(self, command: list[str], *, env: Mapping[str, str]) -> None:
-        assert command[:3] == [sys.executable, "-u", "-m"], command
+
+class _Fork:
+    """What DeepSpeed's launcher and its command use of ``subprocess.Popen``."""
+
+    def __init__(self, module: str, arguments: list[str], environment: dict[str, str]) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _run_module(command[3], command[4:], dict(env))
+            _run_module(module, arguments, environment)
 
     def poll(self) -> int | None:
+        return self._collect(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        return self._collect(0)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def _collect(self, options: int) -> int | None:
         if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            pid, status = os.waitpid(self.pid, options)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
@@ -89,15 +105,21 @@ def _run_module(module: str, arguments: list[str], environment: dict[str, str]) 
 
     code = 1
     try:
-        _become(module, arguments, environment)
-        for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
-            del sys.modules[name]  # what they find out when they are imported, their parent for instance, is another's
-        code = guarded(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))
+        code = guarded(
+            lambda: launcher(arguments, environment) if module == LAUNCHER else _slot(module, arguments, environment)
+        )
         run_exit_handlers()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _slot(module: str, arguments: list[str], environment: dict[str, str]) -> None:
+    _become(module, arguments, environment)
+    for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
+        del sys.modules[name]  # what they find out when they are imported, their parent for instance, is another's
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _become(module: str, arguments: list[str], environment: dict[str, str]) -> None:

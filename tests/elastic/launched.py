@@ -31,6 +31,8 @@ PRELUDE = """
 NO_RESTARTS = {"bamboo": {"topology": {"max_restarts": 0}}}
 
 
+FORKING_COMMAND = (sys.executable, "-u", str(Path(__file__).with_name("commands") / "deepspeed"))
+
 # Of its own for each pytest worker: one launcher's first slot listens there.
 DEFAULT_PORT = 29511 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
@@ -40,8 +42,8 @@ class LaunchedJob:
 
     ``launcher``: the beginning of another command. ``module``: what starts the script, if not the script itself.
     One launcher of several ``nodes`` is made by giving its ``node_rank``.
-    With ``command`` it is ``deepspeed ...`` itself, under ``ds_bamboo run`` with options ``run``. It leads a process
-    group, so that Ctrl-C can be sent to it.
+    With ``command`` it is ``deepspeed ...`` itself; with ``run``, the options of ``ds_bamboo run``, under that, and
+    what it starts are forks of it. It leads a process group, so that Ctrl-C can be sent to it.
     With ``server`` launcher and slots are forked (``forked_launch.py``), which takes a fifth of the time.
     """
 
@@ -74,10 +76,10 @@ class LaunchedJob:
         if launcher is not None:
             head = [*launcher]
         elif command:
-            head = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(slots)]
-            head += ["--master_port", str(master_port)]
+            head = [str(Path(sys.executable).with_name("deepspeed"))]
             if run is not None:
-                head = [sys.executable, "-m", "deepspeed_bamboo.cli.main", "run", *run, "--", *head]
+                head = [sys.executable, "-m", "deepspeed_bamboo.cli.main", "run", *run, "--", *FORKING_COMMAND]
+            head += ["--num_accelerators", str(slots), "--master_port", str(master_port)]
         else:
             world = {f"node{number}": list(range(slots)) for number in range(nodes)}
             encoded = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()

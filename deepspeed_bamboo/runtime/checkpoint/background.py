@@ -1,4 +1,4 @@
-"""Writing a checkpoint's files beside training, in a thread of its own."""
+"""Writes a checkpoint's files beside training, in a thread of its own."""
 
 from __future__ import annotations
 

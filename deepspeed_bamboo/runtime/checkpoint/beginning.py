@@ -1,7 +1,7 @@
 """Where a job's script began: at which step its data start, and what its first ``load_checkpoint`` returned.
 
-The script of a job that continues, and that of a late worker, run from the top again. They load nothing, but have to do
-what was done the first time. So what they need for that is in the plugin's own checkpoints, and in etcd.
+The script of a job that continues, and that of a late worker, run from the top again. They load nothing, but must do
+what the first run did. What they need for that is in the plugin's own checkpoints, and in etcd.
 """
 
 from __future__ import annotations

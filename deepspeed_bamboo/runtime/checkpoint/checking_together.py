@@ -1,4 +1,4 @@
-"""Workers look for a whole checkpoint together: each file is read by one of them, and all come to the same decision."""
+"""Workers look for a whole checkpoint together: one of them reads each file, and all come to the same decision."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """One worker's part in the checkpoints that are written beside training.
 
 At an iteration boundary each worker copies the stages that it owns into host memory, in DeepSpeed's own files, and a
-thread writes and hashes them while training continues. Which boundary it is, and that all parts are there, travels with
-the agreement of the iterations (``core/checkpointing.py``). Then the reporter writes the manifest and changes the file
-``latest``. So that file always names a whole checkpoint, and a worker that is cut off from the others never changes it.
+thread writes and hashes them while training continues. The agreements of iterations say which boundary it is, and when
+all parts are there (``core/checkpointing.py``). Then the reporter writes the manifest and changes the file ``latest``.
+So that file always names a whole checkpoint, and a worker that is cut off from the others never changes it.
 """
 
 from __future__ import annotations

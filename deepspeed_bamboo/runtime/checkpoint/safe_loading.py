@@ -1,4 +1,4 @@
-"""How checkpoint files are read: an error names the file, and where it can be had no code from the file is run.
+"""Reads checkpoint files: errors name the file, and wherever possible no code from the file runs.
 
 DeepSpeed reads every file through its engine's ``checkpoint_engine``; inside these blocks that is one of ours. A file
 that the plugin has written itself holds tensors, plain values and a few classes of DeepSpeed, so torch reads it with

@@ -1,7 +1,7 @@
 """DeepSpeed's checkpoints with stages that change hands: a worker saves and loads every stage that it owns.
 
-The files are stock's, by stage and not by worker, so a checkpoint of a job that has lost workers is read by a whole
-one, by stock DeepSpeed too, and the other way round. A loss in between is survived: whoever owns the lost stage then
+The files are stock's, by stage and not by worker, so a whole job, and stock DeepSpeed, can read the checkpoint of a
+job that has lost workers, and the other way round. A loss in between is survived: the new owner of the lost stage
 saves (or loads) it.
 """
 

@@ -1,7 +1,7 @@
 """All workers contribute a value and get everybody's: nobody sees the result before all have contributed.
 
-That is the agreement of architecture 5 (commit rule): whoever has seen it knows that every worker had come this
-far. It goes up a tree to the first worker of the epoch, and the result down again; so no worker talks to more
+This is the agreement of architecture 5 (commit rule): a worker that has seen it knows that every worker had come this
+far. Values go up a tree to the first worker of the epoch, and the result comes down again. So no worker talks to more
 than FAN_OUT others below it, however many there are, and up to FAN_OUT + 1 workers need one hop each way.
 """
 

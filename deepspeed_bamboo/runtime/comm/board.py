@@ -1,7 +1,7 @@
-"""What a worker lays out for others to fetch: tensors by key, in the store that every worker serves anyway.
+"""A worker lays tensors out by key for others to fetch, in the store that every worker serves anyway.
 
-Nobody has to be ready for it, so it suits what a script exchanges between iterations: a worker that comes late, or
-again after a loss, finds what it needs for as long as it is laid out.
+Receivers need not be ready, so this suits what a script exchanges between iterations: a worker that comes late, or
+again after a loss, finds what it needs as long as it is laid out.
 """
 
 from __future__ import annotations

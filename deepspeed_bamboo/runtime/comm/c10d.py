@@ -1,4 +1,4 @@
-"""torch.distributed without its types, which cover neither its process group backends nor subclasses of them."""
+"""torch.distributed without its types, which don't cover its process group backends or subclasses of them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What workers tell each other as bytes: plain data, tensors and a few of this package's own values; no code.
 
-It is msgpack. What msgpack has no form for is one of the kinds below, each with its own checks: a receiver makes
-nothing else, whatever bytes it gets.
+The form is msgpack. Values that msgpack has no form for are of the kinds below, each with its own checks. A receiver
+makes nothing else, whatever bytes it gets.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What torch's process groups meet at: like its TCPStore, but on one address, and for those who know the job secret."""
+"""The store at which torch's process groups meet: a TCPStore on one address, for those who know the job secret."""
 
 from __future__ import annotations
 

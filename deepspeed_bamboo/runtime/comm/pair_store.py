@@ -1,7 +1,7 @@
-"""Where the two sides of one connection find each other, with one question to the guarded store that they share.
+"""The two sides of a connection find each other here, with one question to the guarded store that they share.
 
-Gloo tells its address there, and asks for its own and the other's, each of them twice. Only the first question for the
-other's has to leave the process. Each value has the number in front from which the pass words are made.
+Gloo writes its address here, and asks for its own and the other's, each twice. Only the first question for the
+other's leaves the process. In front of each value is the number from which the pass words are made.
 """
 
 from __future__ import annotations

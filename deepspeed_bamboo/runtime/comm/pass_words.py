@@ -1,7 +1,7 @@
-"""What the two sides of a channel say first, so that each knows the other for a worker of the same job.
+"""What the two sides of a channel send first, so that each knows that the other is a worker of the same job.
 
-Gloo asks nobody who he is. So each side has a number used once, which travels through a store that only workers of the
-job can read, and says an HMAC over both numbers with the job secret as the first thing on the connection.
+Gloo doesn't check who connects. So each side has a number used once, which it sends through a store that only workers
+of the job can read. The first thing on the connection is an HMAC over both numbers with the job secret.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A gloo group of two workers, each of which has proved to the other that it knows the job secret.
 
-Gloo takes whoever connects first for the peer. So the first thing on a connection is a pass word each way. Where
-that goes wrong (a stranger was faster, says nothing, or has closed the connection), both sides connect again, at a
-port that nobody knows yet.
+Gloo takes the first process that connects for the peer. So each side first sends a pass word. If that fails (a
+stranger was faster, sends nothing, or has closed the connection), both sides connect again, at a port that nobody
+knows yet.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The members of one of torch's gloo groups prove to each other that they know the job secret.
 
-Gloo takes whoever connects first for a member. Each member has a number used once in the store at which the group has
-met, and says to each other one, on the connection between the two, an HMAC over both numbers.
+Gloo takes the first process that connects for a member. So each member puts a number used once into the store at which
+the group has met, and sends each other member, on their connection, an HMAC over both numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Asks the coordinator for what a worker can't continue without, through an outage of any length.
 
-Training needs no coordinator while nobody is lost. What a loss or a reconfiguration asks of it has to wait for its
-return; an error here would end the job of a user whose etcd restarts.
+Training needs no coordinator while nobody is lost. A loss or a reconfiguration needs it, and waits for its return: an
+error here would end the job of a user whose etcd restarts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The workers of a job that starts, over the process group that the launcher's processes made together.
 
-While stock DeepSpeed builds a stage it sees the logical grid in place of that group; what really has to go from one
-worker to another at the start goes through here. The group is kept until the job's own channels are there, for a
-peer may still be reading from it.
+While stock DeepSpeed builds a stage it sees the logical grid in place of that group. Workers exchange what they need at
+the start through this module. The group stays until the job's own channels are there, since a peer may still read
+from it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where this worker stands in the sequence of activities, and what it reports of that after a change of epoch."""
+"""This worker's position in the sequence of activities, and what it reports about that after a change of epoch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which of the bubbles that a plan has for redundant forwards are long enough in fact.
+"""Finds the bubbles of a plan that are really long enough for a redundant forward.
 
-A plan counts in whole slots. A bubble of one slot may be shorter than a forward by what begins an iteration (the
-shadow's own step, the host's work between two iterations), and the pipeline would stand still for the difference.
+A plan counts in whole slots. What begins an iteration (the shadow's own step, the host's work between two iterations)
+may make a bubble of one slot shorter than a forward, and the pipeline would wait for the difference.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Losses of an activity: summed by the last stages as stock does, made known to everybody by the agreement."""
+"""Losses of an activity: the last stages sum them as stock does, and the agreement tells everybody."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The micro-batches of the running iteration: pulled once from an iterator, kept until the iteration is committed."""
+"""The micro-batches of the running iteration: pulled once from an iterator, and kept until it is committed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The mode in which iterations are planned; with ``redundancy.mode: "auto"`` it is chosen while the job runs.
 
-The reporter decides. Its choice travels with the agreement of an iteration, so that every worker has it at the same
-boundary, and holds from the next iteration on. All workers measure, for any of them may become the reporter.
+The reporter decides. It sends its choice with the agreement of an iteration, so every worker has it at the same
+boundary, and uses it from the next iteration on. All workers measure, since any of them may become the reporter.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """DeepSpeed's monitors (csv, TensorBoard, wandb, comet), written by whoever reports for the job.
 
-Every worker knows what there is to be written, and keeps the last of it. One that becomes the reporter opens the
-monitors, and writes what the one before may not have come to. In a csv file each step has one row; the others take a
-step's value twice.
+Every worker knows what must be written, and keeps the newest values. A worker that becomes the reporter opens the
+monitors, and writes what the reporter before may have left out. In a csv file each step has one row; the other monitors
+may get a step's value twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where a redundant forward keeps what its backward would need: on the device, or in pinned host memory.
 
-Nearly always it is never needed, so it should not take device memory (Bamboo, section 5.2). Parameters are
-not copied: they are on the device anyway and do not change inside an iteration.
+It is almost never needed, so it should not take device memory (Bamboo, section 5.2). Parameters are not copied: they
+are on the device anyway, and do not change inside an iteration.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the passes of a micro-batch use of the engine, and nothing else."""
+"""The part of the engine that the passes of a micro-batch use."""
 
 from __future__ import annotations
 

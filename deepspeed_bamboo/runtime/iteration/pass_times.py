@@ -1,4 +1,4 @@
-"""How long this worker's passes take, by stage: measured on the way, on a GPU by events that nobody waits for."""
+"""Measures how long this worker's passes take, by stage; on a GPU by events that nobody waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Page-locked host memory that is given out piece by piece and taken back all at once."""
+"""Page-locked host memory, given out piece by piece and taken back all at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Redundant forwards that keep only their input: what a backward needs is computed again if it comes to that."""
+"""Redundant forwards that keep only their input. After a loss they compute again what a backward needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first part of an iteration's end: gradients are reduced, over tied stages and over pipelines."""
+"""The first part of an iteration's end: reduce gradients over tied stages and over pipelines."""
 
 from __future__ import annotations
 

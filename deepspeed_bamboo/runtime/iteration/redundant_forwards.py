@@ -1,4 +1,4 @@
-"""Which redundant forwards a worker really does, and where they keep what their backward would need."""
+"""Decides which redundant forwards a worker really does, and where they keep what their backward would need."""
 
 from __future__ import annotations
 

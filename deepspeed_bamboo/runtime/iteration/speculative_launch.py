@@ -1,13 +1,12 @@
 """Passes that are launched before the host has seen their input arrive, and taken back when it never will.
 
-Launching a stage's forward takes the host as long as a good part of its computing takes the device. Done only once
-the input is there, that time is lost. So the passes that consume one received message are launched at once, behind
-the receive, and the host waits for the message afterwards: before it launches anything that others could see (the
-next send) or that can't be taken back (adding gradients to their sums), and before it does anything else. Whatever
-happened by then to this worker's state is undone if the message turns out never to come, and the worker stands where
-it would if it had been interrupted in the receive (architecture 5, valid data only).
+The host needs much of a forward's time on the device to launch it. A launch that waits for the input loses that time.
+So the host launches the passes that consume one received message at once, behind the receive, and waits for the message
+afterwards: before it launches anything that others could see (the next send) or that can't be taken back (adding
+gradients to their sums), and before it does anything else. If the message never comes, this worker undoes what has
+happened to its state since, as if it had been interrupted in the receive (architecture 5, valid data only).
 
-Not undone is what a layer keeps in Python: one that counts its forwards counts those too.
+What a layer keeps in Python is not undone: a layer that counts its forwards counts those too.
 """
 
 from __future__ import annotations

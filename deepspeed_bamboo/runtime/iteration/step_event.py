@@ -1,4 +1,4 @@
-"""What a worker's event log says of an iteration that is committed."""
+"""What a worker's event log says about a committed iteration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has to be known of past steps to do them again, with the same result, when a state of before is restored."""
+"""What is needed of past steps to repeat them with the same result after an earlier state was restored."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Sends micro-batches to workers that need them and have no iterator, see :mod:`deepspeed_bamboo.core.supplying`.
 
-A feeder pulls an iteration's micro-batches at its beginning, which it keeps to its end anyway, and sends each receiver
-the part that it needs. A receiver takes each when it loads it, and keeps it until its stage has used it.
+A feeder pulls an iteration's micro-batches at its beginning, keeps them to its end anyway, and sends each receiver the
+part that it needs. A receiver takes each one when it loads it, and keeps it until its stage has used it.
 """
 
 from __future__ import annotations

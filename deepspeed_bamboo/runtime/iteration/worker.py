@@ -1,6 +1,6 @@
 """What most parts of the runtime share: this worker's place in the job, its stages, its links, its agreements.
 
-It knows nothing of DeepSpeed's engine. What a part needs besides, it takes as arguments of its own.
+It knows nothing about DeepSpeed's engine. Whatever else a part needs, it takes as arguments of its own.
 """
 
 from __future__ import annotations

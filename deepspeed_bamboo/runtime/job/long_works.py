@@ -1,4 +1,4 @@
-"""What takes long in a worker is said in its log, and to ``ds_bamboo status``, by a thread beside it."""
+"""A thread reports what takes long in a worker, in its log and to ``ds_bamboo status``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a stage is, as plain data: its modules, parameters, buffers, hooks and optimizer, by name.
 
-The owner of a stage sends this to whoever will hold a replica of it, which is made alike (``likeness.py``) and then
-described itself: where the two descriptions differ, the replica is not what its owner is.
+The owner of a stage sends this to the worker that will hold a replica. That worker makes the replica alike
+(``likeness.py``) and then describes it, too. Where the two descriptions differ, the replica is not what its owner is.
 """
 
 from __future__ import annotations

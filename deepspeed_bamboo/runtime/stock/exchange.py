@@ -1,7 +1,7 @@
 """Collectives of stock code before the agreement: tensors go from owner to owner, and everybody adds up in one order.
 
-Large ones are reduced in chunks, each by one of the members, so that nobody holds more than twice its own tensor
-however many there are: first everybody sends each chunk to its member, then the members send their results.
+Large tensors are reduced in chunks, each by one of the members, so that nobody holds more than twice its own tensor,
+however many members there are: first everybody sends each chunk to its member, then the members send their results.
 """
 
 from __future__ import annotations

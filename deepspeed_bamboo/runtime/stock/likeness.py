@@ -1,10 +1,10 @@
 """Makes a stage that was built from its LayerSpecs what its owner is, by the owner's description.
 
-What the description says in full is made as it says: shapes, types, ``requires_grad``, attributes with plain values,
+What the description says in full is made accordingly: shapes, types, ``requires_grad``, attributes with plain values,
 hooks whose code this process has. A module of another class than its LayerSpec's (an adapter around a layer) is
-made like one of that class that this worker has in its own stages, where the same script has done the same; or from
-the class alone, where the description says all there is to know. Whatever can't be made shows when the result is
-described (``core/replica_differences.py``).
+made like one of that class in this worker's own stages, where the same script has done the same; or from the class
+alone, if the description says everything about it. What can't be made shows when the result is described
+(``core/replica_differences.py``).
 """
 
 from __future__ import annotations

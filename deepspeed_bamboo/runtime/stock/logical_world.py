@@ -1,6 +1,6 @@
-"""Where a script makes its PipelineModule: from there on stock DeepSpeed sees the logical grid, not the workers.
+"""From the moment at which a script makes its PipelineModule stock DeepSpeed sees the logical grid, not the workers.
 
-How many stages there are is known only then. With as many workers as coordinates nothing is changed.
+The number of stages is known only then. With as many workers as coordinates nothing changes.
 """
 
 from __future__ import annotations

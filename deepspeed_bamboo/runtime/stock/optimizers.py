@@ -1,4 +1,4 @@
-"""The optimizer of another stage, made as the script makes that of its own, with the groups that its owner has.
+"""Makes the optimizer of another stage as the script makes its own, with the groups that the stage's owner has.
 
 A script gives DeepSpeed an entry of the configuration, a function from parameters to an optimizer, or an optimizer. The
 first two make one for any stage. An optimizer object is made again: its class is called with the owner's groups and

@@ -1,4 +1,4 @@
-"""What a stage is in outline: cheap enough to look at before every step, and enough to see that a script changed it."""
+"""The outline of a stage: cheap enough to compare before every step, and enough to see that a script changed it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What an optimizer that is split over the pipelines gathers in its step: the parameters of all partitions.
 
-They are too much for an agreement, and too much for a report after a loss. So they travel from owner to owner, and
-from there to the shadow, as device tensors do; the agreement that follows only says that everybody has them. Whoever
-took part in it can finish the step by itself (architecture 5, commit rule); if nobody has seen it, all is sent again.
+They are too large for an agreement, and for a report after a loss. So owners send them to each other and to the
+shadows, as device tensors. The agreement that follows only says that everybody has them. A worker that has seen it can
+finish the step by itself (architecture 5, commit rule). If nobody has seen it, everything is sent again.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ A form is plain data:
 - ``["function", module, name, line, checksum, defaults, closure]``: a function by where its code is, and the values
   that it holds; ``["method", object, name]`` and ``["partial", function, arguments, keywords]`` accordingly;
 - ``["device", kind]``: a torch device, of which each worker has its own;
-- ``["other", class]``: anything else, of which only the class can be compared.
+- ``["other", class]``: anything else; only its class can be compared.
 
 A receiver makes functions from code that its own script has, never from bytes.
 """

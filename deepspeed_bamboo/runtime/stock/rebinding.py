@@ -1,7 +1,7 @@
-"""What a PipelineModule keeps that belongs to itself (a bound method, mostly), made to belong to a replica of it.
+"""Makes what a PipelineModule keeps of itself (a bound method, mostly) belong to a replica of it.
 
-A subclass whose loss is one of its own methods keeps what that computes on the module; on the worker that computes the
-last stage after a loss, that has to be the module of that stage.
+A subclass whose loss is one of its own methods keeps results on the module. After a loss, on the worker that computes
+the last stage, this must be the module of that stage.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which stock code is running right now whose collectives wait for others, see ``collectives.py``."""
+"""The stock code that runs now, and whose collectives wait for others; see ``collectives.py``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Process groups that a training script makes with ``torch.distributed.new_group``, before and after ``initialize``.
 
-Before there is an engine such a group is torch's own, behind an object of ours; afterwards that same object is served
-by the plugin, across losses. torch knows both by the ranks in them, which are the grid's.
+Before there is an engine such a group is torch's own, behind an object of ours. Afterwards the plugin serves the same
+object, across losses. torch knows both by their ranks, which are the grid's.
 """
 
 from __future__ import annotations

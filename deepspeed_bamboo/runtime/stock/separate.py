@@ -1,7 +1,7 @@
 """Layers of a replica that are parts of a model which other stages of this worker use, too, become its own.
 
-A LayerSpec may be given a model that every rank has whole, and take its part of it. Where the owner of a stage is
-another process, each has its own copy; two stages of one worker must not share one.
+A LayerSpec may get a model that every rank has whole, and take a part of it. Owners in different processes have copies
+of their own; two stages of one worker must not share one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The layers of all stages that a worker hosts at the start, as one PipelineModule until the engine is built.
 
-So whatever a script does to its module between making it and ``initialize`` (freezing, initial weights by name,
-hooks) reaches every stage that its worker hosts. ``initialize`` then takes the stages apart.
+So what a script does to its module between making it and ``initialize`` (freezing, initial weights by name, hooks)
+reaches every stage that its worker hosts. ``initialize`` then takes the stages apart.
 
 Each stage gets the weights that a worker hosting nothing else would give it: random generators begin each stage
 where they were when the first one began, and tied layers and the same stage of several pipelines are made equal as

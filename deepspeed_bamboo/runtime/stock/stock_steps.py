@@ -1,4 +1,4 @@
-"""What the end of an iteration has stock DeepSpeed do, for the stage that its engine shows, and what it reads there."""
+"""What the end of an iteration lets stock DeepSpeed do and reads from it, for the stage that its engine shows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The insides of DeepSpeed and torch that the plugin uses or replaces: each name, where it is, and why.
 
-None of them is promised by anybody, so a new version may rename or drop one. A worker looks for all of them when it
-starts, in about 10 ms, and says what is missing before anything is built. A test compares the list with the package.
+They are private, so a new version may rename or drop one. A worker looks for all of them when it starts, in about
+10 ms, and says what is missing before anything is built. A test compares the list with the package.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """torch's default process group while the plugin trains: the ranks of the grid, over the plugin's own channels.
 
-What user code calls of ``torch.distributed`` between iterations (a barrier, a metric's all-reduce) survives a loss: it
-continues with the remaining workers, each with the rank that it had, and whoever took a lost worker's stage over
+A user's calls of ``torch.distributed`` between iterations (a barrier, a metric's all-reduce) survive a loss: they
+continue with the remaining workers, each with the rank that it had. The worker that took a lost worker's stage over
 stands for its rank too. Stock groups can't do that, so the default group is replaced. Meant for small things:
 everything goes by way of the host.
 """

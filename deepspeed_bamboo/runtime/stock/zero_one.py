@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO optimizer at stage 1: each pipeline keeps the optimizer state of its own partition of a stage.
 
-The shadow of ``(d, p)`` replicates that partition, and steps with the same logical groups. Registers itself with
-the functions of :mod:`gradients`; importing it is enough.
+The shadow of ``(d, p)`` replicates that partition, and steps with the same logical groups. Importing this
+module registers it with the functions of :mod:`gradients`.
 """
 
 from __future__ import annotations

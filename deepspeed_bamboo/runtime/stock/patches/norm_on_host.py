@@ -1,8 +1,8 @@
 """Lets stock's BF16 optimizer judge the agreed norm of all gradients on the host.
 
-The norm comes by way of the host anyway. Looked at on the device, as stock does, it takes some twenty launches and
-four reads, one after the other, between the agreement and the update: 1.5 ms in which all devices stand still. Stock
-computes on wherever the norm is, so it is enough to leave it where it arrived; the numbers are the same.
+The norm arrives on the host anyway. Stock looks at it on the device, which takes some twenty launches and four reads,
+one after the other, between the agreement and the update: 1.5 ms in which all devices wait. Stock computes where the
+norm is, so it is enough to leave it where it arrived. The numbers are the same.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Keeps DeepSpeed's throughput timer from waiting for the device before every forward, also for what it receives.
 
-What a pipeline's throughput is printed from is another timer. A timer without that setting is left alone.
+Another timer measures the throughput that a pipeline prints. A timer without that setting is left alone.
 """
 
 from __future__ import annotations
