@@ -253,16 +253,6 @@ class CheckpointConfig(Section):
     """Most host memory that memory checkpoints may take in each worker; null: a quarter of what is free at the start,
     shared by the workers of a machine."""
 
-    @field_validator("memory_interval_seconds")
-    @classmethod
-    def _check_memory(cls, seconds: float | None) -> float | None:
-        if seconds is not None:
-            raise ValueError(
-                f"{seconds} was given, but memory checkpoints are not ready: what is redone after some losses does not "
-                "have the right bits yet. Leave the key out, and set checkpoint.dir to continue from there"
-            )
-        return seconds
-
     @field_validator("dir")
     @classmethod
     def _check_dir(cls, location: str | None) -> str | None:
