@@ -78,7 +78,6 @@ def test_suspicion_follows_the_lease_unless_set() -> None:
         ({"coordinator": {"endpoints": ["http://h:2379/"]}}, ["write 'h:2379'"]),
         ({"coordinator": {"endpoints": ["h:1", "h:1"]}}, ["listed twice"]),
         ({"coordinator": {"prefix": "jobs"}}, ["bamboo.coordinator.prefix", "slash"]),
-        ({"checkpoint": {"memory_interval_seconds": 5.0}}, ["memory checkpoints are not ready", "checkpoint.dir"]),
         ({"checkpoint": {"interval_minutes": -1}}, ["bamboo.checkpoint.interval_minutes", "-1"]),
         ({"checkpoint": {"dir": "gs://b/p"}}, ["bamboo.checkpoint.dir: 'gs://b/p'", "gs://", "s3://bucket/prefix"]),
         ({"checkpoint": {"dir": "s3:///p"}}, ["bamboo.checkpoint.dir: 's3:///p'", "no bucket", "s3://bucket/prefix"]),

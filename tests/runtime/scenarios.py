@@ -24,9 +24,11 @@ import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.runtime.iteration.offload import HostOffload
 from deepspeed_bamboo.runtime.iteration.pass_times import PassTimes
 from deepspeed_bamboo.runtime.membership.reconfiguration import Reconfiguration
+from deepspeed_bamboo.runtime.recovery.memory_parts import MemoryParts
 from tests.runtime import late_arrivals, models
 from tests.runtime.jobs import AWAITED
 
@@ -190,12 +192,17 @@ def train(training: Training) -> dict[str, Any]:
 
 
 def train_remembering(
-    training: Training, waits: dict[str, int] | None = None, shared_iterator: bool = False, writes: bool = False
+    training: Training,
+    waits: dict[str, int] | None = None,
+    shared_iterator: bool = False,
+    writes: bool = False,
+    damages: tuple[int, str] | None = None,
 ) -> dict[str, Any]:
     """As :func:`train`, with memory checkpoints as often as can be: each is complete, for all to know, a step later.
 
     ``waits``: as in :func:`train_with_joiners`; the script then goes by the engine's step. ``shared_iterator``: it has
-    no other source of data. ``writes``: it sets its learning rate itself before each step.
+    no other source of data. ``writes``: it sets its learning rate itself before each step. ``damages``: before which
+    step each worker damages its newest copy of stage 1, if it has one, and how.
     """
     checkpoint = {"memory_interval_seconds": 1e-9, **training.bamboo.get("checkpoint", {})}
     engine = build(dataclasses.replace(training, bamboo={**training.bamboo, "checkpoint": checkpoint}))
@@ -210,10 +217,13 @@ def train_remembering(
     losses: dict[str, float] = {}
     evaluations: dict[str, float] = {}
     members = []
+    damaged: list[int] = []
     steps = iter(lambda: engine.global_steps, training.steps) if waits is not None else range(training.steps)
     for step in steps:
         wait_for_joiners(engine, (waits or {}).get(str(step), 0))
         engine.memory.wait()
+        if damages is not None and step == damages[0]:
+            damaged.append(damage_newest(engine.memory.parts, damages[1]))
         if step in training.evaluate_before:
             evaluations[str(step)] = float(engine.eval_batch(source(engine.home + 100, step)))
         if writes:
@@ -230,7 +240,29 @@ def train_remembering(
     result["redone"] = [[e["step"], e["loss"]] for e in events if e["event"] == "redone"]
     restored = [e for e in events if e["event"] == "restored"]
     result["restored"] = [[e["from_step"], e["step"], e["seconds"]] for e in restored]
+    result["damaged"] = damaged
     return result
+
+
+def damage_newest(parts: MemoryParts, how: str) -> int:
+    """Change the newest copies among ``parts`` of the second stage in place, and return their step."""
+    held = parts.held()
+    newest, other, coordinate = max(held), min(held), Coordinate(0, 1)
+    sealed = parts.get(newest, coordinate)
+    if sealed is None:
+        return newest
+    part = sealed.part
+    if how == "flipped":
+        part.tensors[0].view(torch.uint8).reshape(-1)[3] ^= 4
+    elif how == "truncated":
+        del part.tensors[-1]
+    elif how == "missing":
+        parts.remove(newest, coordinate)
+    elif how == "foreign":
+        foreign = parts.get(other, coordinate)
+        assert foreign is not None and other < newest
+        parts.put(dataclasses.replace(foreign, part=dataclasses.replace(foreign.part, step=newest)))
+    return newest
 
 
 def train_with_joiners(

@@ -78,11 +78,10 @@ def enter_first_epoch(
             "for it: its loss ends the job. Start two workers or more, or set checkpoint.dir to go on from there",
         )
     if session.config.checkpoint.memory_interval_seconds is not None and not keeps_memory(worker):
-        why = "several pipelines" if worker.grid.pipelines > 1 else "redundancy.mode off"
         tell_once(
             worker,
-            f"checkpoint.memory_interval_seconds is set, but with {why} no memory checkpoints are kept: a loss of the "
-            "last live copy of a stage ends the job. Set checkpoint.dir to continue from there",
+            "checkpoint.memory_interval_seconds is set, but with redundancy.mode off no memory checkpoints are kept: a "
+            "loss of the last live copy of a stage ends the job. Set checkpoint.dir to continue from there",
         )
 
 

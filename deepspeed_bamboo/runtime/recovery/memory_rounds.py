@@ -294,8 +294,8 @@ def _limit_bytes(gigabytes: float | None) -> float:
 
 
 def keeps_memory(worker: Worker) -> bool:
-    """Whether this job keeps memory checkpoints: where it is told to, and has one pipeline."""
-    return worker.session.config.remembers and worker.grid.pipelines == 1
+    """Whether this job keeps memory checkpoints: where it is told to, and keeps shadows."""
+    return worker.session.config.remembers
 
 
 def memory_rounds(worker: Worker) -> MemoryRounds | None:

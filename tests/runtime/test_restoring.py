@@ -1,0 +1,221 @@
+"""Losses that take the last live copy of a stage: the survivors go back to a memory checkpoint, and on, bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.runtime.jobs import JobResult, Jobs
+from tests.runtime.scenarios import Training, train, train_remembering
+from tests.runtime.test_checkpoints import SCHEDULE
+from tests.runtime.test_losses import BF16, CHECKED, CLIPPED, FP16, ZERO, kill
+
+ONE_BY_FOUR = Training(
+    "remembered-1x4", 4, steps=6, dropout=0.3, settings={**CLIPPED, **SCHEDULE}, bamboo=CHECKED, faults=[]
+)
+ALL_COPIES = {"checkpoint": {"memory_copies": 5}}
+
+Undisturbed = Callable[..., JobResult]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(jobs: Jobs) -> Undisturbed:
+    """Runs a job in which nobody is lost; the same one is run once."""
+    known: dict[str, JobResult] = {}
+
+    def run(training: Training, *, world: int, body: Any = train, **options: Any) -> JobResult:
+        key = repr((training, world, body, options))
+        if key not in known:
+            known[key] = jobs.run(body, world=world, training=training, **options)
+        return known[key]
+
+    return run
+
+
+def pair(step: int, at: str, micro_batch: int | None = None) -> list[dict[str, Any]]:
+    """The worker of stage 1, and the one that has its shadow."""
+    return [kill(step, 0, stage, at, micro_batch) for stage in (0, 1)]
+
+
+def check(result: JobResult, whole: JobResult, training: Training, *, lost: int, world: int) -> None:
+    assert result.codes.count(-9) == lost and result.codes.count(0) == world - lost, result.transcript()
+    found = whole.common("losses")
+    losses = [found[str(step)] for step in range(training.steps)] if isinstance(found, dict) else found
+    for rank in result.survivors:
+        got = result.values[rank]
+        assert [got["losses"][str(step)] for step in range(training.steps)] == losses, result.transcript()
+        # All that is to be done again was done, and with the same bits.
+        expected = [[s, losses[s]] for from_step, until, _ in got["restored"] for s in range(from_step, until)]
+        assert got["redone"] == expected or len(got["restored"]) > 1, (got["redone"], expected)
+        assert all(loss == losses[step] for step, loss in got["redone"]), (got["redone"], losses)
+        for what in ("steps", "norm", "scale", "skipped"):
+            assert got[what] == whole.values[rank][what], what
+        if training.evaluate_before:
+            assert got["evaluations"] == whole.common("evaluations")
+    assert result.common("digest") == whole.common("digest")
+
+
+@pytest.mark.parametrize("at", ["step"])
+def test_owner_and_shadow_lost_at_once(jobs: Jobs, undisturbed: Undisturbed, at: str) -> None:
+    whole = undisturbed(ONE_BY_FOUR, world=4)
+    killed = dataclasses.replace(ONE_BY_FOUR, faults=pair(4, at))
+    result = jobs.run(train_remembering, world=4, training=killed)
+    check(result, whole, ONE_BY_FOUR, lost=2, world=4)
+    assert result.survivors == [2, 3]
+    [[from_step, until, _]] = result.values[2]["restored"]
+    assert from_step < until == 5, result.values[2]["restored"]
+
+
+KINDS = [
+    ("idle", None),
+    ("forward", 2),
+    ("send_activation", 1),
+    ("backward", 1),
+    ("reduce", None),
+    ("commit", None),
+]
+# While the loss of another worker is recovered from.
+MEANWHILE = ["interrupted", "reported", "regroup", "resume", "protect", "protected"]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("at", "micro_batch"), KINDS)
+def test_owner_and_shadow_lost_at_every_kind_of_instruction(
+    jobs: Jobs, undisturbed: Undisturbed, at: str, micro_batch: int | None
+) -> None:
+    whole = undisturbed(ONE_BY_FOUR, world=4)
+    killed = dataclasses.replace(ONE_BY_FOUR, faults=pair(4, at, micro_batch))
+    result = jobs.run(train_remembering, world=4, training=killed)
+    check(result, whole, ONE_BY_FOUR, lost=2, world=4)
+    assert all(seconds < 10 for _, _, seconds in result.values[2]["restored"])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("kind", ["idle", "forward", "step"])
+@pytest.mark.parametrize("at", MEANWHILE[:-1])
+def test_the_other_one_lost_during_the_recovery(
+    jobs: Jobs, undisturbed: Undisturbed, at: str, kind: str, first: int
+) -> None:
+    """Where the second loss comes too late to be fatal, nothing is done again."""
+    whole = undisturbed(ONE_BY_FOUR, world=4)
+    faults = [kill(4, 0, first, kind, 1 if kind == "forward" else None), kill(4, 0, 1 - first, at)]
+    result = jobs.run(train_remembering, world=4, training=dataclasses.replace(ONE_BY_FOUR, faults=faults))
+    lost = result.codes.count(-9)
+    assert lost == 2 or (lost == 1 and at in ("protect", "resume")), result.transcript()
+    check(result, whole, ONE_BY_FOUR, lost=lost, world=4)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("at", MEANWHILE)
+def test_all_but_one_lost(jobs: Jobs, undisturbed: Undisturbed, at: str) -> None:
+    whole = undisturbed(ONE_BY_FOUR, world=4)
+    step = 5 if at == "protected" else 4  # which is said at the next boundary
+    faults = [kill(4, 0, 2, "forward", 1), kill(step, 0, 0, at), kill(step, 0, 1, at)]
+    killed = dataclasses.replace(ONE_BY_FOUR, faults=faults, bamboo={**CHECKED, **ALL_COPIES})
+    result = jobs.run(train_remembering, world=4, training=killed)
+    check(result, whole, ONE_BY_FOUR, lost=3, world=4)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("at", "micro_batch"), [*KINDS, ("step", None)])
+@pytest.mark.parametrize("left", range(4))
+def test_all_but_one_lost_at_once(
+    jobs: Jobs, undisturbed: Undisturbed, at: str, micro_batch: int | None, left: int
+) -> None:
+    if at == "send_activation" and left != 3:
+        pytest.skip("the last stage sends no activation")
+    whole = undisturbed(ONE_BY_FOUR, world=4)
+    faults = [kill(4, 0, stage, at, micro_batch) for stage in range(4) if stage != left]
+    killed = dataclasses.replace(ONE_BY_FOUR, faults=faults, bamboo={**CHECKED, **ALL_COPIES})
+    result = jobs.run(train_remembering, world=4, training=killed)
+    check(result, whole, ONE_BY_FOUR, lost=3, world=4)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("how", ["flipped", "truncated", "missing", "foreign"])
+def test_a_damaged_newest_copy_is_passed_over(jobs: Jobs, undisturbed: Undisturbed, how: str) -> None:
+    """Nobody's copy of one stage is whole: the checkpoint before is taken."""
+    whole = undisturbed(ONE_BY_FOUR, world=4)
+    killed = dataclasses.replace(ONE_BY_FOUR, faults=pair(4, "forward", 1))
+    result = jobs.run(train_remembering, world=4, training=killed, damages=(4, how))
+    check(result, whole, ONE_BY_FOUR, lost=2, world=4)
+    [[from_step, _, _]] = result.values[2]["restored"]
+    assert from_step < min(result.values[2]["damaged"]), (from_step, result.values[2]["damaged"])
+
+
+VARIANTS = [
+    (Training("bf16-tied", 4, layers="tied", settings={**CLIPPED, **SCHEDULE, **BF16}), {}),
+    (Training("fp16", 4, steps=7, settings={**CLIPPED, **FP16}, spikes=(1, 4)), {}),
+    (Training("evaluated", 4, dropout=0.3, evaluate_before=(0, 2, 3, 4, 5)), {}),
+    (Training("buffers", 4, layers="normalised"), {}),
+    (Training("data-set", 4, training_data=True), {}),
+    (Training("one-iterator", 4), {"shared_iterator": True}),
+    (Training("writes", 4), {"writes": True}),
+    (Training("eager", 4, bamboo={"redundancy": {"mode": "eager"}}), {}),
+    (Training("zero", 4, settings={**CLIPPED, **ZERO, **BF16}), {}),
+]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("at", "micro_batch"), [("forward", 1), ("step", None)])
+@pytest.mark.parametrize(("training", "options"), [pytest.param(*case, id=case[0].name) for case in VARIANTS])
+def test_whatever_is_trained(
+    jobs: Jobs, undisturbed: Undisturbed, training: Training, options: dict[str, Any], at: str, micro_batch: int | None
+) -> None:
+    training = dataclasses.replace(training, steps=max(6, training.steps), faults=[])
+    whole = undisturbed(training, world=4, body=train_remembering, **options)
+    killed = dataclasses.replace(training, faults=pair(4, at, micro_batch))
+    result = jobs.run(train_remembering, world=4, training=killed, **options)
+    check(result, whole, training, lost=2, world=4)
+
+
+TWO_BY_THREE = Training("half-2x3", 3, steps=14, settings={**CLIPPED, **BF16}, bamboo=CHECKED, faults=[])
+ZONE = ((0, 0), (0, 1), (1, 2))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("settings", [BF16, {**ZERO, **BF16}, {}], ids=["bf16", "zero", "fp32"])
+@pytest.mark.parametrize(("at", "micro_batch"), [("idle", None), ("forward", 1), ("reduce", None), ("step", None)])
+def test_half_of_all_workers_at_once_and_then_two_join(
+    jobs: Jobs, undisturbed: Undisturbed, at: str, micro_batch: int | None, settings: dict[str, Any]
+) -> None:
+    """A zone of two: copies are in the other one, wherever stages are."""
+    training = dataclasses.replace(TWO_BY_THREE, settings={**CLIPPED, **settings})
+    whole = undisturbed(training, world=6)
+    zone = ZONE if settings else ((0, 0), (1, 0), (0, 2), (1, 2))
+    faults = [kill(4, pipeline, stage, at, micro_batch) for pipeline, stage in zone]
+    killed = dataclasses.replace(training, faults=faults, bamboo={"checkpoint": {"memory_copies": 3}})
+    lost = len(zone)
+    result = jobs.run(train_remembering, world=6, joining=2, joining_after_deaths=lost, training=killed, waits={"7": 2})
+    assert result.codes.count(-9) == lost and result.codes.count(0) == 8 - lost, result.transcript()
+    losses = whole.common("losses")
+    for rank in result.survivors:
+        got = result.values[rank]
+        assert all(loss == losses[int(step)] for step, loss in got["losses"].items()), got["losses"]
+        assert all(loss == losses[step] for step, loss in got["redone"])
+    survivor = result.values[min(result.survivors)]
+    assert len(survivor["losses"]) == training.steps and survivor["members"][-1] == 8 - lost, survivor["members"]
+    assert result.common("digest") == whole.common("digest")
+
+
+@pytest.mark.sweep
+def test_losses_while_a_state_is_restored_and_on_the_way_back(jobs: Jobs) -> None:
+    """Four of five, in an order in which each time the last copy of something goes."""
+    training = dataclasses.replace(ONE_BY_FOUR, name="again-1x5", stages=5, count=5, steps=9)
+    whole = jobs.run(train, world=5, training=training)
+    faults = [*pair(4, "forward", 2), kill(3, 0, 3, "backward", 1), kill(7, 0, 4, "commit")]
+    killed = dataclasses.replace(training, faults=faults, bamboo={"checkpoint": {"memory_copies": 4}})
+    result = jobs.run(train_remembering, world=5, training=killed)
+    check(result, whole, training, lost=4, world=5)
+
+
+@pytest.mark.sweep
+def test_without_a_copy_the_job_ends_as_it_did(jobs: Jobs) -> None:
+    early = dataclasses.replace(ONE_BY_FOUR, name="early-1x4", faults=pair(0, "forward", 1))
+    result = jobs.run(train_remembering, world=4, training=early)
+    assert result.survivors == [] and "no live worker holds the state of 0.1" in result.transcript()
+    assert "no memory checkpoint" in result.transcript()
