@@ -102,7 +102,9 @@ def test_the_other_one_lost_during_the_recovery(
 ) -> None:
     """Where the second loss comes too late to be fatal, nothing is done again."""
     whole = undisturbed(ONE_BY_FOUR, world=4)
-    faults = [kill(4, 0, first, kind, 1 if kind == "forward" else None), kill(4, 0, 1 - first, at)]
+    # After the step that others have agreed upon, its recovery counts as the next one's.
+    step = 5 if kind == "step" else 4
+    faults = [kill(4, 0, first, kind, 1 if kind == "forward" else None), kill(step, 0, 1 - first, at)]
     result = jobs.run(train_remembering, world=4, training=dataclasses.replace(ONE_BY_FOUR, faults=faults))
     lost = result.codes.count(-9)
     assert lost == 2 or (lost == 1 and at in ("protect", "resume")), result.transcript()
@@ -133,6 +135,20 @@ def test_all_but_one_lost_at_once(
     killed = dataclasses.replace(ONE_BY_FOUR, faults=faults, bamboo={**CHECKED, **ALL_COPIES})
     result = jobs.run(train_remembering, world=4, training=killed)
     check(result, whole, ONE_BY_FOUR, lost=3, world=4)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("at", "micro_batch"), [("forward", 1), ("step", None)])
+def test_all_but_one_lost_of_four_workers_with_six_stages(
+    jobs: Jobs, undisturbed: Undisturbed, at: str, micro_batch: int | None
+) -> None:
+    training = dataclasses.replace(ONE_BY_FOUR, name="blocks-1x6", stages=6)
+    whole = undisturbed(training, world=4)
+    faults = [kill(4, 0, stage, at, micro_batch) for stage in (0, 2, 4)]
+    result = jobs.run(
+        train_remembering, world=4, training=dataclasses.replace(training, faults=faults, bamboo=ALL_COPIES)
+    )
+    check(result, whole, training, lost=3, world=4)
 
 
 @pytest.mark.sweep

@@ -198,10 +198,13 @@ class Links:
         host = self._members[worker]
         idle = self._idle_clients[host.address, host.store_port]
         store = None
-        while store is None and idle:
-            found = idle.pop()
-            store = found if found.is_open() else None
-        store = store or self._new_client(host)
+        while store is None:
+            try:
+                found = idle.pop()
+            except IndexError:  # only asking tells: threads take from it, too
+                store = self._new_client(host)
+            else:
+                store = found if found.is_open() else None
         yield store
         idle.append(store)
 

@@ -244,7 +244,7 @@ class MemoryRounds:
     # -- in a thread of its own --------------------------------------------------------------------
 
     def _spread(self, work: _Round) -> None:
-        failure = ""
+        failure = "its thread has ended"
         try:
             sealed = {part.coordinate: SealedPart(part, part.sha256()) for part in work.own}
             for part in sealed.values():
@@ -258,6 +258,7 @@ class MemoryRounds:
                     work.links.send(worker, Message(key, part.to_plain(), part.part.tensors))
             for coordinate, owner in work.arriving.items():
                 self._receive(work, coordinate, owner)
+            failure = ""
         except ExpelledError:
             failure = "it was given up"
         except (PeerLostError, BambooError, RuntimeError, ValueError, MemoryError, OSError) as error:
