@@ -3,7 +3,7 @@
 #
 #     scripts/test.sh
 #
-# Needs Python 3.10 or later and two CPU cores, no GPU; under 10 minutes. Two tests run at a time; add -n 0 for one.
+# Needs Python 3.10 or later and two CPU cores, no GPU; under 10 minutes. Three tests run at a time; add -n 0 for one.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
@@ -16,9 +16,9 @@ types=$(mktemp)
 trap 'rm -f "$types"' EXIT
 mypy >"$types" 2>&1 &
 code=0
-# One pytest worker for each of two cores: each begins with half of the tests, in their order, since those of a folder
-# share what they start. Who has done its half takes some of the other's.
-python -m pytest --numprocesses 2 --dist worksteal "$@" || code=$?
+# Three pytest workers on two cores, since tests of processes wait for half of their time. Each begins with a third of the
+# tests, in their order, since those of a folder share what they start. Who has done its part takes some of another's.
+python -m pytest --numprocesses 3 --dist worksteal "$@" || code=$?
 wait $! || code=$?
 cat "$types"
 exit "$code"
