@@ -1,8 +1,8 @@
 """The engine of a worker that comes to a running job: its script begins at step 0, the job is far beyond.
 
-The job learns of the worker only when the script has done whatever it does first, reading its data for example: once
-it is a member everybody waits for it. That is when the script asks for ``global_steps``, or, in one that counts by
-itself, when it has called ``train_batch`` as often as the job has trained.
+Everybody waits for a member. So the job learns of the worker only when its script has finished its preparations, for
+example reading data: when the script asks for ``global_steps``, or, if it counts by itself, when it has called
+``train_batch`` as often as the job has trained.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ Shadows are made in ``initialize``. Some scripts do more after that: they make t
 engine, register hooks, load weights. So before the first steps all workers look whether what they own is still what
 their shadows were made from, and rebuild those that have changed.
 
-A script that changes weights itself after each step shows before its second one. From then on shadows get the changed
-weights before each step, and so they do where it is found later: a worker that finds weights changed since the last
-step hands that in with the agreement of the iteration. Finding that costs no message. The same goes for changes of
+If a script changes weights itself after each step, workers see that before its second one. From then on shadows get the
+changed weights before each step. It may also be seen later: a worker that finds weights changed since the last step
+reports that in the agreement of the iteration. Looking costs no message. The same goes for changes of
 structure, ``requires_grad`` and parameter groups (a script that unfreezes layers one after the other): shadows of
 stages that have changed are rebuilt before the next step. Hooks are looked at before the first steps only.
 """

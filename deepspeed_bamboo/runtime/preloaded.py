@@ -1,8 +1,8 @@
 """What a fork server imports so that the workers that it forks start at once; for tests and sweeps.
 
 DeepSpeed imports some of it only when an engine is made: three seconds of a core in each worker. This also asks
-DeepSpeed which of its ops this machine can build, for which DeepSpeed runs compilers: 0.2 seconds in each worker. Not
-beside a GPU, which a process must not have touched before it forks.
+DeepSpeed which of its ops this machine can build; DeepSpeed runs compilers for that, 0.2 seconds in each worker. Not on
+a GPU, which a process must not touch before it forks.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class RedoingEngine(ConfigurableEngine):
             self.memory.note(self.activity.previous[0])
 
     def _memory_contribution(self) -> dict[str, Any]:
-        """What this worker hands in with the agreement of an iteration."""
+        """What this worker contributes to the agreement of an iteration."""
         if self.memory is None:
             return {}
         wanted = not self.owner_changes.by_hand and not self.confined

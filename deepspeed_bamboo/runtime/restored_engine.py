@@ -1,7 +1,7 @@
 """The engine of a job that continues from a checkpoint that the plugin took (``bamboo.checkpoint``).
 
-The script is the one that began at step 0, unchanged. It has the job's step and state once it is built, and what it
-did on its way there the first time is left out, as on a worker that joins late.
+The script runs from the top, unchanged. Its engine has the job's step and state once it is built, and skips what the
+first run did before that step, as on a worker that joins late.
 """
 
 from __future__ import annotations

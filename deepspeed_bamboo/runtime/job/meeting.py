@@ -1,8 +1,8 @@
 """Where torch's own process groups meet: at a store that asks for the job secret, on the job's own address only.
 
 torch's TCPStore listens on every interface and answers anybody. Scripts make their first process group with it
-(``init_process_group``, ``deepspeed.init_distributed``), so inside :func:`guarded_meetings` it is not made. Gloo's
-groups are made as ever, and then their members prove that they belong to the job.
+(``init_process_group``, ``deepspeed.init_distributed``), so inside :func:`guarded_meetings` another store takes
+its place. Gloo's groups are made as usual, and then their members prove that they belong to the job.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds workers that wait for each other in different calls: a bug of the script's that none of them can see alone.
+"""Finds workers that wait for each other in different calls: a bug of the script that no worker can see alone.
 
 A worker that leaves the loop early while the others train, or a checkpoint that only the first rank saves, would
 otherwise hang for ever: nobody is lost.

@@ -1,4 +1,4 @@
-"""How long a worker is in its script, outside of what the engine does for it."""
+"""Measures how long a worker is in its script, outside of the engine."""
 
 from __future__ import annotations
 

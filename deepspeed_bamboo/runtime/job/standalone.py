@@ -1,7 +1,7 @@
 """A job without launcher and agents: its workers were started by something else, and rank 0 brings an etcd.
 
-For test suites and notebooks that start their own processes (``BAMBOO_STANDALONE=1``). A lost worker is noticed by its
-peers only, and torch's default process group stays what it is until the first loss.
+For test suites and notebooks that start their own processes (``BAMBOO_STANDALONE=1``). Only its
+peers notice a lost worker, and torch's default process group stays what it is until the first loss.
 """
 
 from __future__ import annotations

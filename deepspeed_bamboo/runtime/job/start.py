@@ -1,4 +1,4 @@
-"""How a worker starts in a job whose workers are not as many as its coordinates."""
+"""How a worker starts in a job with more or fewer workers than coordinates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``ds_bamboo status`` shows of a running job: its step and recent events, told by the reporter now and then."""
+"""What ``ds_bamboo status`` shows of a running job: its step and recent events, published by the reporter."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What this job has measured of its stages and workers, and when that is a reason to share the work differently.
 
-Every worker reports how long its passes took, in the agreement of an iteration. So all know the same, and whoever is
-the reporter decides.
+Every worker reports how long its passes took, in the agreement of an iteration. So all know the same, and the
+reporter decides.
 """
 
 from __future__ import annotations

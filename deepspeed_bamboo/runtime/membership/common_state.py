@@ -1,4 +1,4 @@
-"""What all workers know alike besides the placement. Whoever joins gets it from one of them."""
+"""What all workers know alike besides the placement. A worker that joins gets it from one of them."""
 
 from __future__ import annotations
 

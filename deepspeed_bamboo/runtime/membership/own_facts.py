@@ -1,4 +1,4 @@
-"""What this worker's script has built, as the job's newcomers are compared with it (``core/job_facts.py``)."""
+"""What this worker's script has built, for comparison with newcomers (``core/job_facts.py``)."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Workers come and go at an iteration boundary: a planned change of placement (architecture 6).
 
-One worker decides, its wish travels with the agreement of an iteration, so that all know it at the same boundary,
-and all carry it out there as one activity:
+One worker decides, and sends its wish with the agreement of an iteration. So all know it at the same boundary, and
+carry it out there as one activity:
 
 1. those who join become members (an epoch in which nobody owns anything new);
 2. state goes from its owners to who will own or shadow it, and everybody agrees that it has arrived;
-3. the new placement becomes the next epoch, and roles change. Nobody has to be heard of any more for that: each
-   takes it from the coordinator, and those who leave may be gone by then.
+3. the new placement becomes the next epoch, and roles change. That needs no more messages: each worker
+   takes it from the coordinator, and workers that leave may be gone by then.
 
 Until 3 nothing is given up, so a loss meanwhile leaves things as they were: the wish is dropped, and the next
 iteration brings another. After 3 a loss is a loss in the new placement.

@@ -1,4 +1,4 @@
-"""Whom this worker may have to connect to after a loss, it knows already when the loss comes."""
+"""The workers to which this one may have to connect after a loss, looked up before the loss comes."""
 
 from __future__ import annotations
 

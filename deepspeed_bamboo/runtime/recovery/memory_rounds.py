@@ -1,8 +1,8 @@
 """One worker's part in memory checkpoints (``checkpoint.memory_interval_seconds``).
 
 At an iteration boundary each worker copies the stages that it owns or shadows into its host memory, and a thread sends
-those that it owns to further workers while training goes on, over channels of its own. Which boundary it is, and that
-all have their parts, travels with the agreement of the iterations (``core/memory_rounds.py``).
+those that it owns to further workers while training continues, over channels of its own. The agreements of iterations
+say which boundary it is, and when all have their parts (``core/memory_rounds.py``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from deepspeed_bamboo.runtime.job.news import tell
 from deepspeed_bamboo.runtime.recovery.memory_parts import MemoryPart, MemoryParts, SealedPart, copied_part
 
 NOTE = "memory"
-"""Under which key a worker's note is in what it hands in with an agreement."""
+"""The key of a worker's note in what it contributes to an agreement."""
 
 _GIGABYTE = 2**30
 _SHARE_OF_FREE_MEMORY = 0.25
@@ -100,7 +100,7 @@ class MemoryRounds:
     # -- with each iteration -----------------------------------------------------------------------
 
     def contribution(self, *, step: int, wanted: bool) -> dict[str, Any]:
-        """What this worker hands in with the agreement of the iteration that leads to ``step``.
+        """What this worker contributes to the agreement of the iteration that leads to ``step``.
 
         ``wanted``: whether the state of then may be gone back to.
         """

@@ -1,6 +1,6 @@
 """From an interrupted wait to a plan for the rest of the iteration: abort, agree, regroup (architecture 5).
 
-A further loss meanwhile makes a further epoch, and this starts over with it.
+Another loss meanwhile makes another epoch, and this starts over with it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOOK_AGAIN_SECONDS = 0.5
 _MISSING_SECONDS = 0.05
 
 PAUSE = "pause"
-"""Under which name a worker hands in its pause: the epoch, whether it took anything over, and the parts."""
+"""The name under which a worker reports its pause: the epoch, whether it took anything over, and the parts."""
 
 
 @dataclass

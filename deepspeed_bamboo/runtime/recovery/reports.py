@@ -1,7 +1,7 @@
-"""How the survivors of a loss get each other's reports: through the coordinator, for they have no channels yet.
+"""The survivors of a loss exchange their reports through the coordinator, since they have no channels yet.
 
-The first member collects the reports and publishes them as one. If everybody heard of each of them, that would grow
-with the square of the workers. It is a member like any other: when it is lost, there is a new epoch, and a new start.
+The first member collects the reports and publishes them as one: if every worker read each of them, the traffic would
+grow with the square of the workers. If the first member is lost, there is a new epoch, and this begins again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Serves what a script calls of ``torch.distributed`` between iterations, through losses.
 
-What all workers call is an activity like others, settled by the agreement that ends it. A group's collective concerns
-only those who hold the group: each lays out its tensor for the others, and what it has got, until the next activity
-has ended, which shows that everybody is through. A loss in between is recovered from at once. Those who are through
-by then were through before they reported, so whoever begins again finds what they have got, and takes the same.
+A call of all workers is an activity like others, and the agreement at its end settles it. A group's collective concerns
+only the group's holders: each lays out its tensor and its result for the others until the next activity has ended,
+which shows that everybody has finished the call. The job recovers at once from a loss in between. A worker that has
+finished by then had finished before it reported, so one that begins again finds that result, and takes the same.
 """
 
 from __future__ import annotations

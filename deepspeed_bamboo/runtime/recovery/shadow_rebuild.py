@@ -1,11 +1,11 @@
-"""Shadows that a loss has left missing come back while the interrupted iteration goes on (architecture 5, point 6).
+"""Rebuilds the shadows that a loss has removed while the interrupted iteration continues (architecture 5, point 6).
 
-State is constant up to the step. So as soon as work goes on, whoever owns an unprotected coordinate sends its state to
+State is constant up to the step. So when work continues, the owner of an unprotected coordinate sends its state to
 the new holder, in a thread and over channels of their own. When the iteration's gradients are mirrored, the holder
-has what every other shadow has at that moment. It says so with the agreement of the iteration, and from there on
+has what every other shadow has at that moment. It says so in the agreement of the iteration, and from then on
 everybody counts it as a shadow: it takes the step with all others.
 
-What is not there in time is given up, and copied at the iteration boundary (``Failover.repair``).
+A copy that is late is given up, and made at the iteration boundary (``Failover.repair``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer, chec
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
 REBUILT = "rebuilt"
-"""Under which name a holder hands in what it has rebuilt: the epoch, and coordinates."""
+"""The name under which a holder reports what it has rebuilt: the epoch, and coordinates."""
 
 _PIECE_BYTES = 32 * 2**20
 _WORTH_WAITING_FOR = 0.5
@@ -190,7 +190,7 @@ class ShadowRebuild:
         return state.complete
 
     def contribution(self) -> dict[str, Any]:
-        """What this worker hands in with the agreement of the iteration."""
+        """What this worker contributes to the agreement of the iteration."""
         work = self._work
         return {REBUILT: (work.record.number, tuple(work.rebuilt))} if work is not None and work.rebuilt else {}
 
@@ -222,7 +222,7 @@ class ShadowRebuild:
         except ExpelledError:
             work.links.close()  # the main thread has given it up
         except (PeerLostError, RuntimeError, ValueError, MemoryError) as error:
-            # The iteration goes on, and what is missing is copied at its end, where errors count.
+            # The iteration continues, and what is missing is copied at its end, where errors count.
             work.links.close()  # so that the others do not wait
             logger.warning(f"{me}: new shadows can't be copied beside the iteration ({error})")
         finally:

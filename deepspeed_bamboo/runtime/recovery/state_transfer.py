@@ -1,4 +1,4 @@
-"""State of stages on its way from their owners to those that shadow or inherit them (architecture 5, point 6)."""
+"""Sends the state of stages from their owners to the workers that will shadow or own them (architecture 5, point 6)."""
 
 from __future__ import annotations
 

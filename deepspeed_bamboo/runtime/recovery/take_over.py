@@ -273,7 +273,7 @@ class Failover:
         worker.session.log("failover", step=step, **fields, pause_seconds=parts, taken_over=taken_over)
 
     def contribution(self) -> dict[str, Any]:
-        """What this worker hands in with the agreement of an interrupted iteration: its pause."""
+        """What this worker contributes to the agreement of an interrupted iteration: its pause."""
         if self._clock is None:
             return {}
         parts = self._clock.parts(lost_at=self._lost_at)

@@ -1,4 +1,4 @@
-"""The whole model's weights on one worker, from all who host stages."""
+"""Collects the whole model's weights on one worker."""
 
 from __future__ import annotations
 

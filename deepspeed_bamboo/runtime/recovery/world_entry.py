@@ -1,4 +1,4 @@
-"""The members of an epoch become torch's default process group."""
+"""Makes the members of an epoch torch's default process group."""
 
 from __future__ import annotations
 
