@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _SHOWN = 6
@@ -32,6 +32,22 @@ def without_attributes(description: Mapping[str, Any]) -> dict[str, Any]:
         for kind in ("modules", "parameters")
     }
     return {**description, **bare}
+
+
+def strayed(states: Sequence[Mapping[str, Mapping[str, Sequence[int]]]]) -> tuple[str, ...]:
+    """Of which coordinates a shadow has other ``weights`` or ``buffers`` than its owner, in words.
+
+    ``states`` are the workers': of what they ``owned`` and of ``shadows``, by coordinate, checksums of both.
+    """
+    owned = {c: its for state in states for c, its in state.get("owned", {}).items()}
+    found = set()
+    for state in states:
+        for coordinate, its in state.get("shadows", {}).items():
+            pairs = zip(("weights", "buffers"), its, owned.get(coordinate, its), strict=True)
+            names = [name for name, shadows, owners in pairs if shadows != owners]
+            if names:
+                found.add(f"{coordinate}: {' and '.join(names)}")
+    return tuple(sorted(found))
 
 
 def _named(kind: str, owner: Mapping[str, Any], replica: Mapping[str, Any]) -> Iterator[str]:
@@ -68,8 +84,10 @@ def _optimizers(owner: Mapping[str, Any] | None, replica: Mapping[str, Any] | No
                 f"group {position} of the optimizer has {len(has)} parameters with its owner and {len(would)} in a "
                 f"replica{', which lacks ' + ', '.join(map(str, missing)) if missing else ''}"
             )
-    kinds = ("class", "wrapper", "defaults", "made")
-    yield from _properties("the optimizer", {k: owner[k] for k in kinds}, {k: replica[k] for k in kinds})
+    kinds = ("class", "wrapper", "defaults", "made", "hooks")
+    yield from _properties(
+        "the optimizer", {k: owner[k] for k in kinds if k in owner}, {k: replica[k] for k in kinds if k in replica}
+    )
 
 
 def _layer(name: str) -> str:

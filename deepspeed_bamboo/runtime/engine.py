@@ -293,8 +293,7 @@ class BambooPipelineEngine(RedoingEngine):
         self.owner_changes.follow()
         for replica in self.host.replicas():
             with self.host.hosting(replica):
-                if not self.module.training:  # stock visits every layer, but only the first replica's
-                    self.module.train()
+                self.module.train()  # every layer, as stock does of the stage that is shown
                 self.total_loss = None
                 self.total_additional_losses = None
         self.activate_first()

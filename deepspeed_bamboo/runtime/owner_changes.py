@@ -9,14 +9,19 @@ changed weights before each step. It may also be seen later: a worker that finds
 reports that in the agreement of the iteration. Looking costs no message. The same goes for changes of
 structure, ``requires_grad`` and parameter groups (a script that unfreezes layers one after the other): shadows of
 stages that have changed are rebuilt before the next step. Hooks are looked at before the first steps only.
+
+Numbers and words in attributes of layers are followed likewise (``stock/plain_values.py``). And after each of the
+first steps shadows are compared with their owners: what took the same step with the same gradients and is different
+will not be the same after a loss either, so the job is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.replica_differences import strayed
 from deepspeed_bamboo.runtime.for_scripts import ScriptEngine
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
@@ -26,13 +31,17 @@ from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 from deepspeed_bamboo.runtime.stock.gradients import master_weights
 from deepspeed_bamboo.runtime.stock.hosting import StageHost
 from deepspeed_bamboo.runtime.stock.outline import Outline, outline_of
+from deepspeed_bamboo.runtime.stock.plain_values import PlainValues, accept_plain_values
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
 CHANGED = "changed by hand"
 """The name under which a worker reports that its script has changed weights between two steps."""
 RESHAPED = "changed layers"
 """The name under which a worker reports that its script has changed what a stage consists of."""
-_BY_HAND = "the script changes weights itself between two steps"
+VALUES = "changed values"
+"""The name under which a worker reports that its script has changed attributes of layers between two steps."""
+_BY_HAND = "the script changes weights or buffers itself between two steps"
+_VALUES = "the script changes attributes of layers between two steps"
 _LOOKS = 3  # before the first steps; a script that changes weights after each step does so after the first one
 
 
@@ -50,7 +59,10 @@ class OwnerChanges:
         self._changed = changed
         self._transfer = transfer
         self._looks = 0
+        self._first_epoch = -1
         self.by_hand = False
+        self._values_by_hand = False  # somewhere
+        self._values: dict[Coordinate, PlainValues] = {}  # changed here, and not yet with the shadows
         self._known: dict[Coordinate, tuple[str, int, int]] = {}
         self._versions: dict[Coordinate, int] = {}
         self._outlines: dict[Coordinate, Outline] = {}
@@ -64,23 +76,32 @@ class OwnerChanges:
             self._known = {c: self._now(r) for c, r in worker.host.owned.items()}
         self._versions = {c: _version(r) for c, r in worker.host.owned.items()}
         self._outlines = {c: self._outlines.get(c) or outline_of(r) for c, r in worker.host.owned.items()}
+        if not self._looks:
+            for replica in worker.host.owned.values():
+                replica.moving.look(replica.module)
 
     def follow(self) -> None:
         """Before a step, on every worker: bring shadows to what their owners have become; collective at first."""
         worker = self._worker
         if not worker.protects:
             return
+        self._look_at_values()
         if self._looks >= _LOOKS:
             self._look_at_outlines()
-            if not (self.by_hand or self._anew):
+            if not (self.by_hand or self._anew or self._values_by_hand):
                 return
         first = self._looks == 0
+        if first:
+            self._first_epoch = worker.epoch
         self._looks += 1
         weights: set[Coordinate] = set()
         structure: set[Coordinate] = set()
-        for value in worker.agree_on("settle", self._changes).values():
+        agreed = worker.agree_on("settle", self._changes)
+        for value in agreed.values():
             weights.update(value["weights"])
             structure.update(value["structure"])
+        self._refuse_strayed([value["state"] for value in agreed.values()])
+        self._values.clear()
         self._anew = False
         self._reshaped.clear()
         self._outlines.clear()
@@ -90,6 +111,9 @@ class OwnerChanges:
         if weights or structure:
             self._bring(structure)
             self._changed()
+        for value in agreed.values():
+            for coordinate, values in value["values"].items():
+                self._accept(coordinate, values, first=first)
         self.note()
 
     def contribution(self) -> dict[str, Any]:
@@ -97,7 +121,8 @@ class OwnerChanges:
         # As it was at the start of the iteration: nothing changes weights before the step.
         by_hand = self._looks >= _LOOKS and not self.by_hand and self._changed_since()
         reshaped = {RESHAPED: sorted(map(str, self._reshaped))} if self._reshaped else {}
-        return {**({CHANGED: True} if by_hand else {}), **reshaped}
+        values = {VALUES: True} if self._values else {}
+        return {**({CHANGED: True} if by_hand else {}), **reshaped, **values}
 
     def learn(self, agreed: Mapping[str, Mapping[str, Any]]) -> None:
         """What others have handed in with the agreement of an iteration: from then on all copy weights."""
@@ -109,6 +134,11 @@ class OwnerChanges:
                 "last one)",
             )
 
+        if not self._values_by_hand and any(value.get(VALUES) for value in agreed.values()):
+            self._values_by_hand = True
+            tell_once(
+                self._worker, f"{_VALUES}: from now on shadows get them before each step (not before the last one)"
+            )
         reshaped = sorted({stage for value in agreed.values() for stage in value.get(RESHAPED, ())})
         if reshaped:
             self._anew = True
@@ -121,30 +151,69 @@ class OwnerChanges:
 
     def to_json(self) -> dict[str, Any]:
         """What a worker that joins has to know."""
-        return {"looks": self._looks, "by_hand": self.by_hand, "anew": self._anew}
+        return {
+            "looks": self._looks,
+            "by_hand": self.by_hand,
+            "anew": self._anew,
+            "values_by_hand": self._values_by_hand,
+        }
 
     def take(self, value: Mapping[str, Any]) -> None:
         """Inverse of :meth:`to_json`."""
         self._looks, self.by_hand = int(value["looks"]), bool(value["by_hand"])
-        self._anew = bool(value["anew"])
+        self._anew, self._values_by_hand = bool(value["anew"]), bool(value["values_by_hand"])
 
-    def _changes(self) -> dict[str, list[Coordinate]]:
+    def _changes(self) -> dict[str, Any]:
         owned = self._worker.host.owned
+        values = {str(c): its for c, its in self._values.items() if c in owned}
         if self._looks > _LOOKS:
-            return {"structure": sorted(self._reshaped), "weights": self._changed_since()}
+            weights = self._changed_since()
+            return {"structure": sorted(self._reshaped), "weights": weights, "values": values, "state": {}}
         now = {c: self._now(replica) for c, replica in owned.items()}
         known = {c: self._known.get(c, now[c]) for c in now}
-        compared = slice(1, 3) if self._looks == 1 else slice(1, 2)  # an evaluation may change buffers
         return {
             "structure": [c for c in now if now[c][0] != known[c][0]],
-            "weights": [c for c in now if now[c][compared] != known[c][compared]],
+            "weights": [c for c in now if now[c][1:] != known[c][1:]],
+            "values": values,
+            "state": self._state_after_step() if self._looks > 1 else {},
         }
+
+    def _state_after_step(self) -> dict[str, dict[str, list[int]]]:
+        """Checksums of weights and buffers after the last step, of owners and of shadows; none after a loss."""
+        worker = self._worker
+        if worker.epoch != self._first_epoch:
+            return {}
+        shadows = {str(c): list(_checksums(replica)) for c, replica in worker.host.shadows.items() if replica.complete}
+        return {"owned": {str(c): list(known[1:]) for c, known in self._known.items()}, "shadows": shadows}
+
+    def _refuse_strayed(self, states: Sequence[Mapping[str, Mapping[str, list[int]]]]) -> None:
+        """Raise ConfigError, the same on all workers, where a shadow has taken another step than its owner."""
+        found = strayed(states)
+        problem = (
+            f"{', '.join(found)} differ after a step that owner and shadow took with the same gradients (the script "
+            "has wrapped or replaced step(), an optimizer or a layer keeps something outside its state_dict(), or "
+            "computing depends on more than its inputs)"
+        )
+        refuse_unlike(self._worker, [problem] if found else [])
+
+    def _look_at_values(self) -> None:
+        for coordinate, replica in self._worker.host.owned.items():
+            changed = replica.moving.look(replica.module)
+            for path, values in changed.items():
+                self._values.setdefault(coordinate, {}).setdefault(path, {}).update(values)
+
+    def _accept(self, coordinate: str, values: PlainValues, *, first: bool) -> None:
+        if not first and self._looks <= _LOOKS and not self._values_by_hand:
+            self._values_by_hand = True
+            tell_once(self._worker, f"{_VALUES}: before each step shadows get them")
+        for known, shadow in self._worker.host.shadows.items():
+            if str(known) == coordinate:
+                shadow.finish_step()
+                accept_plain_values(shadow.module, values)
 
     def _now(self, replica: StageReplica) -> tuple[str, int, int]:
         replica.finish_step()
-        masters = master_weights(replica.attributes["optimizer"])
-        weights = checksum([*replica.module.parameters(), *masters])
-        return self._described(replica), weights, checksum(list(replica.module.buffers()))
+        return self._described(replica), *_checksums(replica)
 
     def _changed_since(self) -> list[Coordinate]:
         owned = self._worker.host.owned
@@ -206,5 +275,13 @@ class ConfigurableEngine(ScriptEngine):
         self.script_writes.hold(self.optimizer)
 
 
+def _checksums(replica: StageReplica) -> tuple[int, int]:
+    """Of weights, and of buffers."""
+    replica.finish_step()
+    masters = master_weights(replica.attributes["optimizer"])
+    return checksum([*replica.module.parameters(), *masters]), checksum(list(replica.module.buffers()))
+
+
 def _version(replica: StageReplica) -> int:
-    return sum(parameter._version for parameter in replica.module.parameters())
+    tensors = (*replica.module.parameters(), *replica.module.buffers())
+    return sum(tensor._version for tensor in tensors)

@@ -107,7 +107,7 @@ class Mirroring:
             if holder is None:
                 continue
             host.activate(replica)
-            data, tensors = self._stock.mirrored()
+            data, tensors = self._stock.mirrored(replica)
             self._worker.links.send(holder, Message(f"{context.activity}/mirror/{replica.coordinate}", data, tensors))
 
     def _receive(self, placement: Placement, context: IterationContext, *, started: bool) -> dict[Coordinate, Message]:

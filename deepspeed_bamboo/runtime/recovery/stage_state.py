@@ -13,6 +13,12 @@ import torch
 from deepspeed_bamboo.runtime.comm.encoding import Slot
 from deepspeed_bamboo.runtime.stock.attributes import COUNTERS
 from deepspeed_bamboo.runtime.stock.gradients import accept_scale_state, master_weights, scale_state
+from deepspeed_bamboo.runtime.stock.plain_values import (
+    accept_plain_of_the_script,
+    accept_plain_values,
+    plain_of_the_script,
+    plain_values,
+)
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
 _COUNTERS = (*COUNTERS, "skipped_steps")
@@ -46,6 +52,8 @@ def pack_state(replica: StageReplica) -> PackedState:
         "scale": scale_state(optimizer),
         "norm": attributes.get("_global_grad_norm"),
         "micro_offset": replica.micro_offset,
+        "values": plain_values(module),
+        "own": [plain_of_the_script(holder) for holder in (attributes["basic_optimizer"], scheduler)],
     }
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     tensors: list[torch.Tensor] = []
@@ -103,6 +111,10 @@ def unpack_state(replica: StageReplica, packed: PackedState) -> None:
         attributes["lr_scheduler"].load_state_dict(state["scheduler"])
     else:
         replica.scheduler_state = state["scheduler"]
+    accept_plain_values(module, state["values"])
+    holders = (attributes["basic_optimizer"], attributes["lr_scheduler"] or replica.script_scheduler)
+    for holder, own in zip(holders, state["own"], strict=True):
+        accept_plain_of_the_script(holder, own)
     attributes.update(state["counters"])
     replica.micro_offset = state["micro_offset"]
 

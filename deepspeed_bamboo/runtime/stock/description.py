@@ -28,6 +28,10 @@ MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "
 EMPTY = ("_parameters", "_buffers", "_modules")
 # DeepSpeed's and this package's own hooks and attributes come with the engine, on every replica.
 _NOT_THE_SCRIPTS = ("deepspeed.", "deepspeed_bamboo.runtime", "torch.")
+# ... unlike those by which torch has a script change a layer: pruning, weight norm.
+_BY_THE_SCRIPT = ("torch.nn.utils.",)
+LOSS = "loss_fn"
+OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _MODULE_ATTRIBUTES = frozenset(torch.nn.Module().__dict__) | {"_is_full_backward_hook", "_external_params"}
 _PARAMETER_ATTRIBUTES = frozenset(
     {"grad_accum", "model_parallel", "param_idx_in_group", "cpu_data", "_dp_group", "_index_in_param_group"}
@@ -42,13 +46,22 @@ def describe(module: Any, optimizer: Any, *, made: Values = (), flags: dict[str,
     """
     parts = Parts.of(module)
     return {
-        "modules": {path: _module(part, parts) for path, part in parts.modules.items() if path},
+        "modules": {path: _module(part, parts) for path, part in parts.modules.items() if is_of_stage(module, path)},
         "parameters": {name: _parameter(value, parts) for name, value in _named(module, "_parameters")},
         "buffers": {name: _buffer(value, module, name) for name, value in _named(module, "_buffers")},
         "forward": [form_of(function, parts) for function in module.forward_funcs],
         "optimizer": None if optimizer is None else _optimizer(optimizer, parts, made),
         "flags": flags or {},
     }
+
+
+def is_of_stage(module: torch.nn.Module, path: str) -> bool:
+    """Whether what is at ``path`` of a stage's PipelineModule belongs to that stage.
+
+    All stages of a worker have one loss function, which only the last stage of a pipeline calls.
+    """
+    last = getattr(module, "stage_id", None) == getattr(module, "num_stages", 0) - 1
+    return bool(path) and (last or path.partition(".")[0] != LOSS)
 
 
 def own_attributes(module: torch.nn.Module) -> dict[str, Any]:
@@ -76,7 +89,8 @@ def _is_foreign(name: str, known: frozenset[str]) -> bool:
 
 
 def _is_not_the_scripts(hook: Any) -> bool:
-    return _source(hook).startswith(_NOT_THE_SCRIPTS)
+    source = _source(hook)
+    return source.startswith(_NOT_THE_SCRIPTS) and not source.startswith(_BY_THE_SCRIPT)
 
 
 def _source(value: Any) -> str:
@@ -165,10 +179,18 @@ def _optimizer(optimizer: Any, parts: Parts, made: Values) -> dict[str, Any]:
     return {
         "class": class_name(type(basic)),
         "wrapper": class_name(type(optimizer)),
-        "defaults": {name: form_of(value, parts) for name, value in getattr(basic, "defaults", {}).items()},
+        "defaults": {name: form_of(value, parts) for name, value in _defaults(basic).items()},
+        "hooks": {
+            kind: [form_of(h, parts) for h in hooks] for kind in OPTIMIZER_HOOKS if (hooks := hooks_of(basic, kind))
+        },
         "groups": [[parts.name(parameter) for parameter in group] for group in grouped_parameters(optimizer)],
         "made": [{name: form_of(value, parts) for name, value in group.items()} for group in values],
     }
+
+
+def _defaults(basic: Any) -> dict[str, Any]:
+    """torch adds ``differentiable`` to what it loads; an optimizer that was only made may lack it."""
+    return {"differentiable": False, **getattr(basic, "defaults", {})}
 
 
 def function_forms(description: Description) -> Iterator[Form]:

@@ -20,6 +20,7 @@ from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.runtime.stock.hyperparameters import Values
 from deepspeed_bamboo.runtime.stock.logical import Exchange, GroupKey, LogicalGrid, LogicalGroup
+from deepspeed_bamboo.runtime.stock.plain_values import MovingValues, PlainValues
 from deepspeed_bamboo.runtime.stock.rebinding import rebound
 from deepspeed_bamboo.runtime.stock.separate import ids_of, separate
 
@@ -51,6 +52,8 @@ class StageReplica:
     buffers_before: dict[int, Any] = field(default_factory=dict)  # the module's, before a micro-batch's forward
     mirrored: bool = False
     pending_buffers: list[torch.Tensor] | None = None
+    pending_values: PlainValues = field(default_factory=dict)
+    moving: MovingValues = field(default_factory=MovingValues)
     before_reduction: Callable[[], None] | None = None
     made: Values = ()  # what the optimizer's groups held when it was made
     built_scheduler: Any = None  # made for this stage; another one in ``attributes`` is the script's object
@@ -83,6 +86,7 @@ class StageReplica:
         self.buffers_before.clear()
         self.mirrored = False
         self.pending_buffers = None
+        self.pending_values = {}
         self.before_reduction = None
 
 

@@ -14,13 +14,14 @@ from deepspeed_bamboo.runtime.stock.gradients import (
     remember_gradients,
 )
 from deepspeed_bamboo.runtime.stock.hyperparameters import accept_values, values_of
+from deepspeed_bamboo.runtime.stock.plain_values import PlainValues, accept_plain_values
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 
-Mirrored = tuple[int, Any, Any]
-"""How many of the tensors are gradients, their flags, and the values of the optimizer's groups."""
+Mirrored = tuple[int, Any, Any, PlainValues]
+"""How many of the tensors are gradients, their flags, the values of the optimizer's groups, and those of layers."""
 
 
 class StockSteps:
@@ -56,17 +57,20 @@ class StockSteps:
             engine.optimizer, engine.module, touched=[tensor for tensor in touched if tensor is not None]
         )
 
-    def mirrored(self) -> tuple[Mirrored, list[torch.Tensor]]:
-        """What a shadow needs to take the same step: gradients and buffers, as they are on this device."""
+    def mirrored(self, replica: StageReplica) -> tuple[Mirrored, list[torch.Tensor]]:
+        """What a shadow of ``replica``, the active one, needs to take the same step: gradients and buffers, as they
+        are on this device, and what forwards have changed of layers."""
         engine = self._engine
         gradients = gradient_tensors(engine.optimizer, engine.module)
         tensors = [tensor.detach() for tensor in (*gradients, *engine.module.buffers())]
-        return (len(gradients), gradient_flags(engine.optimizer), values_of(engine.basic_optimizer)), tensors
+        replica.moving.look(engine.module)
+        values = replica.moving.values(engine.module)
+        return (len(gradients), gradient_flags(engine.optimizer), values_of(engine.basic_optimizer), values), tensors
 
     def accept(self, replica: StageReplica, data: Mirrored, tensors: Sequence[torch.Tensor]) -> None:
         """Put what an owner has mirrored where the step of ``replica``, the active one, looks for it."""
         engine = self._engine
-        count, flags, values_now = data
+        count, flags, values_now, replica.pending_values = data
         values = [tensor.to(engine.device) for tensor in tensors]
         accept_gradients(engine.optimizer, engine.module, values[:count], flags)
         accept_values(engine.basic_optimizer, values_now)
@@ -90,7 +94,9 @@ class StockSteps:
 
 
 def apply_buffers(replica: StageReplica) -> None:
-    """With the step, the module's buffers become those that its owner has mirrored."""
+    """With the step, the module's buffers and layers' values become those that its owner has mirrored."""
+    accept_plain_values(replica.module, replica.pending_values)
+    replica.pending_values = {}
     if replica.pending_buffers is None:
         return
     with torch.no_grad():
