@@ -14,6 +14,8 @@ from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.seating import Seat
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.runtime import initialize
+from deepspeed_bamboo.runtime.membership import starting
+from deepspeed_bamboo.runtime.stock.recounting import counts_twice
 
 
 class Topology:
@@ -49,3 +51,39 @@ def test_zero_an_empty_stage_pipelines_and_an_optimizer_object_are_told_together
     parts = ("can't be divided", "stage is 3", "stage 1 of 2 has no layers", "pipelines is 2", "pass a function")
     for part in parts:
         assert part in told
+
+
+def test_paths_that_mean_something_else_on_a_node_are_told_by_the_first_worker(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = {
+        "w0": {"checkpoint.dir": "/home/a/kept", "event_log": "/logs"},
+        "w1": {"checkpoint.dir": "/home/a/kept", "event_log": "/logs"},
+        "w2": {"checkpoint.dir": "/home/b/kept", "event_log": "/logs"},
+    }
+    for me in told:
+        starting._say_where_paths_differ(_speaker(me), told)
+    said = capsys.readouterr().err
+    assert said.count("checkpoint.dir is /home/a/kept on w0, but /home/b/kept on w2; give a path") == 1
+    assert "event_log" not in said
+
+
+def test_what_recounts_is_told_once_if_one_worker_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for told in ({"w0": False, "w1": False}, {"w0": False, "w1": True}):
+        for me in told:
+            starting._say_what_recounts(_speaker(me), told)
+    assert capsys.readouterr().err.count("running statistics differ in last bits") == 1
+
+
+def test_running_statistics_under_activation_checkpoints_count_twice() -> None:
+    def module(interval: int, layer: torch.nn.Module) -> Any:
+        return SimpleNamespace(activation_checkpoint_interval=interval, modules=lambda: [torch.nn.ReLU(), layer])
+
+    assert counts_twice(module(1, torch.nn.BatchNorm1d(3)))
+    assert not counts_twice(module(0, torch.nn.BatchNorm1d(3)))
+    assert not counts_twice(module(1, torch.nn.BatchNorm1d(3, track_running_stats=False)))
+    assert not counts_twice(module(1, torch.nn.LayerNorm(3)))
+
+
+def _speaker(me: str) -> Any:
+    return SimpleNamespace(me=me, session=SimpleNamespace(worker=me))
