@@ -180,6 +180,7 @@ def test_command_without_matplotlib_says_how_to_get_it(
         (("--stages", "2", "--overlap"), "--overlap changes the schedule of mode eager only, and this is lazy"),
         (("--stages", "2", "--mode", "full", "--offload", "none"), "--offload none changes the schedule of mode eager"),
         (("--stages", "2", "--lost", "0", "--lost", "1"), "no live worker holds 0.0, 0.1"),
+        (("--stages", "3", "--mode", "off", "--lost", "1"), "no live worker holds 0.1; mode off keeps no shadows"),
         (("--stages", "2", "--backward-slots", "0"), "at least 1 slot"),
     ],
 )
