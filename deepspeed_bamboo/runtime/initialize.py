@@ -156,7 +156,10 @@ def _validate(
         stages=model.num_pipeline_stages() if isinstance(model, PipelineModule) else None,
         world_size=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
         shape=_shape(model) if isinstance(model, PipelineModule) else None,
-        further=(*_problems_with_pipelines(model, config), *_problems_with_optimizer(arguments.get("optimizer"), seat)),
+        further=(
+            *_problems_with_pipelines(model, config),
+            *_problems_with_optimizer(arguments.get("optimizer"), seat, configured=bool(settings.get("optimizer"))),
+        ),
     )
 
 
@@ -181,8 +184,15 @@ def _problems_with_pipelines(model: Any, config: BambooConfig) -> Iterator[str]:
     )
 
 
-def _problems_with_optimizer(optimizer: Any, seat: Seat | None) -> Iterator[str]:
+def _problems_with_optimizer(optimizer: Any, seat: Seat | None, *, configured: bool) -> Iterator[str]:
     """Where a worker hosts several stages from the start."""
+    if seat is not None and optimizer is None and not configured:
+        yield (
+            "there is no optimizer, neither in the configuration nor given to initialize, where "
+            f"{seat.workers} workers host {len(seat.grid)} stages: one made later would be that of one stage of each "
+            "worker. Name one in the configuration, pass a function (parameters -> optimizer), or start "
+            f"{len(seat.grid)} workers"
+        )
     if seat is not None and isinstance(optimizer, torch.optim.Optimizer):
         yield (
             f"optimizer is an object with the parameters of all stages of a worker, where {seat.workers} workers "

@@ -53,6 +53,13 @@ def test_zero_an_empty_stage_pipelines_and_an_optimizer_object_are_told_together
         assert part in told
 
 
+def test_an_optimizer_that_is_to_be_made_later_needs_a_worker_for_each_stage() -> None:
+    (told,) = initialize._problems_with_optimizer(None, Seat(Grid(1, 4), 0, 2), configured=False)
+    assert "2 workers host 4 stages" in told and "start 4 workers" in told
+    assert not list(initialize._problems_with_optimizer(None, Seat(Grid(1, 4), 0, 2), configured=True))
+    assert not list(initialize._problems_with_optimizer(None, None, configured=False))
+
+
 def test_paths_that_mean_something_else_on_a_node_are_told_by_the_first_worker(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

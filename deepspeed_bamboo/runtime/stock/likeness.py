@@ -36,7 +36,7 @@ from deepspeed_bamboo.runtime.stock.plain_forms import (
 )
 from deepspeed_bamboo.runtime.stock.separate import shell
 
-_REGISTER = {
+REGISTER = {
     "_backward_hooks": "register_hook",
     "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
 }
@@ -69,7 +69,7 @@ def liken(module: Any, description: Description, *, examples: Iterable[torch.nn.
         parameter = parts.tensors.get(name)
         if parameter is not None:
             _fit_attributes(parameter, has["attributes"], noted_attributes(parameter), alike, parts, code)
-            _fit_hooks(parameter, has["hooks"], PARAMETER_HOOKS, _REGISTER, parts, code)
+            _fit_hooks(parameter, has["hooks"], PARAMETER_HOOKS, REGISTER, parts, code)
     for index, form in enumerate(description["forward"]):
         if index < len(module.forward_funcs) and repr(form_of(module.forward_funcs[index], parts)) != repr(form):
             module.forward_funcs[index] = _made(form, parts, code, module.forward_funcs[index])

@@ -25,6 +25,7 @@ from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.seating import Seat
 from deepspeed_bamboo.runtime.comm.start_workers import StartWorkers
 from deepspeed_bamboo.runtime.job.start import Start
+from deepspeed_bamboo.runtime.stock.likeness import REGISTER
 from deepspeed_bamboo.runtime.stock.random_sources import trackers
 
 BLOCK = "bamboo_block"
@@ -143,6 +144,7 @@ class StartBlock:
                 for key in layers.tied
             }
             shown |= layers.tied.keys()
+        self._separate()
         self._equalize_pipelines()
         for name in [name for name in module._modules if name.isdigit()]:
             del module._modules[name]
@@ -156,6 +158,18 @@ class StartBlock:
             layers = self.layers[coordinate.stage]
             yield coordinate, (layers.copied() if coordinate.stage in used else layers).fill
             used.add(coordinate.stage)
+
+    def _separate(self) -> None:
+        """What layers of several stages use becomes each stage's own, as it is where every stage has its process."""
+        taken: set[int] = set()
+        for layers in sorted(self.layers.values(), key=lambda one: one is not self.layers[self.seat.primary.stage]):
+            parts = {id(part): part for child in layers.children.values() for part in _parts(child)}
+            if not taken.isdisjoint(parts):
+                memo: dict[int, Any] = {
+                    key: part for key, part in parts.items() if key not in taken and isinstance(part, torch.Tensor)
+                }
+                layers.children = {name: _copied(child, memo) for name, child in layers.children.items()}
+            taken |= parts.keys()
 
     def _equalize_pipelines(self) -> None:
         owners, me, grid = self.seat.owners(), self.start.workers.index, self.seat.grid
@@ -198,11 +212,26 @@ def _mark_replicated(module: PipelineModule, *, stage: int) -> None:
                 parameter.ds_pipe_replicated = True
 
 
+def _parts(module: torch.nn.Module) -> Iterator[Any]:
+    yield from module.modules()
+    yield from module.parameters()
+    yield from module.buffers()
+
+
 def _copied(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
-    """A copy with what the script has noted on parameters; torch copies their values only."""
+    """A copy with what the script has noted on parameters, and its hooks; torch copies their values only.
+
+    ``memo``: by id what the copy has in place of parts of ``module``; what is copied is added.
+    """
+    known = set(map(id, memo.values()))
     copied = copy.deepcopy(module, memo)
     for old, new in zip(module.parameters(), copied.parameters(), strict=True):
+        if old is new or id(new) in known:
+            continue
         new.__dict__.update(old.__dict__)
+        for kind, register in REGISTER.items() if new.requires_grad else ():
+            for hook in (getattr(old, kind, None) or {}).values():
+                getattr(new, register)(hook)
     return copied
 
 
