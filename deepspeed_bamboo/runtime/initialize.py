@@ -186,7 +186,7 @@ def _problems_with_pipelines(model: Any, config: BambooConfig) -> Iterator[str]:
 
 def _problems_with_optimizer(optimizer: Any, seat: Seat | None, *, configured: bool) -> Iterator[str]:
     """Where a worker hosts several stages from the start."""
-    if seat is not None and optimizer is None and not configured:
+    if seat is not None and seat.workers < len(seat.grid) and optimizer is None and not configured:
         yield (
             "there is no optimizer, neither in the configuration nor given to initialize, where "
             f"{seat.workers} workers host {len(seat.grid)} stages: one made later would be that of one stage of each "

@@ -57,6 +57,7 @@ def test_an_optimizer_that_is_to_be_made_later_needs_a_worker_for_each_stage() -
     (told,) = initialize._problems_with_optimizer(None, Seat(Grid(1, 4), 0, 2), configured=False)
     assert "2 workers host 4 stages" in told and "start 4 workers" in told
     assert not list(initialize._problems_with_optimizer(None, Seat(Grid(1, 4), 0, 2), configured=True))
+    assert not list(initialize._problems_with_optimizer(None, Seat(Grid(1, 4), 0, 5), configured=False))
     assert not list(initialize._problems_with_optimizer(None, None, configured=False))
 
 
