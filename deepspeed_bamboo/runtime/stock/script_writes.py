@@ -40,7 +40,7 @@ from deepspeed_bamboo.runtime.stock.hyperparameters import (
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
 Written = tuple[tuple[Any, Values], ...]
-"""What a script has written before a step: optimizers, and what their groups held then."""
+"""What a script has written before a step: optimizers, None for the one that it holds, and what their groups held."""
 
 
 class ScriptWrites:
@@ -128,7 +128,8 @@ class ScriptWrites:
 
     def write_again(self, written: Written) -> None:
         """As the script did before a step that is done again."""
-        for source, values in written:
+        for noted, values in written:
+            source = self._optimizer if noted is None else noted
             accept_values(source, values)
             self._left[id(source)] = values_of(source)
 
@@ -187,7 +188,8 @@ class ScriptWrites:
     def _note_written(self, source: Any) -> None:
         now, left = values_of(source), self._left.get(id(source))
         if left is not None and not same_values(left, now):
-            self._written.append((source, now))
+            # The one that it holds may stand for another one when this is written again.
+            self._written.append((None if source is self._optimizer else source, now))
             self._left[id(source)] = now
 
     def _note_made(self, optimizer: Any) -> None:
