@@ -89,10 +89,11 @@ class FedEngine(CheckpointedEngine):
     def _warn_if_confined(self) -> None:
         """Say once, before the first step, what a script with several pipelines has to tell for all of it to work."""
         if not self._said_confined and self.protects and self.confined:
+            memory = " no memory checkpoints are kept," if self.worker.session.config.remembers else ""
             tell_once(
                 self.worker,
                 f"with {self.job_grid.pipelines} pipelines, and data from iterators alone, a lost worker's first or "
-                "last stage can be taken over only in its own pipeline, and nobody can join: call "
+                f"last stage can be taken over only in its own pipeline,{memory} and nobody can join: call "
                 "engine.set_data_source(lambda pipeline, step: iterator) on every rank before training, or pass "
                 "training_data to initialize",
             )
