@@ -14,6 +14,7 @@ import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from tests.runtime.scenarios import fresh_process_group, wait_for_joiners
 
@@ -265,7 +266,107 @@ class UncallableObject(Habit):
         return {"optimizer": Uncallable(module.parameters(), 1)}
 
 
-_KINDS = (Habit, RatesByHand, Everything, Objects, Late, Gradual, OneModel, Unknown, UncallableObject)
+class MovingBlock(Block):
+    """Counts its forwards; the script sets its temperature, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.temperature = 0, 1.0
+        self.register_buffer("share", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.temperature * self.share + 0.01 * self.calls
+
+
+class Smoothing(nn.Module):
+    """A loss that is another one at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        self.calls += 1
+        return nn.functional.cross_entropy(outputs, labels, label_smoothing=max(0.0, 0.3 - 0.02 * self.calls))
+
+
+class Momentum(torch.optim.Optimizer):
+    """Home-made: few defaults, and a count that is in no state_dict."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    kept = self.state[parameter].setdefault("kept", torch.zeros_like(parameter))
+                    kept.mul_(0.9).add_(parameter.grad)
+                    parameter.add_(kept / (1 - 0.9**self.count), alpha=-group["lr"])
+
+
+class Moving(Habit):
+    """What layers, loss and optimizer keep as plain attributes moves; the script anneals some, and writes buffers."""
+
+    def layers(self) -> list[Any]:
+        return [*(LayerSpec(MovingBlock) for _ in range(5)), LayerSpec(Last)]
+
+    def built(self, module: PipelineModule) -> None:
+        module.loss_fn = Smoothing()
+
+    def optimizer(self) -> None:
+        return None
+
+    def arguments(self, module: PipelineModule) -> dict[str, Any]:
+        return {"optimizer": Momentum}
+
+    def stepped(self, engine: Any, step: int) -> None:
+        for part in engine.module.modules():
+            if isinstance(part, MovingBlock):
+                part.temperature = 1.0 - 0.1 * step
+                part.share.fill_(0.9 - 0.1 * step)
+
+
+class Wrapped(Habit):
+    """Weights decay in a step() that the script has wrapped, of which no shadow can know."""
+
+    def started(self, engine: Any, optimizer: Any) -> None:
+        step = optimizer.step
+
+        def decaying(*args: Any, **kwargs: Any) -> None:
+            step(*args, **kwargs)
+            with torch.no_grad():
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.mul_(0.99)
+
+        optimizer.step = decaying
+
+
+class HookedOptimizer(Habit):
+    """A hook on the optimizer."""
+
+    def started(self, engine: Any, optimizer: Any) -> None:
+        optimizer.register_step_post_hook(lambda *_: None)
+
+
+class Pruned(Habit):
+    """Layers pruned after the PipelineModule was made: a hook makes the weight anew in each forward."""
+
+    def built(self, module: PipelineModule) -> None:
+        for layer in module.forward_funcs:
+            if isinstance(layer, Block):
+                prune.l1_unstructured(layer.inner, "weight", amount=0.3)
+
+
+_KINDS = (
+    *(Habit, RatesByHand, Everything, Objects, Late, Gradual, OneModel, Unknown, UncallableObject),
+    *(Moving, Wrapped, HookedOptimizer, Pruned),
+)
 HABITS: dict[str, type[Habit]] = {kind.__name__: kind for kind in _KINDS}
 
 

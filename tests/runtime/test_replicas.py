@@ -21,6 +21,7 @@ CASES = [
     ("Late", 3, [kill(1, 2), kill(3, 1)]),
     ("OneModel", 3, [kill(1, 1), kill(3, 2)]),
     ("OneModel", 1, [kill(1, 0, pipeline=1)]),
+    ("Moving", 3, [kill(1, 2), kill(3, 1)]),
 ]
 
 
@@ -42,6 +43,9 @@ def test_what_the_script_did_to_its_stage_is_there_after_losses(
     [
         ("Unknown", "module 5, attributes has mark other tests.runtime.habits.ByIdentity with its owner and nothing"),
         ("UncallableObject", "Uncallable can't be made again"),
+        ("HookedOptimizer", "the optimizer, hooks has _optimizer_step_post_hooks"),
+        ("Pruned", "hooks has _forward_pre_hooks [['other', 'torch.nn.utils.prune.L1Unstructured']] with its owner"),
+        ("Wrapped", "weights differ after a step that owner and shadow took with the same gradients"),
     ],
 )
 def test_what_can_not_be_made_again_is_refused_on_all_workers_at_the_start(
