@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.runtime.main import EXIT_USER_ERROR
+from deepspeed_bamboo.runtime.stock.gradients import require_state
 from tests.runtime.habits import compare_habit, train_habit
 from tests.runtime.jobs import Jobs
 
@@ -55,3 +58,15 @@ def test_what_can_not_be_made_again_is_refused_on_all_workers_at_the_start(
     assert result.codes == [EXIT_USER_ERROR] * 3, result.transcript()
     for output in result.outputs.values():
         assert message in output and "its LayerSpec" in output, result.transcript()
+
+
+def test_a_scheduler_whose_state_can_not_be_had_is_refused_with_what_it_lacks() -> None:
+    class Duck:
+        def step(self) -> None:
+            """Does nothing."""
+
+    with pytest.raises(ConfigError, match="scheduler Duck has no state_dict and no load_state_dict"):
+        require_state(Duck())
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    require_state(torch.optim.lr_scheduler.ConstantLR(optimizer))
+    require_state(None)

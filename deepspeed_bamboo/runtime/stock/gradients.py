@@ -163,3 +163,14 @@ def require_supported(optimizer: Any) -> None:
             "optimizers and DeepSpeed's BF16, FP16 and ZeRO stage 1 optimizers without offload. Choose "
             'one of those, or set "bamboo": {"enabled": false}.'
         )
+
+
+def require_state(scheduler: Any) -> None:
+    """Raise ConfigError for a scheduler, if there is one, whose state can't be had and given to a replica's."""
+    names = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(scheduler, name, None))]
+    if scheduler is not None and names:
+        raise ConfigError(
+            f"scheduler {type(scheduler).__name__} has no {' and no '.join(names)}, by which a replica's would be kept "
+            "equal. Derive it from torch.optim.lr_scheduler.LRScheduler, add what it lacks, or set "
+            '"bamboo": {"enabled": false}.'
+        )

@@ -18,7 +18,7 @@ from deepspeed_bamboo.runtime.stock import zero_one  # noqa: F401 (registers the
 from deepspeed_bamboo.runtime.stock.attributes import COUNTERS, MADE_LATER, STAGE_ATTRIBUTES
 from deepspeed_bamboo.runtime.stock.blank import BlankParameters
 from deepspeed_bamboo.runtime.stock.description import Description, describe
-from deepspeed_bamboo.runtime.stock.gradients import clear_gradients, parameters, require_supported
+from deepspeed_bamboo.runtime.stock.gradients import clear_gradients, parameters, require_state, require_supported
 from deepspeed_bamboo.runtime.stock.hyperparameters import values_of
 from deepspeed_bamboo.runtime.stock.likeness import liken
 from deepspeed_bamboo.runtime.stock.logical import Exchange, LogicalGrid, LogicalGroup
@@ -384,6 +384,7 @@ class StageHost:
         if replica.attributes["optimizer"] is None:
             return  # a script that makes one later
         require_supported(replica.attributes["optimizer"])
+        require_state(replica.attributes["lr_scheduler"])
         replica.made = values_of(replica.attributes["basic_optimizer"])
         self.gradient_updates.group(replica.attributes["optimizer"])
         judge_norm_on_host(replica)
