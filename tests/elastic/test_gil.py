@@ -32,7 +32,10 @@ def undisturbed(fork_server: ForkServer) -> set[str]:
     return digests
 
 
-@pytest.mark.parametrize(("who", "when"), [("all", "start"), ("1", "between"), ("all", "between")])
+@pytest.mark.parametrize(
+    ("who", "when"),
+    [("all", "start"), ("1", "between"), ("all", "between"), pytest.param("1", "start", marks=pytest.mark.sweep)],
+)
 def test_who_holds_the_gil_for_three_leases_is_not_lost(
     fork_server: ForkServer, undisturbed: set[str], who: str, when: str
 ) -> None:
