@@ -48,7 +48,7 @@ def test_another_machine_writes_reads_and_watches(boot: Boot) -> None:
 
 
 def test_a_client_that_does_not_encrypt_gets_nothing(boot: Boot) -> None:
-    plain = EtcdStore([Endpoint.parse(boot.endpoints[0])], call_timeout_seconds=1)
+    plain = EtcdStore([Endpoint.parse(boot.endpoints[0])], call_timeout_seconds=0.5)
     with contextlib.closing(plain), pytest.raises(CoordinatorUnavailable):
         plain.get("/p/a")
 
