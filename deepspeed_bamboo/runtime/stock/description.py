@@ -6,6 +6,7 @@ The owner of a stage sends this to the worker that will hold a replica. That wor
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Iterator
 from functools import singledispatch
@@ -64,9 +65,15 @@ def is_of_stage(module: torch.nn.Module, path: str) -> bool:
     return bool(path) and (last or path.partition(".")[0] != LOSS)
 
 
+@functools.cache
+def is_foreign(name: str) -> bool:
+    """Whether an attribute of a module is none of its own: every module has it, or another one on another machine."""
+    return _is_foreign(name, _MODULE_ATTRIBUTES)
+
+
 def own_attributes(module: torch.nn.Module) -> dict[str, Any]:
     """What a module has besides what every module has; not what may be another thing on another machine."""
-    return {name: value for name, value in module.__dict__.items() if not _is_foreign(name, _MODULE_ATTRIBUTES)}
+    return {name: value for name, value in module.__dict__.items() if not is_foreign(name)}
 
 
 def noted_attributes(parameter: torch.Tensor) -> dict[str, Any]:

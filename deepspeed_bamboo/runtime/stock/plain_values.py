@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from deepspeed_bamboo.runtime.stock.description import LOSS, is_of_stage, own_attributes
+from deepspeed_bamboo.runtime.stock.description import LOSS, is_foreign, is_of_stage
 
 PlainValues = dict[str, dict[str, Any]]
 """By the path of a module (``loss_fn`` for a loss that is none) its values by name."""
 
-_PLAIN = (bool, int, float, str)
+_PLAIN = frozenset({bool, int, float, str})
 
 
 class MovingValues:
@@ -51,8 +51,8 @@ def plain_values(module: torch.nn.Module) -> PlainValues:
     """Those of all layers of a stage, and of its loss function."""
     found = {}
     for path, holder in _holders(module):
-        attributes = own_attributes(holder) if isinstance(holder, torch.nn.Module) else holder.__dict__
-        values = {name: value for name, value in attributes.items() if value.__class__ in _PLAIN}
+        # Classes first: of the twenty attributes of a module few are plain.
+        values = {n: v for n, v in holder.__dict__.items() if v.__class__ in _PLAIN and not is_foreign(n)}
         if values:
             found[path] = values
     return found
