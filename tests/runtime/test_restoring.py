@@ -122,14 +122,15 @@ def test_all_but_one_lost(jobs: Jobs, undisturbed: Undisturbed, at: str) -> None
     check(result, whole, ONE_BY_FOUR, lost=3, world=4)
 
 
+# The last stage sends no activation, so there nobody would be killed at that.
+LEFT = [(left, *kind) for left in range(4) for kind in (*KINDS, ("step", None)) if left == 3 or "send" not in kind[0]]
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize(("at", "micro_batch"), [*KINDS, ("step", None)])
-@pytest.mark.parametrize("left", range(4))
+@pytest.mark.parametrize(("left", "at", "micro_batch"), LEFT)
 def test_all_but_one_lost_at_once(
-    jobs: Jobs, undisturbed: Undisturbed, at: str, micro_batch: int | None, left: int
+    jobs: Jobs, undisturbed: Undisturbed, left: int, at: str, micro_batch: int | None
 ) -> None:
-    if at == "send_activation" and left != 3:
-        pytest.skip("the last stage sends no activation")
     whole = undisturbed(ONE_BY_FOUR, world=4)
     faults = [kill(4, 0, stage, at, micro_batch) for stage in range(4) if stage != left]
     killed = dataclasses.replace(ONE_BY_FOUR, faults=faults, bamboo={**CHECKED, **ALL_COPIES})
