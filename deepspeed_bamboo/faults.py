@@ -126,7 +126,7 @@ class FaultScript:
         """Read a JSON file with the list form. Raises ConfigError that names the file."""
         where = f"fault script {os.fspath(path)}"
         try:
-            value = json.loads(Path(path).read_text(encoding="utf-8"))
+            value = json.loads(Path(path).read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise ConfigError(f"can't be read ({error.strerror}); name a JSON file", where=where) from error
         except ValueError as error:

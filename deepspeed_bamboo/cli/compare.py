@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_bamboo.eventlog.summary import PAUSE_PARTS, FailoverSummary, RunSummary, differences, load_run
+from deepspeed_bamboo.options import number
 
 _BAR_WIDTH = 10
 _LINE_WIDTH = 80
@@ -28,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("other", type=Path, help="event log directory of the run to compare with it")
     parser.add_argument("--names", nargs=2, default=("undisturbed", "disturbed"), metavar=("A", "B"), help="headings")
     parser.add_argument("--failovers", type=int, metavar="N", help="the other run must have had N failovers")
-    parser.add_argument("--minimum-fall", type=float, metavar="PERCENT", help="the loss must have fallen by this much")
+    parser.add_argument("--minimum-fall", type=number, metavar="PERCENT", help="the loss must have fallen by this much")
     parser.set_defaults(run=run)
 
 

@@ -40,7 +40,7 @@ def read_placement(path: Path) -> Placement:
     text = _read(path, remedy="give a file written by ds_bamboo plan --write")
     try:
         return Placement.from_json(json.loads(text))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigError(
             f"no placement: {error!r}; give a file written by ds_bamboo plan --write", where=str(path)
         ) from error
@@ -52,7 +52,7 @@ def read_profile(path: Path, grid: Grid) -> Profile:
     text = _read(path, remedy=remedy)
     try:
         profile = Profile.from_json(json.loads(text))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigError(f"no profile: {error!r}; {remedy}", where=str(path)) from error
     if len(profile.forward) != grid.stages:
         raise ConfigError(
@@ -64,7 +64,7 @@ def read_profile(path: Path, grid: Grid) -> Profile:
 
 def _read(path: Path, *, remedy: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"can't be read ({error.strerror}); {remedy}", where=str(path)) from error
     except UnicodeDecodeError as error:

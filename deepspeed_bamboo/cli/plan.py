@@ -21,6 +21,7 @@ from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.placing.balance import Balanced, balance
 from deepspeed_bamboo.core.placing.solver import Decision, decide
 from deepspeed_bamboo.core.timing import Profile
+from deepspeed_bamboo.options import positive
 
 if TYPE_CHECKING:
     _SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -73,7 +74,7 @@ def add_parser(subparsers: _SubParsers) -> None:
     parser.add_argument("--model", metavar="NAME", help="a model of scripts/train.py, for --config")
     parser.add_argument(
         "--device-gib",
-        type=float,
+        type=positive,
         metavar="GIB",
         help="memory of a device, for --config: what none can hold is not planned",
     )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_bamboo.errors import BambooError
+from deepspeed_bamboo.options import number
 from deepspeed_bamboo.protocol import EXIT_TRY_AGAIN, OUTCOME
 
 _DESCRIPTION = """\
@@ -43,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
     run.add_argument("--once", action="store_true", help="run it once; the exit code says whether to repeat it")
     run.add_argument(
         "--pause-seconds",
-        type=float,
+        type=number,
         default=10.0,
         metavar="S",
         help="pause before the next run, doubled without a new step",

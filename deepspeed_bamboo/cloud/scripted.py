@@ -99,7 +99,7 @@ def parse_script(value: object, *, where: str = "BAMBOO_NOTICES") -> tuple[Scrip
 def load_script(text: str, *, where: str = "BAMBOO_NOTICES") -> tuple[ScriptedNotice, ...]:
     """Read the list form itself, or the JSON file of that name. Raises ConfigError that names ``where``."""
     try:
-        content = text if text.lstrip().startswith(("[", "{")) else Path(text).read_text(encoding="utf-8")
+        content = text if text.lstrip().startswith(("[", "{")) else Path(text).read_text(encoding="utf-8-sig")
         value = json.loads(content)
     except OSError as error:
         raise ConfigError(f"{text!r} can't be read ({error.strerror}); name a JSON file", where=where) from error

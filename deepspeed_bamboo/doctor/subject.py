@@ -73,7 +73,7 @@ class Subject:
 def read_hosts(path: Path) -> tuple[Host, ...]:
     """The lines ``NAME slots=N`` of DeepSpeed's host file. Raises ConfigError for another line, and for no file."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
         raise ConfigError(f"can't be read ({error.strerror}); name the host file", where=str(path)) from error
     hosts = []

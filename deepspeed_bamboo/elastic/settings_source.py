@@ -72,7 +72,7 @@ def section_in_script(script: str) -> BambooConfig | None:
     Raises ConfigError for a wrong section.
     """
     try:
-        tree = ast.parse(Path(script).read_text(encoding="utf-8"))
+        tree = ast.parse(Path(script).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, SyntaxError):
         return None  # whoever runs it will say what is wrong
     for node in ast.walk(tree):
@@ -99,7 +99,7 @@ def _values_of_section(node: ast.AST) -> Iterator[ast.expr]:
 def hjson_value(source: str) -> Any:
     """What the text in ``source`` says, whatever kind of value it is. Raises ConfigError."""
     try:
-        text = Path(source).read_text(encoding="utf-8")
+        text = Path(source).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENAMETOOLONG):
             return _decoded(source, error)
@@ -107,6 +107,10 @@ def hjson_value(source: str) -> Any:
     try:
         value = hjson.loads(text, object_pairs_hook=_without_duplicates)
         _check_characters(value)
+    except OverflowError as error:  # hjson wants to make 1e400 a whole number
+        raise ConfigError(
+            f"{_shown(source)} has a number that is too large for a computer's (1.8e308); correct it"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{_shown(source)} is no valid DeepSpeed JSON: {error}") from error
     return value
@@ -116,7 +120,7 @@ def _decoded(source: str, missing: OSError) -> Any:
     try:
         value = hjson.loads(base64.urlsafe_b64decode(source).decode("utf-8"), object_pairs_hook=_without_duplicates)
         _check_characters(value)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, OverflowError):
         raise ConfigError(
             f"DeepSpeed configuration {_shown(source)} does not exist; check the path, seen from {Path.cwd()}"
         ) from missing

@@ -18,6 +18,7 @@ from typing import Any
 
 from rich.table import Table
 
+from ..options import number
 from .advise import Advice, Goal, Option, Outcome, outcome_of, recommend
 from .cli import progress_bar, scenario_of, write_text
 from .console import print_whole, table_console
@@ -49,11 +50,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--preset", metavar="NAME", help=f"a preset: {', '.join(preset_names())}")
     parser.add_argument("--scenario", metavar="FILE", type=Path, help="a scenario of your own (JSON)")
     parser.add_argument("--profile", metavar="FILE", type=Path, help="your own model, from `ds_bamboo profile`")
-    parser.add_argument("--removal-probability", metavar="P", type=float, help="of each machine, per hour, 0 to 1")
+    parser.add_argument("--removal-probability", metavar="P", type=number, help="of each machine, per hour, 0 to 1")
     goal = parser.add_argument_group("goal; without one: the cheapest")
-    goal.add_argument("--deadline-hours", metavar="H", type=float, help="done by then, as cheaply as possible")
-    goal.add_argument("--budget-dollars", metavar="D", type=float, help="for no more, as fast as possible")
-    goal.add_argument("--confidence", metavar="Q", type=float, default=0.9, help="share of runs (default 0.9)")
+    goal.add_argument("--deadline-hours", metavar="H", type=number, help="done by then, as cheaply as possible")
+    goal.add_argument("--budget-dollars", metavar="D", type=number, help="for no more, as fast as possible")
+    goal.add_argument("--confidence", metavar="Q", type=number, default=0.9, help="share of runs (default 0.9)")
     search = parser.add_argument_group("what to choose from")
     search.add_argument("--grids", metavar="DxP,DxP", help="default: the scenario's own and those of its step table")
     search.add_argument("--machines", metavar="N,N", help="default: half, one and 1.5 times a grid's coordinates")

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from ..options import number
 from .build import available_policies
 from .console import print_whole, table_console
 from .errors import ScenarioError, SimulationError
@@ -74,11 +75,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--rivals", choices=RIVAL_COSTS, help="more rivals, and what all are charged (sim/rivals.py)")
     what.add_argument("--policy", metavar="NAME", action="append", help="repeatable; default: the preset's, or all")
     what.add_argument("--seeds", metavar="N", type=int, default=1, help="runs with the seeds 1 to N (default 1)")
-    what.add_argument("--duration-hours", metavar="H", type=float, help="default: to completion, or to the trace's end")
+    what.add_argument("--duration-hours", metavar="H", type=number, help="default: to completion, or the trace's end")
     what.add_argument("--window", choices=("wall", "training"), help="all of the run, or first to last step (see docs)")
     what.add_argument("--value", choices=("ratio_of_means", "mean_of_ratios"), help="which of them `value` is")
     machines = parser.add_argument_group("machines")
-    machines.add_argument("--removal-probability", metavar="P", type=float, help="of each machine, per hour, 0 to 1")
+    machines.add_argument("--removal-probability", metavar="P", type=number, help="of each machine, per hour, 0 to 1")
     machines.add_argument("--capacity", metavar="N", type=int, help="machines wanted")
     machines.add_argument("--trace", metavar="FILE", type=Path, help="machines as recorded, instead of by odds")
     machines.add_argument("--segment", metavar="FROM-TO", help="hours of the trace, for example 1.5-2.5")
@@ -272,8 +273,8 @@ def _trace(arguments: argparse.Namespace) -> Trace | None:
     if not arguments.segment:
         return trace
     try:
-        start, end = (float(part) for part in arguments.segment.split("-"))
-    except ValueError:
+        start, end = (number(part) for part in arguments.segment.split("-"))
+    except (ValueError, argparse.ArgumentTypeError):
         raise ScenarioError(f"--segment {arguments.segment}: it is FROM-TO in hours, for example 1.5-2.5") from None
     return segment(trace, from_hours=start, to_hours=end)
 

@@ -283,7 +283,8 @@ def _known(data: Any, *, of: type[LayerCost] | type[JobProfile], where: str) -> 
     missing = [name for name in _REQUIRED[of] if name not in data]
     if missing:
         raise ProfileError(f"{where} lacks {missing[0]!r}; it has {', '.join(names)}")
-    for name, value in data.items():
-        if name not in ("name", "layers") and not (isinstance(value, (int, float)) or value is None):
-            raise ProfileError(f"{where}: {name} is {value!r}; give a number")
+    numbers = {name: value for name, value in data.items() if name not in ("name", "layers") and value is not None}
+    for name, value in numbers.items():
+        if not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
+            raise ProfileError(f"{where}: {name} is {value!r}; give a finite number")
     return data

@@ -104,7 +104,7 @@ def build_job(scenario: Scenario, *, trace: Trace | None = None, folder: Path | 
 
 def _read_profile(path: Path) -> JobProfile:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         data = _parsed(text)
         return measured_profile(data, name=path.name) if is_measured(data) else profile_from_json(text)
     except OSError as error:

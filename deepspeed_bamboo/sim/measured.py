@@ -56,7 +56,7 @@ def with_measurements(scenario: Scenario, path: Path) -> Scenario:
         ScenarioError: the file can't be read, is no such profile, or has costs that make no sense.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ScenarioError(
             f"--profile {path}: cannot be read ({error.strerror}); give a file of ds_bamboo profile"

@@ -347,7 +347,7 @@ def load_scenario(path: Path | str) -> Scenario:
         ScenarioError: names the file, the line and the rule.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ScenarioError(f"{path}: cannot be read ({error.strerror}); give the path of a scenario") from error
     return parse_scenario(text, where=str(path))
