@@ -14,11 +14,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from deepspeed_bamboo.trust.handshake import GREETING
 from tests.trust.namespaces import enter_network, networks
 from tests.trust.visits import GREETING_BYTES, NOBODY, answers, as_somebody
 
@@ -27,6 +27,7 @@ MACHINES = 3
 SUBNET = "10.83.9"
 FIRST = f"{SUBNET}.1"
 MASTER_PORT = 29561
+TLS_REFUSAL_BYTES = 7  # an alert
 _LISTENS = "0A"  # as the kernel writes that state
 
 pytestmark = [
@@ -85,11 +86,14 @@ def test_each_machine_listens_on_its_own_address_and_a_fourth_gets_nothing(tmp_p
             # gate to etcd and the place where torch's groups met.
             assert len({len(of_one) for of_one in found[1:]}) == 1 and len(found[0]) == len(found[1]) + 2 <= 14, found
 
-            def visit() -> list[bytes]:
-                return [answer for of_one in found for place in of_one for answer in answers(place)]
-
-            heard = ast.literal_eval(as_somebody(NOBODY, visit, enter=lambda: enter_network(stranger)))
-            assert heard and all(len(answer) <= GREETING_BYTES for answer in heard), Counter(map(len, heard))
+            places = [place for of_one in found for place in of_one]
+            heard = ast.literal_eval(
+                as_somebody(NOBODY, lambda: answers(places), enter=lambda: enter_network(stranger))
+            )
+            assert [one for one in heard if len(one[1]) > GREETING_BYTES] == []
+            said = {place: [answer for at, answer in heard if at == place] for place in places}
+            (gate,) = [place for place, words in said.items() if words[-1].startswith(GREETING)]
+            assert gate[0] == FIRST and max(map(len, said[gate][:-1])) <= TLS_REFUSAL_BYTES, said[gate]
             assert (home / ".deepspeed_bamboo" / "secret").stat().st_mode & 0o777 == 0o600
             assert [job.wait(180) for job in jobs] == [0] * MACHINES, _output(jobs)
             assert trained(events) == 60

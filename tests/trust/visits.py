@@ -10,7 +10,7 @@ import socket
 import ssl
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -57,14 +57,20 @@ def messages() -> Iterable[bytes]:
     )
 
 
-def answers(address: tuple[str, int]) -> list[bytes]:
-    """What a listener says to each of :func:`messages` and in an encrypted connection; nothing if there is none."""
-    with ThreadPoolExecutor(max_workers=16) as pool:
-        plain = list(pool.map(lambda message: _answer(address, message), messages()))
-    return [*plain, _answer_encrypted(address)]
+def answers(listeners: Sequence[tuple[str, int]]) -> list[tuple[tuple[str, int], bytes]]:
+    """What each of ``listeners`` says to each of :func:`messages` and in an encrypted connection, with its address.
+
+    Nothing where there is no connection. All are asked at once, since those that say nothing are waited for.
+    """
+    asked = [(address, message) for address in listeners for message in (*messages(), None)]
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        return list(pool.map(lambda one: (one[0], _answer(*one)), asked))
 
 
-def _answer(address: tuple[str, int], message: bytes) -> bytes:
+def _answer(address: tuple[str, int], message: bytes | None) -> bytes:
+    """``message`` None: an encrypted one."""
+    if message is None:
+        return _answer_encrypted(address)
     content = b""
     with contextlib.suppress(OSError), socket.create_connection(address, timeout=2.0) as connection:
         connection.sendall(message)
