@@ -102,7 +102,7 @@ class OwnerChanges:
             structure.update(value["structure"])
         self._refuse_strayed([value["state"] for value in agreed.values()])
         self._values.clear()
-        self._anew = False
+        self._anew = self._anew or (bool(structure) and not first)  # a script that does it once may do it again
         self._reshaped.clear()
         self._outlines.clear()
         if weights and not first and not self.by_hand:

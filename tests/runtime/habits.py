@@ -50,6 +50,8 @@ class Habit:
     """A script that does nothing by itself."""
 
     dtype = torch.float32
+    reused = False
+    """Whether the script's loader writes each batch into the same tensors."""
 
     def layers(self) -> list[Any]:
         return [*(LayerSpec(Block) for _ in range(5)), LayerSpec(Last)]
@@ -331,6 +333,61 @@ class Moving(Habit):
                 part.share.fill_(0.9 - 0.1 * step)
 
 
+class GrowingBlock(Block):
+    """Registers a buffer in its first forward, and a longer one later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wanted = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        if getattr(self, "cache", None) is None or len(self.cache) < self.wanted:
+            self.register_buffer("cache", torch.arange(float(self.wanted)), persistent=False)
+        return super().forward(x) + 0.01 * self.cache.sum()
+
+
+class Wide(Momentum):
+    """Its state is of another type than the parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    kept = self.state[parameter].setdefault("kept", torch.zeros_like(parameter, dtype=torch.float64))
+                    kept.mul_(0.9).add_(parameter.grad)
+                    parameter.sub_((group["lr"] * kept).to(parameter.dtype))
+
+
+def clip(part: nn.Module) -> None:
+    if isinstance(part, nn.Linear):
+        part.weight.data.clamp_(-0.3, 0.3)
+
+
+class Shifting(Habit):
+    """Buffers that grow, layers frozen in every other step, ``apply``, a loader that uses its memory again."""
+
+    reused = True
+
+    def layers(self) -> list[Any]:
+        return [*(LayerSpec(GrowingBlock) for _ in range(5)), LayerSpec(Last)]
+
+    def optimizer(self) -> None:
+        return None
+
+    def arguments(self, module: PipelineModule) -> dict[str, Any]:
+        return {"optimizer": Wide}
+
+    def stepped(self, engine: Any, step: int) -> None:
+        engine.module.apply(clip)
+        for name, parameter in engine.module.named_parameters():
+            if "inner" in name:
+                parameter.requires_grad_(step % 2 == 1)
+        for part in engine.module.children():
+            if isinstance(part, GrowingBlock) and step == 2:
+                part.wanted = 8
+
+
 class Wrapped(Habit):
     """Weights decay in a step() that the script has wrapped, of which no shadow can know."""
 
@@ -365,7 +422,7 @@ class Pruned(Habit):
 
 _KINDS = (
     *(Habit, RatesByHand, Everything, Objects, Late, Gradual, OneModel, Unknown, UncallableObject),
-    *(Moving, Wrapped, HookedOptimizer, Pruned),
+    *(Moving, Shifting, Wrapped, HookedOptimizer, Pruned),
 )
 HABITS: dict[str, type[Habit]] = {kind.__name__: kind for kind in _KINDS}
 
@@ -403,10 +460,12 @@ def train_habit(
         coordinator = {"suspicion_seconds": 1.0}
         config["bamboo"] = {"coordinator": coordinator, "seed": 5, **(section or {}), "faults": faults}
     engine, optimizer, _, _ = deepspeed.initialize(model=module, config=config, **script.arguments(module))
-    if hasattr(engine, "set_data_source"):
+    if hasattr(engine, "set_data_source") and not script.reused:
         engine.set_data_source(lambda pipeline, step: _batches(pipeline, first=step * 3, dtype=script.dtype))
     script.started(engine, optimizer)
     data, losses = _batches(engine.grid.get_data_parallel_id(), first=0, dtype=script.dtype), []
+    if script.reused:
+        data = _into_the_same(data)
     for step in range(steps):
         if faults is not None and not engine.catching_up:
             wait_for_joiners(engine, (waits or {}).get(str(engine.__dict__["global_steps"]), 0))
@@ -428,6 +487,14 @@ def compare_habit(habit: str, **arguments: Any) -> dict[str, Any]:
     plain = {name: value for name, value in arguments.items() if name not in ("section", "waits")}
     stock = train_habit(habit, **plain)
     return {"stock": stock, "plugin": train_habit(habit, faults=faults, **arguments)}
+
+
+def _into_the_same(batches: Iterator[Any]) -> Iterator[Any]:
+    kept = tuple(torch.empty_like(tensor) for tensor in next(batches))
+    for batch in batches:
+        for target, tensor in zip(kept, batch, strict=True):
+            target.copy_(tensor)
+        yield kept
 
 
 def _batches(pipeline: int, *, first: int, dtype: torch.dtype) -> Iterator[Any]:

@@ -25,6 +25,7 @@ CASES = [
     ("OneModel", 3, [kill(1, 1), kill(3, 2)]),
     ("OneModel", 1, [kill(1, 0, pipeline=1)]),
     ("Moving", 3, [kill(1, 2), kill(3, 1)]),
+    ("Shifting", 3, [kill(2, 0), kill(4, 1)]),
 ]
 
 

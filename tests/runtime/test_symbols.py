@@ -38,7 +38,7 @@ HOLDERS = {
 # What DeepSpeed documents for users of its engine, and what any optimizer or module of torch has.
 PUBLIC = {
     *("device", "eval_batch", "load_checkpoint", "save_checkpoint", "train_batch", "train_batch_size", "barrier"),
-    *("load_state_dict", "state_dict", "param_groups", "zero_grad", "register_step_pre_hook"),
+    *("load_state_dict", "state_dict", "state", "param_groups", "zero_grad", "register_step_pre_hook"),
     *("parameters", "buffers", "named_parameters", "named_buffers", "train", "training", "to", "init_process_group"),
 }
 PUBLIC_IMPORTS = {

@@ -7,12 +7,20 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_map_only
+
 from deepspeed_bamboo.errors import ConfigError
 
 DataFactory = Callable[[int, int], Iterator[Any]]
 """From a pipeline and a global step to an iterator over that pipeline's micro-batches from that step on."""
 
 Transform = Callable[[Any], Any] | None
+
+
+def own_copy(batch: Any) -> Any:
+    """``batch`` with a copy of each tensor in its tuples, lists and dictionaries; anything else is the same object."""
+    return tree_map_only(torch.Tensor, torch.Tensor.clone, batch)
 
 
 class MicroBatchSource:
@@ -50,7 +58,8 @@ class MicroBatchSource:
                 continue
             started = time.perf_counter()
             batch = None if self._iterator is None else self._next(self._iterator)
-            self._pulled.append(transform(batch) if transform is not None else batch)
+            # Copied, as stock does when it loads a batch: loaders may write the next one into the same memory.
+            self._pulled.append(own_copy(transform(batch) if transform is not None else batch))
             self.seconds += time.perf_counter() - started
         return self._pulled[micro_batch]
 

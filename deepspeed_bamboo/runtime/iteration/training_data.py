@@ -10,6 +10,7 @@ from deepspeed.runtime.dataloader import RepeatingLoader
 
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.runtime.iteration.micro_batches import DataFactory
+from deepspeed_bamboo.runtime.iteration.worker import Worker
 
 
 class LoadingEngine(Protocol):
@@ -18,6 +19,8 @@ class LoadingEngine(Protocol):
     job_grid: Grid
     micro_batches: int
     micro_batch_size: int
+    global_samples: int
+    worker: Worker
 
     def deepspeed_io(self, *args: Any, **kwargs: Any) -> Any:
         """Stock's loader over a data set."""
@@ -54,7 +57,14 @@ def data_set_factory(engine: LoadingEngine, dataset: Any) -> DataFactory:
             return loader_for(dataset, data_sampler=PositionedSampler(sampler, skipped=skipped))
 
         whole_pass = len(loader(0))
-        micro_batch = (step * engine.micro_batches) % whole_pass
+        micro_batch = _micro_batches_before(engine, step) % whole_pass
         return iter(RepeatingLoader(loader(micro_batch * engine.micro_batch_size)))
 
     return make
+
+
+def _micro_batches_before(engine: LoadingEngine, step: int) -> int:
+    """How many each pipeline has read before ``step``; their number may have changed in between."""
+    if step == engine.worker.step:
+        return int(engine.global_samples) // (engine.micro_batch_size * engine.job_grid.pipelines)
+    return step * engine.micro_batches

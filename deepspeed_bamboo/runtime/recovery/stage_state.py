@@ -102,6 +102,7 @@ def unpack_state(replica: StageReplica, packed: PackedState) -> None:
             target.copy_(value)
     if optimizer is not None:
         attributes["basic_optimizer"].load_state_dict(state["optimizer"])
+        _keep_types(attributes["basic_optimizer"], state["optimizer"]["state"])
     if hasattr(optimizer, "_hp_optimizer_states_linked"):
         # Stock's links from parameters to optimizer state point to what was there before; it makes them anew.
         optimizer._hp_optimizer_states_linked = False
@@ -117,6 +118,17 @@ def unpack_state(replica: StageReplica, packed: PackedState) -> None:
         accept_plain_of_the_script(holder, own)
     attributes.update(state["counters"])
     replica.micro_offset = state["micro_offset"]
+
+
+def _keep_types(optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:
+    """torch casts state to its parameter's type when it loads; make it again of the type that it had."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, values in state.items():
+        loaded = optimizer.state.get(parameters[index], {}) if isinstance(index, int) else {}
+        for name, value in values.items():
+            its = loaded.get(name)
+            if isinstance(value, torch.Tensor) and isinstance(its, torch.Tensor) and its.dtype != value.dtype:
+                loaded[name] = value.to(its.device)
 
 
 def checksum(tensors: Sequence[torch.Tensor]) -> int:

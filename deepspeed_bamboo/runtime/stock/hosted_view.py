@@ -35,6 +35,11 @@ def show_all_hosted(module: PipelineModule, hosted: Hosted) -> None:
         for shown in shown_for(self):
             yield from original.named_modules(shown, seen, prefix, remove_duplicate)
 
+    def named_children(self: PipelineModule) -> Iterator[tuple[str, nn.Module]]:
+        """Also what ``children()``, ``apply()``, ``train()`` and ``to()`` go by."""
+        for shown in shown_for(self):
+            yield from original.named_children(shown)
+
     def state_dict(self: PipelineModule, *args: Any, **kwargs: Any) -> Any:
         result: OrderedDict[str, Any] | None = None
         for shown in shown_for(self):
@@ -45,7 +50,7 @@ def show_all_hosted(module: PipelineModule, hosted: Hosted) -> None:
                 result.update(part)
         return OrderedDict() if result is None else result
 
-    methods = {"named_modules": named_modules, "state_dict": state_dict}
+    methods = {"named_modules": named_modules, "named_children": named_children, "state_dict": state_dict}
     view = type(original.__name__, (original,), {**methods, "__module__": original.__module__})
     view.__qualname__ = original.__qualname__
     view.__doc__ = original.__doc__

@@ -18,6 +18,7 @@ from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.progress import CoordinateProgress
+from deepspeed_bamboo.runtime.stock.buffers import BufferName
 from deepspeed_bamboo.runtime.stock.hyperparameters import Values
 from deepspeed_bamboo.runtime.stock.logical import Exchange, GroupKey, LogicalGrid, LogicalGroup
 from deepspeed_bamboo.runtime.stock.plain_values import MovingValues, PlainValues
@@ -51,7 +52,7 @@ class StageReplica:
     without_graph: dict[int, Any] = field(default_factory=dict)
     buffers_before: dict[int, Any] = field(default_factory=dict)  # the module's, before a micro-batch's forward
     mirrored: bool = False
-    pending_buffers: list[torch.Tensor] | None = None
+    pending_buffers: dict[BufferName, torch.Tensor] | None = None
     pending_values: PlainValues = field(default_factory=dict)
     moving: MovingValues = field(default_factory=MovingValues)
     before_reduction: Callable[[], None] | None = None

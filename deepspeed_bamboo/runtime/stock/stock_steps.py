@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deepspeed_bamboo.runtime.stock.buffers import BufferName, accept_buffers, named_buffers
 from deepspeed_bamboo.runtime.stock.gradients import (
     accept_gradients,
     gradient_flags,
@@ -20,8 +21,11 @@ from deepspeed_bamboo.runtime.stock.replica import StageReplica
 if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 
-Mirrored = tuple[int, Any, Any, PlainValues]
-"""How many of the tensors are gradients, their flags, the values of the optimizer's groups, and those of layers."""
+Mirrored = tuple[list[bool], Any, Any, list[BufferName], PlainValues]
+"""Which parameters are trained, flags of their gradients, values of the optimizer's groups; buffers; values of layers.
+
+The tensors are the gradients, and then the buffers.
+"""
 
 
 class StockSteps:
@@ -62,19 +66,26 @@ class StockSteps:
         are on this device, and what forwards have changed of layers."""
         engine = self._engine
         gradients = gradient_tensors(engine.optimizer, engine.module)
-        tensors = [tensor.detach() for tensor in (*gradients, *engine.module.buffers())]
+        buffers = named_buffers(engine.module)
+        tensors = [tensor.detach() for tensor in (*gradients, *buffers.values())]
+        trained = [parameter.requires_grad for parameter in engine.module.parameters()]
         replica.moving.look(engine.module)
         values = replica.moving.values(engine.module)
-        return (len(gradients), gradient_flags(engine.optimizer), values_of(engine.basic_optimizer), values), tensors
+        flags, groups = gradient_flags(engine.optimizer), values_of(engine.basic_optimizer)
+        return (trained, flags, groups, [*buffers], values), tensors
 
     def accept(self, replica: StageReplica, data: Mirrored, tensors: Sequence[torch.Tensor]) -> None:
         """Put what an owner has mirrored where the step of ``replica``, the active one, looks for it."""
         engine = self._engine
-        count, flags, values_now, replica.pending_values = data
+        trained, flags, values_now, names, replica.pending_values = data
         values = [tensor.to(engine.device) for tensor in tensors]
+        count = len(values) - len(names)
+        for parameter, its in zip(engine.module.parameters(), trained, strict=False):
+            if parameter.requires_grad != its:  # the script has frozen or thawed it since the last step
+                parameter.requires_grad_(its)
         accept_gradients(engine.optimizer, engine.module, values[:count], flags)
         accept_values(engine.basic_optimizer, values_now)
-        replica.pending_buffers = values[count:]
+        replica.pending_buffers = dict(zip(names, values[count:], strict=True))
         replica.mirrored = True
 
     def take_quiet_step(self) -> None:
@@ -99,7 +110,5 @@ def apply_buffers(replica: StageReplica) -> None:
     replica.pending_values = {}
     if replica.pending_buffers is None:
         return
-    with torch.no_grad():
-        for target, value in zip(replica.module.buffers(), replica.pending_buffers, strict=True):
-            target.copy_(value)
+    accept_buffers(replica.module, replica.pending_buffers)
     replica.pending_buffers = None
