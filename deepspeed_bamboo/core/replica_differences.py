@@ -84,10 +84,8 @@ def _optimizers(owner: Mapping[str, Any] | None, replica: Mapping[str, Any] | No
                 f"group {position} of the optimizer has {len(has)} parameters with its owner and {len(would)} in a "
                 f"replica{', which lacks ' + ', '.join(map(str, missing)) if missing else ''}"
             )
-    kinds = ("class", "wrapper", "defaults", "made", "hooks")
-    yield from _properties(
-        "the optimizer", {k: owner[k] for k in kinds if k in owner}, {k: replica[k] for k in kinds if k in replica}
-    )
+    kinds = ("class", "wrapper", "defaults", "made")
+    yield from _properties("the optimizer", {k: owner[k] for k in kinds}, {k: replica[k] for k in kinds})
 
 
 def _layer(name: str) -> str:

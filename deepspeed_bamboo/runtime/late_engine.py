@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.errors import ExpelledError, JobStoppedError
@@ -96,6 +98,26 @@ class LateEngine(CatchingUpEngine):
                     "with the job's last loss; eval_batch returns nan",
                 )
             self._reached = step
+
+    def _next_batch(self) -> Any:
+        with self._leaving_where_data_end():
+            return super()._next_batch()
+
+    def complete_data(self) -> None:
+        with self._leaving_where_data_end():
+            super().complete_data()
+
+    @contextmanager
+    def _leaving_where_data_end(self) -> Iterator[None]:
+        """Inside, an iterator that ends is a loss of this worker only: those of the others may have more."""
+        try:
+            yield
+        except StopIteration as error:
+            raise ExpelledError(
+                f"worker {self.worker.me}, which came late, has no more data where the others have: {error}. In a loop "
+                "by engine.global_steps nobody can know which epoch an iterator is of: let the script count its steps, "
+                "or give one iterator that begins again (deepspeed.utils.RepeatingLoader)"
+            ) from error
 
     def perform(self, kind: str, body: Callable[[], None]) -> None:
         """As on the others, once this worker is one of them."""

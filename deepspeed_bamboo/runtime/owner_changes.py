@@ -40,7 +40,7 @@ RESHAPED = "changed layers"
 """The name under which a worker reports that its script has changed what a stage consists of."""
 VALUES = "changed values"
 """The name under which a worker reports that its script has changed attributes of layers between two steps."""
-_BY_HAND = "the script changes weights or buffers itself between two steps"
+_BY_HAND = "the script changes weights, buffers or the scheduler itself between two steps"
 _VALUES = "the script changes attributes of layers between two steps"
 _LOOKS = 3  # before the first steps; a script that changes weights after each step does so after the first one
 
@@ -60,11 +60,12 @@ class OwnerChanges:
         self._transfer = transfer
         self._looks = 0
         self._first_epoch = -1
+        self._stale: set[Coordinate] = set()  # changed here in a step before which their shadows did not get it
         self.by_hand = False
         self._values_by_hand = False  # somewhere
         self._values: dict[Coordinate, PlainValues] = {}  # changed here, and not yet with the shadows
-        self._known: dict[Coordinate, tuple[str, int, int]] = {}
-        self._versions: dict[Coordinate, int] = {}
+        self._known: dict[Coordinate, tuple[str, int, int, str]] = {}
+        self._versions: dict[Coordinate, tuple[int, str]] = {}
         self._outlines: dict[Coordinate, Outline] = {}
         self._reshaped: set[Coordinate] = set()  # here, since the shadows were made
         self._anew = False  # somewhere
@@ -108,6 +109,7 @@ class OwnerChanges:
         if weights and not first and not self.by_hand:
             self.by_hand = True
             tell_once(worker, f"{_BY_HAND}: before each step shadows get what has changed")
+        self._stale.clear()
         if weights or structure:
             self._bring(structure)
             self._changed()
@@ -119,7 +121,9 @@ class OwnerChanges:
     def contribution(self) -> dict[str, Any]:
         """What this worker contributes to the agreement of an iteration."""
         # As it was at the start of the iteration: nothing changes weights before the step.
-        by_hand = self._looks >= _LOOKS and not self.by_hand and self._changed_since()
+        if self._looks >= _LOOKS and not self.by_hand:
+            self._stale.update(self._changed_since())
+        by_hand = bool(self._stale) and not self.by_hand
         reshaped = {RESHAPED: sorted(map(str, self._reshaped))} if self._reshaped else {}
         values = {VALUES: True} if self._values else {}
         return {**({CHANGED: True} if by_hand else {}), **reshaped, **values}
@@ -167,7 +171,7 @@ class OwnerChanges:
         owned = self._worker.host.owned
         values = {str(c): its for c, its in self._values.items() if c in owned}
         if self._looks > _LOOKS:
-            weights = self._changed_since()
+            weights = sorted({*self._changed_since(), *(self._stale & owned.keys())})
             return {"structure": sorted(self._reshaped), "weights": weights, "values": values, "state": {}}
         now = {c: self._now(replica) for c, replica in owned.items()}
         known = {c: self._known.get(c, now[c]) for c in now}
@@ -184,7 +188,7 @@ class OwnerChanges:
         if worker.epoch != self._first_epoch:
             return {}
         shadows = {str(c): list(_checksums(replica)) for c, replica in worker.host.shadows.items() if replica.complete}
-        return {"owned": {str(c): list(known[1:]) for c, known in self._known.items()}, "shadows": shadows}
+        return {"owned": {str(c): list(known[1:3]) for c, known in self._known.items()}, "shadows": shadows}
 
     def _refuse_strayed(self, states: Sequence[Mapping[str, Mapping[str, list[int]]]]) -> None:
         """Raise ConfigError, the same on all workers, where a shadow has taken another step than its owner."""
@@ -211,9 +215,9 @@ class OwnerChanges:
                 shadow.finish_step()
                 accept_plain_values(shadow.module, values)
 
-    def _now(self, replica: StageReplica) -> tuple[str, int, int]:
+    def _now(self, replica: StageReplica) -> tuple[str, int, int, str]:
         replica.finish_step()
-        return self._described(replica), *_checksums(replica)
+        return self._described(replica), *_checksums(replica), _schedule(replica)
 
     def _changed_since(self) -> list[Coordinate]:
         owned = self._worker.host.owned
@@ -282,6 +286,13 @@ def _checksums(replica: StageReplica) -> tuple[int, int]:
     return checksum([*replica.module.parameters(), *masters]), checksum(list(replica.module.buffers()))
 
 
-def _version(replica: StageReplica) -> int:
+def _version(replica: StageReplica) -> tuple[int, str]:
     tensors = (*replica.module.parameters(), *replica.module.buffers())
-    return sum(tensor._version for tensor in tensors)
+    return sum(tensor._version for tensor in tensors), _schedule(replica)
+
+
+def _schedule(replica: StageReplica) -> str:
+    """The state of the stage's scheduler, which a script may set back or step, and how gradients are clipped."""
+    scheduler = replica.attributes["lr_scheduler"]
+    clip = getattr(replica.attributes["optimizer"], "clip_grad", None)
+    return repr((None if scheduler is None else scheduler.state_dict(), clip))

@@ -405,10 +405,16 @@ class Wrapped(Habit):
 
 
 class HookedOptimizer(Habit):
-    """A hook on the optimizer."""
+    """A hook on the optimizer that changes weights."""
 
     def started(self, engine: Any, optimizer: Any) -> None:
-        optimizer.register_step_post_hook(lambda *_: None)
+        def decay(its: Any, *_: Any) -> None:
+            with torch.no_grad():
+                for group in its.param_groups:
+                    for parameter in group["params"]:
+                        parameter.mul_(0.99)
+
+        optimizer.register_step_post_hook(decay)
 
 
 class Pruned(Habit):

@@ -25,13 +25,15 @@ def test_losses_make_it_eager_and_quiet_leaves_it_lazy(jobs: Jobs) -> None:
     faults = [{"step": FIRST_LOSS, "stage": 1, **at}, {"step": SECOND_LOSS, "stage": 3, **at}]
     busy = dataclasses.replace(AUTO, name="auto-busy", faults=faults)
     result = jobs.run(train_all, world=4, trainings=[quiet, busy])
-    assert result.survivors == [0, 2], result.transcript()
+    # Who has the last stage when it is lost depends on what balancing measured after the first loss.
+    assert result.codes.count(-9) == 2 and len(result.survivors) == 2, result.transcript()
 
-    undisturbed = result.values[0][quiet.name]
+    first = result.values[result.survivors[0]]
+    undisturbed = first[quiet.name]
     assert [(before, mode) for _, before, mode, _ in undisturbed["modes"]] == [("lazy", "lazy")]
     assert "0 losses an hour" in undisturbed["modes"][0][3]
 
-    changes = result.values[0][busy.name]["modes"]
+    changes = first[busy.name]["modes"]
     step, before, mode, reason = changes[1]
     assert (before, mode) == ("lazy", "eager"), changes
     assert FIRST_LOSS <= step < SECOND_LOSS
@@ -41,5 +43,5 @@ def test_losses_make_it_eager_and_quiet_leaves_it_lazy(jobs: Jobs) -> None:
     for rank in result.survivors:
         calm, disturbed = (result.values[rank][name] for name in (quiet.name, busy.name))
         assert calm["mode"] == "lazy"
-        assert disturbed["mode"] == result.values[0][busy.name]["mode"]
+        assert disturbed["mode"] == first[busy.name]["mode"]
         assert (disturbed["losses"], disturbed["digest"]) == (calm["losses"], calm["digest"])

@@ -47,7 +47,7 @@ def test_what_the_script_did_to_its_stage_is_there_after_losses(
     [
         ("Unknown", "module 5, attributes has mark other tests.runtime.habits.ByIdentity with its owner and nothing"),
         ("UncallableObject", "Uncallable can't be made again"),
-        ("HookedOptimizer", "the optimizer, hooks has _optimizer_step_post_hooks"),
+        ("HookedOptimizer", "weights differ after a step that owner and shadow took with the same gradients"),
         ("Pruned", "hooks has _forward_pre_hooks [['other', 'torch.nn.utils.prune.L1Unstructured']] with its owner"),
         ("Wrapped", "weights differ after a step that owner and shadow took with the same gradients"),
     ],

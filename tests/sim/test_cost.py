@@ -167,7 +167,7 @@ def test_overhead_and_state() -> None:
         ({"link_bytes_per_second": 0}, "link_bytes_per_second is not above 0"),
         ({"hidden_fraction": 2}, "hidden_fraction is 2"),
         ({"layers": [{"forward_seconds": 1}]}, "layer 0 lacks 'backward_seconds'"),
-        ({"link_bytes_per_second": "fast"}, "'fast'; give a number"),
+        ({"link_bytes_per_second": "fast"}, "'fast'; give a finite number"),
         ({"layers": [{"forward_seconds": -1, "backward_seconds": 1, "parameters": 1, "output_bytes": 1}]}, "negative"),
     ],
 )

@@ -131,6 +131,7 @@ class PipelineData:
         self._made: dict[int, tuple[int, MicroBatchSource]] = {}
         self._joined_late = False
         self._to_skip = 0
+        self._shows_itself = False  # the script counts by itself, and has passed its iterators for all that was before
 
     def start_at(self, step: int, *, began: int, micro_batches: int) -> None:
         """This worker begins at global step ``step``, with data that begin at step ``began``.
@@ -141,6 +142,19 @@ class PipelineData:
         self._joined_late = True
         self._to_skip = (step - began) * micro_batches
         self._user.first_step = step
+
+    def pass_by(self, iterator: Iterator[Any] | None, *, micro_batches: int) -> None:
+        """The script has passed ``iterator`` for an iteration of ``micro_batches`` that the job did before: read them.
+
+        So every iterator of the script is where it is on the others, also one for each epoch, or several in turn.
+        Raises what the iterator raises.
+        """
+        its = self._user.iterator if iterator is None else iterator
+        self._shows_itself = True
+        if its is None or self._factory is not None:
+            return
+        for _ in range(micro_batches):
+            next(its)
 
     def resume_at(self, step: int) -> None:
         """A checkpoint was read: the user's iterator, of which nothing is used yet, begins at global step ``step``."""
@@ -162,6 +176,8 @@ class PipelineData:
 
     def _skip(self) -> None:
         iterator = self._user.iterator
+        if self._shows_itself:
+            return
         while self._to_skip and iterator is not None:
             next(iterator)
             self._to_skip -= 1

@@ -53,6 +53,7 @@ def pack_state(replica: StageReplica) -> PackedState:
         "norm": attributes.get("_global_grad_norm"),
         "micro_offset": replica.micro_offset,
         "values": plain_values(module),
+        "clip": getattr(optimizer, "clip_grad", None),
         "own": [plain_of_the_script(holder) for holder in (attributes["basic_optimizer"], scheduler)],
     }
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
@@ -113,6 +114,8 @@ def unpack_state(replica: StageReplica, packed: PackedState) -> None:
     else:
         replica.scheduler_state = state["scheduler"]
     accept_plain_values(module, state["values"])
+    if state["clip"] is not None:
+        optimizer.clip_grad = state["clip"]
     holders = (attributes["basic_optimizer"], attributes["lr_scheduler"] or replica.script_scheduler)
     for holder, own in zip(holders, state["own"], strict=True):
         accept_plain_of_the_script(holder, own)

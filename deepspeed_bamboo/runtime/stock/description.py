@@ -32,7 +32,6 @@ _NOT_THE_SCRIPTS = ("deepspeed.", "deepspeed_bamboo.runtime", "torch.")
 # ... unlike those by which torch has a script change a layer: pruning, weight norm.
 _BY_THE_SCRIPT = ("torch.nn.utils.",)
 LOSS = "loss_fn"
-OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _MODULE_ATTRIBUTES = frozenset(torch.nn.Module().__dict__) | {"_is_full_backward_hook", "_external_params"}
 _PARAMETER_ATTRIBUTES = frozenset(
     {"grad_accum", "model_parallel", "param_idx_in_group", "cpu_data", "_dp_group", "_index_in_param_group"}
@@ -187,9 +186,6 @@ def _optimizer(optimizer: Any, parts: Parts, made: Values) -> dict[str, Any]:
         "class": class_name(type(basic)),
         "wrapper": class_name(type(optimizer)),
         "defaults": {name: form_of(value, parts) for name, value in _defaults(basic).items()},
-        "hooks": {
-            kind: [form_of(h, parts) for h in hooks] for kind in OPTIMIZER_HOOKS if (hooks := hooks_of(basic, kind))
-        },
         "groups": [[parts.name(parameter) for parameter in group] for group in grouped_parameters(optimizer)],
         "made": [{name: form_of(value, parts) for name, value in group.items()} for group in values],
     }

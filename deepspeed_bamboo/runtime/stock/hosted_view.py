@@ -8,7 +8,7 @@ all. DeepSpeed and the plugin, which work on one stage at a time, see that stage
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from deepspeed.pipe import PipelineModule
@@ -50,8 +50,45 @@ def show_all_hosted(module: PipelineModule, hosted: Hosted) -> None:
                 result.update(part)
         return OrderedDict() if result is None else result
 
-    methods = {"named_modules": named_modules, "named_children": named_children, "state_dict": state_dict}
+    def load_state_dict(self: PipelineModule, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        return _load(original, shown_for(self), state_dict, *args, **options)
+
+    methods: dict[str, Callable[..., Any]] = {
+        "named_modules": named_modules,
+        "named_children": named_children,
+        "state_dict": state_dict,
+        "load_state_dict": load_state_dict,
+    }
     view = type(original.__name__, (original,), {**methods, "__module__": original.__module__})
     view.__qualname__ = original.__qualname__
     view.__doc__ = original.__doc__
     module.__class__ = view
+
+
+def _load(
+    kind: type[PipelineModule],
+    parts: Sequence[PipelineModule],
+    state_dict: Mapping[str, Any],
+    strict: bool = True,
+    **options: Any,
+) -> Any:
+    """As torch's ``load_state_dict``; each stage takes what is its own of what ``state_dict()`` gave of all.
+
+    Raises RuntimeError, as torch does, where something is missing or left over, and ``strict``.
+    """
+    if len(parts) == 1:
+        return kind.load_state_dict(parts[0], state_dict, strict, **options)
+    missing: list[str] = []
+    known: set[str] = set()
+    for shown in parts:
+        names = kind.state_dict(shown).keys()
+        known.update(names)
+        own = {name: value for name, value in state_dict.items() if name in names}
+        found = kind.load_state_dict(shown, own, strict=False, **options)
+        missing += found.missing_keys
+    unexpected = [name for name in state_dict if name not in known]
+    if strict and (missing or unexpected):
+        raise RuntimeError(
+            f"state_dict for the {len(parts)} stages on this worker lacks {missing} and has, besides, {unexpected}"
+        )
+    return type(found)(missing, unexpected)

@@ -175,6 +175,7 @@ SYMBOLS: Mapping[str, Mapping[str, str]] = {
         ),
     },
     _BF16: {
+        "clip_grad": "the script may set it; the shadow's becomes the same",
         "_hp_grad": "marks a parameter whose fp32 gradient is in use",
         "optimizer": "torch's optimizer inside",
         "_hp_optimizer_states_linked": "links are made again after new state came",
@@ -195,6 +196,7 @@ SYMBOLS: Mapping[str, Mapping[str, str]] = {
         "update_hp_grads": "replaced by a grouped update",
     },
     _ZERO: {
+        "clip_grad": "the script may set it; the shadow's becomes the same",
         "_zero_padding": "marks padding among the gradients",
         "all_grad_tensors": "emptied when a reduction is undone",
         "averaged_gradients": "reduced gradients of this partition",
@@ -210,6 +212,7 @@ SYMBOLS: Mapping[str, Mapping[str, str]] = {
         "single_partition_of_fp32_groups": "master weights",
     },
     _FP16: {
+        "clip_grad": "the script may set it; the shadow's becomes the same",
         "fp16_groups": "parameters",
         "fp32_groups_flat": "master weights",
         "loss_scale_config": "the loss scale",
@@ -217,6 +220,7 @@ SYMBOLS: Mapping[str, Mapping[str, str]] = {
         "overflow_checker": "its grid is replaced by the logical one",
     },
     _FP16_UNFUSED: {
+        "clip_grad": "the script may set it; the shadow's becomes the same",
         "fp16_groups": "parameters",
         "fp32_groups": "master weights",
         "loss_scale_config": "the loss scale",
