@@ -6,12 +6,14 @@ import argparse
 import itertools
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from deepspeed_bamboo.config.section import BambooConfig, load_bamboo_section
+from deepspeed_bamboo.config.section import SECTION, BambooConfig, load_bamboo_section
 from deepspeed_bamboo.doctor.examination import examine
+from deepspeed_bamboo.doctor.finding import Finding, warning
 from deepspeed_bamboo.doctor.machine import ThisMachine
 from deepspeed_bamboo.doctor.subject import ModelFacts, Subject, read_hosts
 from deepspeed_bamboo.elastic.settings_source import hjson_value
@@ -37,13 +39,29 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what is found. Returns 1 when something blocks, else 0. Raises ConfigError for files it can't read."""
-    findings = list(examine(subject_of(arguments)))
+    subject = subject_of(arguments)
+    findings = [*_plain(arguments, subject), *examine(subject)]
     if arguments.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         for finding in sorted(findings, key=lambda finding: not finding.blocker):
             print(finding)
     return int(any(finding.blocker for finding in findings))
+
+
+def _plain(arguments: argparse.Namespace, subject: Subject) -> Iterator[Finding]:
+    """Where the file that is named does not turn the plugin on."""
+    if arguments.config is None:
+        return
+    if SECTION not in subject.settings:
+        yield warning(
+            f'{arguments.config} has no "{SECTION}" section: this is plain DeepSpeed',
+            f'"{SECTION}": {{}} turns the plugin on',
+        )
+    elif not subject.section.enabled:
+        yield warning(
+            f'{arguments.config} has "enabled": false: this is plain DeepSpeed', '"enabled": true turns the plugin on'
+        )
 
 
 def subject_of(arguments: argparse.Namespace) -> Subject:

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from deepspeed_bamboo.cloud.fleet import ec2_client
 from deepspeed_bamboo.cloud.fleet_control import FleetControl, FleetStatus
-from deepspeed_bamboo.cloud.fleet_spec import creating_calls, read_fleet_spec, user_data
+from deepspeed_bamboo.cloud.fleet_spec import FleetSpec, creating_calls, read_fleet_spec, user_data
 from deepspeed_bamboo.errors import ConfigError
 
 
@@ -58,15 +58,28 @@ def run_up(arguments: argparse.Namespace) -> int:
         for call in creating_calls(spec):
             print(call)
         print(f"UserData is, in base64:\n{user_data(spec)}")
+        print(_ceiling(spec))
         return 0
     control = _control(arguments, region=spec.region)
-    most = f" at ${spec.max_dollars_per_hour:g} an hour at most" if spec.max_dollars_per_hour else ""
     for call in control.calls_up(spec):
-        print(f"ec2.{call.method}: {spec.name}, {spec.machines} machines{most}")
+        print(f"ec2.{call.method}: {spec.name}, {spec.machines} machines")
+    print(_ceiling(spec))
     if not _agreed(arguments, "Make these calls? They cost money."):
         return 1
     print(f"fleet {spec.name} is {control.up(spec)}; `ds_bamboo fleet status {spec.name}` shows its machines")
     return 0
+
+
+def _ceiling(spec: FleetSpec) -> str:
+    """What the fleet may cost, in words."""
+    most = spec.max_dollars_per_fleet_hour
+    if most is None:
+        return "no max_dollars_per_machine_hour: each machine may cost up to its on-demand price"
+    each = spec.max_dollars_per_machine_hour
+    return (
+        f"the fleet costs ${most:.2f} an hour at most ({spec.machines} machines of ${each:g}), without disks and "
+        f"traffic, until `ds_bamboo fleet down {spec.name}` ends it, also when the job is complete"
+    )
 
 
 def run_status(arguments: argparse.Namespace) -> int:

@@ -35,7 +35,8 @@ def add_parser(subparsers: _SubParsers) -> None:
     parser = subparsers.add_parser(
         "plan",
         help="show where coordinates and shadows would go, and what losing a zone or a node would cost",
-        description="Place a grid of pipelines and stages on workers, neighbours and shadows apart in nodes and zones.",
+        description="Place a grid of pipelines and stages on workers, neighbours and shadows apart in nodes and zones. "
+        "The exit code is 3 if the loss of some node, or of one of several zones, would be fatal.",
     )
     parser.add_argument(
         "--nodes",
@@ -134,12 +135,13 @@ def run(args: argparse.Namespace) -> int:
     return _EXIT_FATAL if fatal else 0
 
 
-def _fatal(decision: Decision | Balanced) -> list[str]:
-    """The nodes and zones whose loss ends the job. A single zone is left out: nothing can be elsewhere then."""
+def _fatal(decision: Decision | Balanced, *, alone: bool = False) -> list[str]:
+    """The nodes and zones whose loss ends the job. A single zone counts if ``alone``: nothing can be elsewhere then."""
     placement, sites = decision.placement, decision.sites
     nodes = [(f"node {name}", sites.of_node(number)) for number, name in enumerate(sites.nodes)]
     zones = [(f"zone {name}", sites.of_zone(number)) for number, name in enumerate(sites.zones)]
-    return [name for name, lost in (*nodes, *(zones if len(zones) > 1 else [])) if loss_cost(placement, lost).fatal]
+    counted = [*nodes, *(zones if alone or len(zones) > 1 else [])]
+    return [name for name, lost in counted if loss_cost(placement, lost).fatal]
 
 
 def plan_lines(decision: Decision | Balanced, *, current: Placement | None = None) -> list[str]:
@@ -162,6 +164,7 @@ def plan_lines(decision: Decision | Balanced, *, current: Placement | None = Non
         *_table(("loss of node", *_LOSS_COLUMNS), [_loss_row(placement, name, lost) for name, lost in nodes]),
         "",
         *_LEGEND,
+        *(_LEGEND_FATAL if _fatal(decision, alone=True) else ()),
     ]  # fmt: skip
 
 
@@ -169,8 +172,11 @@ _LOSS_COLUMNS = ("workers", "taken over", "copied", "shadow lost", "outcome")
 _LEGEND = (
     "neighbours: a coordinate and the next stage's in its pipeline (with one stage: the next pipeline's)",
     "taken over: coordinates that move to the worker with their shadow. copied: to one with the same stage of another",
-    "pipeline. shadow lost: coordinates that stay where they are, unprotected until they have a new shadow. FATAL:",
-    "nobody has these coordinates any more; the job ends, and continues from its last checkpoint when started again",
+    "pipeline. shadow lost: coordinates that stay where they are, unprotected until they have a new shadow",
+)
+_LEGEND_FATAL = (
+    "FATAL: nobody has these coordinates any more; the job ends, and continues from its last checkpoint when started",
+    "again",
 )
 
 

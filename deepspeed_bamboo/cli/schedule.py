@@ -192,7 +192,7 @@ def _recovery(plan: Plan, undisturbed: Execution, *, lost: Sequence[int], at: in
     after, fatal = before.without(before.owner(Coordinate(0, stage)) for stage in lost)
     if after is None:
         names = ", ".join(map(str, fatal))
-        remedy = "lose fewer or no neighbours" if before.shadows else "mode off keeps no shadows, choose another --mode"
+        remedy = _remedy(before, mode=plan.mode)
         raise ValueError(f"losing these is fatal: no live worker holds {names}; {remedy}")
     progress = progress_after_loss(
         before,
@@ -217,6 +217,15 @@ def _recovery(plan: Plan, undisturbed: Execution, *, lost: Sequence[int], at: in
         f"extra time: {at + slots - end} slots ({(at + slots) / end - 1:.1%}), the pause not counted",
     )
     return _Shown(rest, execution, lines)
+
+
+def _remedy(before: Placement, *, mode: Mode) -> str:
+    """What to do about a fatal loss."""
+    if before.shadows:
+        return "lose fewer or no neighbours"
+    if mode is Mode.OFF:
+        return "mode off keeps no shadows, choose another --mode"
+    return "one worker has no neighbour that could keep its shadow; add --stages or --pipelines"
 
 
 def _repeated(before: Placement, after: Placement, cut: Execution, rest: Execution) -> list[str]:

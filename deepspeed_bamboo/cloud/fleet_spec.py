@@ -40,7 +40,8 @@ class FleetSpec(BaseModel):
     """AMI that has the driver, Python and this package."""
 
     command: str
-    """The job's command; each machine runs it in ``directory``, again while it ends with exit code 75."""
+    """The job's command; each machine runs it in ``directory`` by ``ds_bamboo run``, which repeats it while machines
+    are missing. So ``ds_bamboo`` has to be on the image's PATH, or on one in ``environment``."""
 
     directory: str = "/opt/train"
     """Where the command runs, the same on all machines."""
@@ -48,8 +49,8 @@ class FleetSpec(BaseModel):
     environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = {}
     """Variables of the command. No secrets: whoever may describe the launch template reads them."""
 
-    max_dollars_per_hour: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """The most to pay for one machine; null: up to the on-demand price."""
+    max_dollars_per_machine_hour: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """The most to pay for one machine an hour, not for the fleet; null: up to the on-demand price."""
 
     security_groups: tuple[str, ...] = ()
     """Ids. Workers of one job must reach each other on all ports."""
@@ -65,6 +66,12 @@ class FleetSpec(BaseModel):
 
     region: str | None = None
     """AWS region; null: as boto3 finds it."""
+
+    @property
+    def max_dollars_per_fleet_hour(self) -> float | None:
+        """What all machines together cost at most; None without a ceiling."""
+        most = self.max_dollars_per_machine_hour
+        return None if most is None else most * self.machines
 
 
 @dataclass(frozen=True)
@@ -112,7 +119,7 @@ def template_name(name: str) -> str:
 
 
 def user_data(spec: FleetSpec) -> str:
-    """The script that each machine runs when it boots: the command, repeated after exit code 75."""
+    """The script that each machine runs when it boots: the command by ``ds_bamboo run``, again after exit code 75."""
     exports = [f"export {name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())]
     return "\n".join(
         [
@@ -120,9 +127,8 @@ def user_data(spec: FleetSpec) -> str:
             f"cd {shlex.quote(spec.directory)} || exit 1",
             *exports,
             "while true; do",
-            "  (",
-            spec.command,
-            "  )",
+            # The bare command ends with 0 or 247 where its launcher was killed; this one knows better.
+            f"  ds_bamboo run -- bash -c {shlex.quote(spec.command)}",
             "  [ $? -eq 75 ] || break",
             "  sleep 10",
             "done",
@@ -168,7 +174,7 @@ def _launch_template(spec: FleetSpec) -> Call:
 
 
 def _fleet(spec: FleetSpec) -> Call:
-    price = {} if spec.max_dollars_per_hour is None else {"MaxPrice": f"{spec.max_dollars_per_hour:g}"}
+    price = {} if spec.max_dollars_per_machine_hour is None else {"MaxPrice": f"{spec.max_dollars_per_machine_hour:g}"}
     overrides = [
         {"InstanceType": kind, "SubnetId": subnet, **price} for kind in spec.instance_types for subnet in spec.subnets
     ]

@@ -160,8 +160,9 @@ class TopologyConfig(Section):
     """How many pipelines are trained, and where machines stand, so that neighbours don't vanish together."""
 
     pipelines: Annotated[int, Field(ge=1)] | None = None
-    """How many pipelines are trained, however many workers there are; null: as many as the first workers fill (workers
-    divided by the module's stages, rounded down), and at least one."""
+    """How many pipelines are trained, however many workers there are; null: as many as the checkpoint has that
+    the job continues from, else as many as the workers at the start fill (workers divided by stages, rounded down), at
+    least one."""
 
     slow_workers: Literal["less", "drain"] = "less"
     """What happens to a worker that has become much slower than the others: it gets less to do, or its node is

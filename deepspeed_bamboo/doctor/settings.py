@@ -48,8 +48,11 @@ def _grid_findings(subject: Subject) -> Iterator[Finding]:
         yield warning(f"{what}, and {apart} stand by", "choose stages that divide the workers, or keep them as spares")
     elif apart < 0:
         most = -(-pipelines * stages // subject.workers)
+        uneven = pipelines * stages % subject.workers
         yield warning(
-            f"{what}: some host {most} stages, and all others wait for them",
+            f"{what}: some host {most} stages, and all others wait for them"
+            if uneven
+            else f"{what}: each hosts {most} stages",
             "start more workers, or train fewer pipelines",
         )
 

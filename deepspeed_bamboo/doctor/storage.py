@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from deepspeed_bamboo.doctor.finding import Finding, warning
@@ -19,10 +20,19 @@ def check_storage(subject: Subject) -> Iterator[Finding]:
     for setting, place in places:
         if place is None or place.startswith("s3://"):
             continue
+        parent = Path(place).expanduser().absolute().parent
+        absent = setting == "checkpoint.dir" and not parent.exists()
         try:
             check_directory(place, setting=setting)
         except ConfigError as error:
             yield Finding(str(error), "on all machines")
+        else:
+            if absent:
+                yield warning(
+                    f"checkpoint.dir {place}: the folder {parent} is not there; a shared file system that is not "
+                    "mounted looks like this",
+                    "mount it, or make the folder, on all machines",
+                )
     bucket = section.checkpoint.dir
     if bucket is not None and bucket.startswith("s3://"):
         yield from _bucket(bucket)

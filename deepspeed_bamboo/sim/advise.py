@@ -162,10 +162,10 @@ def _asked(goal: Goal) -> str:
 def _reason(kept: Sequence[Outcome], goal: Goal) -> str:
     best, share = kept[0], f"{goal.confidence:.0%}"
     superlative = "fastest" if goal.budget_dollars is not None and goal.deadline_hours is None else "cheapest"
-    text = (
-        f"Of the {len(kept)} options that are {_asked(goal)} in {share} of the runs it is the {superlative}: "
-        f"{share} of the runs take at most {best.hours:.1f} h and ${best.dollars:.0f}."
-    )
+    which = f"Of the {len(kept)} options that are {_asked(goal)} in {share} of the runs it is the {superlative}"
+    if len(kept) == 1:
+        which = f"It is the only option that is {_asked(goal)} in {share} of the runs"
+    text = f"{which}: {share} of the runs take at most {best.hours:.1f} h and ${best.dollars:.0f}."
     if len(kept) > 1:
         text += f" The next one, {kept[1].option}, takes {kept[1].hours:.1f} h and ${kept[1].dollars:.0f}."
     return text

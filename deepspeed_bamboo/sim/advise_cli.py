@@ -84,6 +84,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if scenario.model.steps is None:
         raise ScenarioError(f"{scenario.model.name} has no number of steps, so no run is ever done; set model.steps")
     options = list(_options(scenario, arguments))
+    runs = len(options) * arguments.seeds
+    print(f"{len(options)} options, {runs} runs to simulate; this takes up to a minute or so", file=sys.stderr)
     with progress_bar(len(options)) as report:
         outcomes = []
         for each in options:

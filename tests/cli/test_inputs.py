@@ -12,7 +12,10 @@ from deepspeed_bamboo.cli.main import build_parser, main
 from deepspeed_bamboo.cli.node_files import read_sites
 from deepspeed_bamboo.cloud.fleet_spec import read_fleet_spec
 from deepspeed_bamboo.cloud.scripted import load_script
-from deepspeed_bamboo.doctor.subject import read_hosts
+from deepspeed_bamboo.config.section import BambooConfig
+from deepspeed_bamboo.doctor.machine import ThisMachine
+from deepspeed_bamboo.doctor.storage import check_storage
+from deepspeed_bamboo.doctor.subject import Subject, read_hosts
 from deepspeed_bamboo.elastic.settings_source import hjson_value, section_in_script
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.faults import FaultScript
@@ -107,3 +110,46 @@ def test_a_device_has_memory(value: str, capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         main(["plan", "--nodes", "n", "--pipelines", "1", "--stages", "1", f"--device-gib={value}"])
     assert f"argument --device-gib: {value} must be above 0" in capsys.readouterr().err
+
+
+def test_one_worker_has_no_neighbour(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "--stages", "1", "--micro-batches", "2", "--lost", "0", "--at", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "no neighbour that could keep its shadow; add --stages" in said and "mode off" not in said
+
+
+@pytest.mark.parametrize(("nodes", "code"), [("w0,n0\nw1,n1\n", 0), ("w0,n0\n", 3)])
+def test_the_exit_code_agrees_with_the_text(
+    nodes: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", "--nodes", str(_file(tmp_path, nodes)), "--pipelines", "1", "--stages", "1"]
+    assert main(command) == code
+    assert ("FATAL" in capsys.readouterr().out) == (code == 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{}", 'has no "bamboo" section: this is plain DeepSpeed'), ('{"bamboo": {"enabled": false}}', "plain DeepSpeed")],
+)
+def test_doctor_names_a_file_that_does_not_turn_the_plugin_on(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deepspeed_bamboo.cli.doctor.examine", lambda subject: ())
+    assert main(["doctor", "--config", str(_file(tmp_path, text))]) == 0
+    assert words in capsys.readouterr().out
+
+
+def test_doctor_names_a_folder_that_is_not_mounted(tmp_path: Path) -> None:
+    def said(place: Path) -> list[str]:
+        section = BambooConfig.model_validate({"checkpoint": {"dir": str(place)}})
+        return [str(one) for one in check_storage(Subject(ThisMachine(), section=section))]
+
+    assert said(tmp_path / "checkpoints") == []
+    [words] = said(tmp_path / "shared" / "checkpoints")
+    assert f"the folder {tmp_path / 'shared'} is not there" in words
+
+
+def test_a_missing_field_is_named_without_the_whole_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_fleet_spec(_file(tmp_path, '{"name": "gpt", "command": "COMMAND"}'))
+    assert "fleet.machines is missing" in str(caught.value) and "COMMAND" not in str(caught.value)

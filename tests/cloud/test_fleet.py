@@ -116,7 +116,7 @@ def test_a_refused_fleet_leaves_no_template_behind(ec2: Any) -> None:
 
 
 def test_every_resource_is_tagged_and_spot_only() -> None:
-    template, fleet = creating_calls(spec_in(["subnet-1", "subnet-2"], max_dollars_per_hour=0.5))
+    template, fleet = creating_calls(spec_in(["subnet-1", "subnet-2"], max_dollars_per_machine_hour=0.5))
     for call in (template, fleet):
         assert call.arguments["TagSpecifications"][0]["Tags"][0] == {"Key": "deepspeed_bamboo-fleet", "Value": "gpt"}
     capacity = fleet.arguments["TargetCapacitySpecification"]
@@ -130,7 +130,8 @@ def test_the_start_script_repeats_while_machines_are_wanting(tmp_path: Path) -> 
     count = tmp_path / "count"
     command = f'echo "$WORD" >>{count}; [ $(wc -l <{count}) -ge 3 ] && exit 0; exit 75'
     script = user_data(spec_in(["subnet-1"], command=command, directory=str(tmp_path), environment={"WORD": "a b'c"}))
-    done = subprocess.run(["bash", "-c", f"sleep() {{ :; }}\n{script}"], timeout=20, check=True)
+    stubs = 'sleep() { :; }\nds_bamboo() { shift 2; "$@"; }\n'
+    done = subprocess.run(["bash", "-c", stubs + script], timeout=20, check=True)
     assert done.returncode == 0
     assert count.read_text().splitlines() == ["a b'c"] * 3
 
@@ -141,7 +142,11 @@ def test_the_start_script_repeats_while_machines_are_wanting(tmp_path: Path) -> 
         ({"machines": 0}, "fleet.machines"),
         ({"name": "a b"}, "fleet.name"),
         ({"instance_types": []}, "fleet.instance_types"),
-        ({"max_dollars_per_hour": float("inf")}, "fleet.max_dollars_per_hour"),
+        ({"max_dollars_per_machine_hour": float("inf")}, "fleet.max_dollars_per_machine_hour"),
+        (
+            {"max_dollars_per_hour": 0.5},
+            "unknown key fleet.max_dollars_per_hour; did you mean 'max_dollars_per_machine_hour'",
+        ),
         ({"machine": 3}, "unknown key fleet.machine; did you mean 'machines'"),
         ({"environment": {"a-b": "c"}}, "fleet.environment"),
         ({"command": "x" * 20_000}, "more than 16384 bytes"),
@@ -150,14 +155,15 @@ def test_the_start_script_repeats_while_machines_are_wanting(tmp_path: Path) -> 
 def test_what_is_wrong_with_a_spec_is_named(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         spec_in(["subnet-1"], **change)
-    assert words.split(";")[0] in str(caught.value)
+    assert words in str(caught.value)
 
 
 def test_a_dry_run_prints_every_call_and_makes_none(ec2: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fleet", "up", str(EXAMPLE), "--dry-run"]) == 0
     shown = capsys.readouterr().out
+    assert "the fleet costs $3.60 an hour at most (6 machines of $0.6)" in shown
     assert "ec2.create_launch_template" in shown and "ec2.create_fleet" in shown
-    assert read_fleet_spec(EXAMPLE).command in shown  # the start script as text
+    assert f"ds_bamboo run -- bash -c '{read_fleet_spec(EXAMPLE).command}'" in shown  # the start script as text
     assert ec2.describe_fleets()["Fleets"] == []
 
 
