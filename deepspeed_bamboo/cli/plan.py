@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _SHOWN_COORDINATES = 6
 _EXIT_FATAL = 3
+_DESCRIPTION = """Place a grid of pipelines and stages on workers, neighbours and shadows apart in nodes and zones. The
+exit code is 3 if the loss of some node, or of one of several zones, would be fatal."""
 
 
 def add_parser(subparsers: _SubParsers) -> None:
@@ -35,8 +37,7 @@ def add_parser(subparsers: _SubParsers) -> None:
     parser = subparsers.add_parser(
         "plan",
         help="show where coordinates and shadows would go, and what losing a zone or a node would cost",
-        description="Place a grid of pipelines and stages on workers, neighbours and shadows apart in nodes and zones. "
-        "The exit code is 3 if the loss of some node, or of one of several zones, would be fatal.",
+        description=_DESCRIPTION,
     )
     parser.add_argument(
         "--nodes",
