@@ -38,12 +38,13 @@ def store_of(boot: Boot) -> Iterator[EtcdStore]:
 
 def test_another_machine_writes_reads_and_watches(boot: Boot) -> None:
     with store_of(boot) as one, store_of(boot) as other:
-        seen = threading.Event()
-        watch = other.watch("/p/", lambda event: seen.set() if event.kind == "put" else None)
+        kinds = {"resync": threading.Event(), "put": threading.Event()}
+        watch = other.watch("/p/", lambda event: kinds[event.kind].set())
+        assert kinds["resync"].wait(10), "what is written from here on is delivered"
         one.put("/p/a", "x" * 500_000)
         found = other.get("/p/a")
         assert found is not None and found.value == "x" * 500_000
-        assert seen.wait(10)
+        assert kinds["put"].wait(10)
         watch.stop()
 
 
