@@ -123,7 +123,8 @@ def next_target(
         numbered = Sites.of(members)
         pairs = count_pairs(placement.grid, placement.owners, numbered)
         better = (decision.pairs.node, decision.pairs.zone) < (pairs.node, pairs.zone)
-        if same or not (uneven or better):
+        safer = rearrange and _lost_with_a_node(decision.placement, members) < _lost_with_a_node(placement, members)
+        if not safer and (same or not (uneven or better)):
             return None
     names = tuple(site.worker for site in new)
     return Target(
@@ -184,6 +185,12 @@ def transfers(before: Placement, after: Placement) -> tuple[Transfer, ...]:
                 result.append(Transfer(coordinate, source, destination))
                 held.add(destination)
     return tuple(result)
+
+
+def _lost_with_a_node(placement: Placement, members: Sequence[WorkerSite]) -> int:
+    """How many coordinates have owner and shadow on one node, whose loss therefore ends the job."""
+    nodes = {site.worker: site.node for site in members}
+    return sum(nodes.get(placement.owner(c)) == nodes.get(shadow) for c, shadow in placement.shadows)
 
 
 def _most_hosted(placement: Placement) -> int:

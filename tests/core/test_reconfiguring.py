@@ -81,3 +81,16 @@ def test_one_that_stands_by_takes_over_from_one_that_hosts_too_much() -> None:
 def test_nobody_leaves_when_nobody_would_be_left() -> None:
     members = on_nodes("aa")
     assert next_target(place(Grid(1, 2), members), members=members, draining={"a"}) is None
+
+
+def test_at_the_start_shadows_leave_their_owners_node_where_no_owner_has_to_move() -> None:
+    """Three stages on a node of two and one of one: neighbours stay together somewhere, a lost node is survived."""
+    sites = [WorkerSite("w0", "a", "z"), WorkerSite("w1", "a", "z"), WorkerSite("w2", "b", "z")]
+    nodes = {site.worker: site.node for site in sites}
+    launched = Placement.initial(Grid(1, 3), ["w0", "w1", "w2"])
+    assert next_target(launched, members=sites) is None, "later only a loss, a joiner or the time is a reason"
+    target = next_target(launched, members=sites, rearrange=True)
+    assert target is not None
+    placed = target.placement
+    assert all(nodes[placed.owner(c)] != nodes[shadow] for c, shadow in placed.shadows)
+    assert next_target(placed, members=sites, rearrange=True) is None
