@@ -26,6 +26,7 @@ _WINDOWS = ((5, 1.0), (12, 0.75), (30, 0.6))
 _SLOW, _SLOW_IN_NOISE = 0.45, 0.65  # 1.6 times as long; and 1.9, more is never asked for
 _WELL = 0.18
 _LIMIT = 0.8
+_IDLE = 200  # iterations without a pass, after which a slow worker may show again what it can
 _FEW = 30  # values of a worker, before which the threshold is also what the others' largest value was
 _NOISE_FACTOR = 1.9  # the threshold, as a multiple of what nine tenths of the others' values are below
 _SHARE, _SHARE_OVER = 0.25, 0.12  # of an iteration, for a script or a data loader to be named, or no more
@@ -42,12 +43,13 @@ class Slowness:
     speeds: Mapping[WorkerId, float] = field(default_factory=dict)
     paces: Mapping[WorkerId, tuple[float, ...]] = field(default_factory=dict)
     beyond: Mapping[WorkerId, tuple[float, ...]] = field(default_factory=dict)
+    idle: Mapping[WorkerId, int] = field(default_factory=dict)  # iterations in which a slow one had nothing to do
 
     def after(self, ratios: Mapping[WorkerId, float], *, members: Collection[WorkerId]) -> Slowness:
         """With one more iteration, in which the passes of a worker took ``ratios`` times what they should.
 
         The past of a slow worker stays as it was before that, so that it can be seen to be well again. A verdict stays
-        until it is clearly over.
+        until it is clearly over, or the worker has had no work for so long that nobody can know.
         """
         own = {worker: math.log(ratio) - self._usual(worker) for worker, ratio in ratios.items()}
         common = _medians_of_others(own)
@@ -58,6 +60,10 @@ class Slowness:
             beyond[worker] = (*beyond.get(worker, ()), value - common[worker])[-_KEPT:]
             if worker not in self.speeds:
                 paces[worker] = (*paces.get(worker, ()), math.log(ratios[worker]))[-_KEPT:]
+        idle = {worker: self.idle.get(worker, 0) + 1 for worker in speeds if worker not in ratios}
+        for worker in [worker for worker, iterations in idle.items() if iterations >= _IDLE]:
+            del speeds[worker], idle[worker]
+            beyond[worker] = ()
         seen = Slowness(speeds, paces, beyond)
         for worker, its in seen.beyond.items():
             if worker in self.speeds and seen._is_well(worker):
@@ -65,7 +71,7 @@ class Slowness:
                 beyond[worker] = ()
             elif worker not in self.speeds and seen._is_slow(worker):
                 speeds[worker] = math.exp(-median(its[-_WINDOWS[0][0] :]))
-        return Slowness(speeds, paces, beyond)
+        return Slowness(speeds, paces, beyond, idle)
 
     def newest(self, worker: WorkerId) -> float:
         """Of the last iteration; 0 for a worker of which nothing is known."""

@@ -91,6 +91,22 @@ def test_what_is_slow_for_all_names_nobody(workers: int, factor: float) -> None:
     assert found([[0.0] * workers] * 20 + [[math.log(factor)] * workers] * 20) == []
 
 
+def test_a_slow_worker_that_was_relieved_of_everything_may_show_again_what_it_can() -> None:
+    slowness = Slowness()
+    for iteration in range(50):
+        slowness = slowness.after({w: 2.0 if w == "w1" and iteration >= 40 else 1.0 for w in WORKERS}, members=WORKERS)
+    assert set(slowness.speeds) == {"w1"}
+    others = {worker: 1.0 for worker in WORKERS if worker != "w1"}
+    for _ in range(199):
+        slowness = slowness.after(others, members=WORKERS)
+    assert set(slowness.speeds) == {"w1"}
+    slowness = slowness.after(others, members=WORKERS)
+    assert not slowness.speeds
+    for _ in range(5):
+        slowness = slowness.after({**others, "w1": 2.0}, members=WORKERS)
+    assert set(slowness.speeds) == {"w1"}, "still slow: found again as soon as the first time"
+
+
 def test_a_script_and_a_data_loader_are_named_and_forgiven() -> None:
     delays, named = Delays(), []
     for iteration in range(20):
