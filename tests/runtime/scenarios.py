@@ -34,6 +34,7 @@ from tests.runtime.jobs import AWAITED
 
 ADAM = {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
+BUSY_SECONDS = 0.3  # more than a quarter of an iteration of sleeping layers, on loaded cores too
 
 
 @dataclass(frozen=True)
@@ -415,8 +416,8 @@ def train_asleep(
     """Run it; seconds of each step, who hosts what at its end, and who was found slow.
 
     From step ``slow_from`` on ``slow_rank``'s layers take ``times`` as long, or its process is stopped for so many
-    seconds again and again, and runs for as many. ``busy``: the ranks whose "script" or whose "data" take 0.1 s a step
-    from then on.
+    seconds again and again, and runs for as many. ``busy``: the ranks whose "script" or whose "data" take so long in
+    each step from then on.
     """
     engine = build(training)
     rank, busy = int(os.environ["RANK"]), busy or {}
@@ -426,7 +427,7 @@ def train_asleep(
         for number, batch in enumerate(batches):
             first = number % training.micro_batches == 0
             if rank == busy.get("data") and first and number // training.micro_batches >= slow_from:
-                time.sleep(0.1)
+                time.sleep(BUSY_SECONDS)
             yield batch
 
     iterator, seconds = data(), []
@@ -437,7 +438,7 @@ def train_asleep(
                 if stopped_seconds:
                     stack.enter_context(stopped_half_the_time(stopped_seconds))
             if rank == busy.get("script") and engine.global_steps >= slow_from:
-                time.sleep(0.1)
+                time.sleep(BUSY_SECONDS)
             started = time.perf_counter()
             engine.train_batch(iterator)
             seconds.append(time.perf_counter() - started)
