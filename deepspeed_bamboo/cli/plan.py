@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -19,6 +20,8 @@ from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.loss_cost import LossCost, loss_cost
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.placing.balance import Balanced, balance
+from deepspeed_bamboo.core.placing.holding import Memory
+from deepspeed_bamboo.core.placing.sites import WorkerSite
 from deepspeed_bamboo.core.placing.solver import Decision, decide
 from deepspeed_bamboo.core.timing import Profile
 from deepspeed_bamboo.options import positive
@@ -93,26 +96,14 @@ def run(args: argparse.Namespace) -> int:
     try:
         current = read_placement(args.current) if args.current is not None else None
         grid = Grid(args.pipelines, args.stages)
-        protected, alike = args.mode != "off", args.zero == 0
         sites = read_sites(args.nodes)
         profile = Profile.even(grid.stages) if args.profile is None else read_profile(args.profile, grid)
         memory = asked_for(args, [site.worker for site in sites])
-        decision: Decision | Balanced = (
-            balance(
-                grid,
-                sites,
-                profile=profile,
-                micro_batches=args.micro_batches,
-                current=current,
-                protected=protected,
-                alike=alike,
-                memory=memory,
-            )
-            if args.most is None and (len(sites) < len(grid) or profile.speeds)
-            else decide(grid, sites, current=current, most=args.most, protected=protected, alike=alike)
-        )
+        decided = partial(_decided, args, grid, sites, profile, current)
+        decision = decided(memory)
         if memory is not None and not memory.fits(decision.placement, micro_batches=args.micro_batches):
-            raise ValueError(too_little(decision.placement, memory, micro_batches=args.micro_batches))
+            found = too_little(lambda wider: decided(wider).placement, memory, micro_batches=args.micro_batches)
+            raise ValueError(found)
         if args.write is not None:
             args.write.write_text(json.dumps(decision.placement.to_json()) + "\n", encoding="utf-8")
     except OSError as error:
@@ -134,6 +125,30 @@ def run(args: argparse.Namespace) -> int:
     if fatal:
         print(f"\nnot survived: the loss of {', or of '.join(fatal)} (exit code {_EXIT_FATAL})")
     return _EXIT_FATAL if fatal else 0
+
+
+def _decided(
+    args: argparse.Namespace,
+    grid: Grid,
+    sites: Sequence[WorkerSite],
+    profile: Profile,
+    current: Placement | None,
+    memory: Memory | None,
+) -> Decision | Balanced:
+    """The placement, on devices with that much ``memory`` or, without it, with enough."""
+    protected, alike = args.mode != "off", args.zero == 0
+    if args.most is not None or not (len(sites) < len(grid) or profile.speeds):
+        return decide(grid, sites, current=current, most=args.most, protected=protected, alike=alike)
+    return balance(
+        grid,
+        sites,
+        profile=profile,
+        micro_batches=args.micro_batches,
+        current=current,
+        protected=protected,
+        alike=alike,
+        memory=memory,
+    )
 
 
 def _fatal(decision: Decision | Balanced, *, alone: bool = False) -> list[str]:

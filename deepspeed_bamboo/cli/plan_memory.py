@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from deepspeed_bamboo.cli.doctor import model_facts
@@ -18,6 +19,7 @@ HEADING = ("worker", "stages", "shadows", "state", "of shadows", "activations", 
 _MIB, _GIB = 1 << 20, 1 << 30
 _MICRO_BATCH_SIZE = "train_micro_batch_size_per_gpu"
 _HALF = 0.5
+_HALVINGS = 6
 
 
 def estimate(
@@ -71,11 +73,37 @@ LEGEND = (
 )
 
 
-def too_little(placement: Placement, memory: Memory, *, micro_batches: int) -> str:
-    """Why ``placement``, the best that was found, is none: whose device is too small."""
-    held = memory.held(placement, micro_batches=micro_batches)
-    worker = max(memory.room, key=lambda worker: held.get(worker, 0) - memory.room[worker])
+def too_little(placed: Callable[[Memory], Placement], memory: Memory, *, micro_batches: int) -> str:
+    """That no placement fits devices of this size, and the least size for which one was found.
+
+    ``placed`` is the placement that is found for other devices.
+    """
+    given = max(memory.room.values())
+    least = _least_room(placed, memory, given, micro_batches)
     return (
-        f"no placement fits the devices: of the best one found, {worker} would hold {held[worker] / _GIB:.2f} GiB, and "
-        f"--device-gib is {memory.room[worker] / _GIB:.2f}; use more workers, more stages, bf16, or mode off"
+        f"no placement was found that fits the devices: --device-gib is {given / _GIB:.2f}, and the least for which "
+        f"one was found is {least / _GIB:.2f}; use such devices, more workers, more stages, bf16, or mode off"
     )
+
+
+def _least_room(placed: Callable[[Memory], Placement], memory: Memory, given: int, micro_batches: int) -> int:
+    """Bytes of a device: twice as large until a placement fits, then halfway back a few times."""
+
+    def held(room: int) -> int:
+        wider = replace(memory, room=dict.fromkeys(memory.room, room))
+        return max(memory.held(placed(wider), micro_batches=micro_batches).values())
+
+    low, room = given, given
+    found = held(room)
+    while found > room:
+        low, room = room, 2 * room
+        found = held(room)
+    best = found
+    for _ in range(_HALVINGS):
+        middle = (low + best) // 2
+        found = held(middle)
+        if found <= middle:
+            best = found
+        else:
+            low = middle
+    return best

@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from deepspeed_bamboo.errors import EventLogError
 from deepspeed_bamboo.eventlog.costs import MeasuredJob, measured_job
 from deepspeed_bamboo.eventlog.files import read_worker_files
+from deepspeed_bamboo.options import positive
+
+LEASE_SECONDS = 3.0
+"""The default of coordinator.lease_seconds."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -24,6 +29,13 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("log", type=Path, help="event log directory of a run")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
+    parser.add_argument(
+        "--lease-seconds",
+        type=positive,
+        default=LEASE_SECONDS,
+        help="coordinator.lease_seconds: until a machine that vanishes is known to be lost, where in the log only "
+        f"processes died, which is known at once (default: {LEASE_SECONDS:g})",
+    )
     parser.set_defaults(run=run)
 
 
@@ -32,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     files = read_worker_files(arguments.log)
     if not files:
         raise EventLogError(f"no events in {arguments.log}; give the directory that was bamboo.event_log in a run")
-    found = measured_job(files)
+    found = of_vanished_machines(measured_job(files), lease_seconds=arguments.lease_seconds)
     text = json.dumps(found.to_json(), indent=1) + "\n"
     if arguments.output is None:
         print(text, end="")
@@ -40,6 +52,13 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.output.write_text(text, encoding="utf-8")
     print(said(found), file=sys.stderr)
     return 0
+
+
+def of_vanished_machines(found: MeasuredJob, *, lease_seconds: float) -> MeasuredJob:
+    """With no less until a loss is known than a machine takes that vanishes: on a spot market those are lost."""
+    if found.costs.get("detect_seconds", lease_seconds) >= lease_seconds:
+        return found
+    return replace(found, costs={**found.costs, "detect_seconds": lease_seconds})
 
 
 def said(found: MeasuredJob) -> str:

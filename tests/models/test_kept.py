@@ -48,7 +48,14 @@ def test_plan_shows_what_devices_hold_and_plans_nothing_that_they_cannot(
     assert main([*common, *known, "--device-gib", "1"]) == 0
     shown = capsys.readouterr().out
     assert "worker  stages  shadows  state" in shown and shown.count(" MiB") == 4 * 3
-    assert main([*common, *known, "--device-gib", "0.001"]) == 2
-    assert "no placement fits the devices" in capsys.readouterr().err
+    needs = []
+    for given in ("0.001", "0.0001"):
+        assert main([*common, *known, "--device-gib", given]) == 2
+        refused = capsys.readouterr().err
+        assert "no placement was found that fits the devices" in refused
+        needs.append(float(refused.partition("was found is ")[2].partition(";")[0]))
+    assert needs[0] == needs[1], "whatever was asked for"
+    assert main([*common, *known, "--device-gib", str(needs[0] + 0.01)]) == 0
+    capsys.readouterr()
     assert main([*common, "--config", str(config)]) == 2
     assert "give both" in capsys.readouterr().err

@@ -93,6 +93,7 @@ def test_from_a_log_to_advice_with_costs_of_ones_own(tmp_path: Path, capsys: pyt
     assert live is not None
     assert (live.pipelines, live.stages, live.lazy_overhead) == (1, 2, 0.0)
     assert live.regroup_seconds == pytest.approx(0.07)
+    assert live.detect_seconds == 3.0, "a machine that vanishes takes its lease; in the log a process died"
     assert Profile.from_json(json.loads(profile.read_text())) == Profile.from_json(
         PROFILE
     )  # what `plan --profile` reads
