@@ -22,15 +22,11 @@ _TRACKER = "_CUDA_RNG_STATE_TRACKER"
 
 @dataclass(frozen=True)
 class RandomSource:
-    """One of them. ``state`` returns what ``set_state`` takes."""
+    """One of them. ``set_state`` takes what ``state`` returns, ``seed`` a 63-bit number and the worker's device."""
 
     state: Callable[[], Any]
     set_state: Callable[[Any], object]
-    reseed: Callable[[int, torch.device], None]
-
-    def seed(self, seed: int, *, device: torch.device) -> None:
-        """Start from ``seed``, a 63-bit number; ``device`` is the worker's."""
-        self.reseed(seed, device)
+    seed: Callable[[int, torch.device], None]
 
 
 def trackers() -> list[RandomSource]:

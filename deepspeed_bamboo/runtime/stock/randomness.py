@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from weakref import WeakKeyDictionary
 
@@ -32,10 +32,13 @@ def _hashed(text: str) -> int:
 
 
 @contextmanager
-def generators_untouched(device: torch.device) -> Iterator[None]:
-    """Restore torch's, Python's and numpy's global generators, and the states in trackers, at the end."""
+def generators_untouched(device: torch.device, *, known: Sequence[RandomSource] | None = None) -> Iterator[None]:
+    """Restore torch's, Python's and numpy's global generators, and the states in trackers, at the end.
+
+    ``known``: the trackers, where the caller has searched for them.
+    """
     numpy = sys.modules.get("numpy")
-    tracked = [(tracker, tracker.state()) for tracker in trackers()]
+    tracked = [(tracker, tracker.state()) for tracker in (trackers() if known is None else known)]
     python_state = random.getstate()
     numpy_state = numpy.random.get_state() if numpy is not None else None
     devices = [device.index or 0] if device.type == "cuda" else []
@@ -80,7 +83,7 @@ class ModelGenerators:
         if numpy is not None:
             numpy.random.seed(seed % 2**32)
         for number, source in enumerate((*self._trackers, *self._sources_of(module, lent))):
-            source.seed(_hashed(f"{seed}/{number}"), device=self._device)
+            source.seed(_hashed(f"{seed}/{number}"), self._device)
 
     def give_back(self) -> None:
         """The generators are the user's again, as they were when the model got them."""
@@ -90,11 +93,12 @@ class ModelGenerators:
 
     def _lend(self) -> ExitStack:
         lent = self._lent = ExitStack()
-        lent.enter_context(generators_untouched(self._device))
+        # Searching all imports takes milliseconds, and this may come once for each micro-batch.
         if self._times < _LOOKED_AT:
             self._times += 1
             self._trackers = trackers()
             self._sources.clear()
+        lent.enter_context(generators_untouched(self._device, known=self._trackers))
         for sources in self._sources.values():
             for source in sources:
                 lent.callback(source.set_state, source.state())
