@@ -9,13 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from deepspeed_bamboo.config.section import CoordinatorConfig
 from deepspeed_bamboo.errors import EventLogError
 from deepspeed_bamboo.eventlog.costs import MeasuredJob, measured_job
 from deepspeed_bamboo.eventlog.files import read_worker_files
 from deepspeed_bamboo.options import positive
-
-LEASE_SECONDS = 3.0
-"""The default of coordinator.lease_seconds."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -29,12 +27,13 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("log", type=Path, help="event log directory of a run")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
+    lease = CoordinatorConfig().lease_seconds
     parser.add_argument(
         "--lease-seconds",
         type=positive,
-        default=LEASE_SECONDS,
+        default=lease,
         help="coordinator.lease_seconds: until a machine that vanishes is known to be lost, where in the log only "
-        f"processes died, which is known at once (default: {LEASE_SECONDS:g})",
+        f"processes died, which is known at once (default: {lease:g})",
     )
     parser.set_defaults(run=run)
 
