@@ -1,12 +1,15 @@
-"""What a finer grid costs one worker: the same model in 1, 2, 4 and 8 stages, all on that worker; no GPU.
+"""What a finer grid costs: the same model in 1, 2, 4 and 8 stages, all on one worker.
 
     python scripts/bench_blocks.py                          # gpt2-tiny, a minute or two
     python scripts/bench_blocks.py --stages 1 4 --rounds 5
+    python scripts/bench_blocks.py --accelerator cuda --model gpt2-medium --micro-batches 8 --micro-batch-size 16
+    python scripts/bench_blocks.py --workers 2 --stages 2 4 8     # stages of several workers
 
-There are no messages then, so all that a stage costs is switching to it, handing activations over, and its calls of
-autograd and of the optimizer. Reported is the processor time of an iteration (of several jobs the least median), which
-other load disturbs little, and its multiple of one stage's. ``--calls FILE`` keeps a profile of the largest number of
-stages for ``python -m pstats``.
+With one worker there are no messages, so all that a stage costs is switching to it, handing activations over, and its
+calls of autograd and of the optimizer. Reported is the time of an iteration (of several jobs the least median) and its
+multiple of the smallest number of stages: on a CPU the processor time of the first worker, which other load disturbs
+little; on a GPU the time until the device has done all, in bf16. ``--calls FILE`` keeps a profile of the largest number
+of stages for ``python -m pstats``.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -30,10 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gpt2-tiny", help="of scripts/train.py (default: gpt2-tiny)")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4, 8], help="default: 1 2 4 8")
+    parser.add_argument("--workers", type=int, default=1, help="that share the stages (default: 1)")
     parser.add_argument("--rounds", type=int, default=3, help="jobs for each number of stages (default: 3)")
     parser.add_argument("--steps", type=int, default=16, help="of a job (default: 16)")
     parser.add_argument("--micro-batches", type=int, default=8, help="of a step (default: 8)")
     parser.add_argument("--micro-batch-size", type=int, default=2, help="samples (default: 2)")
+    parser.add_argument("--accelerator", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
     parser.add_argument("--calls", type=Path, metavar="FILE", help="keep a profile of the calls")
     parser.add_argument(CONFIGURATION, help=argparse.SUPPRESS)
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
@@ -42,7 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.inside is not None:
         return work(arguments)
     from deepspeed_bamboo.sweep.forked import ForkedJobs
+    from deepspeed_bamboo.sweep.job import job_environment
 
+    # Forked processes can use a GPU only if the one they are forked from has not touched the driver.
+    os.environ.update(job_environment(accelerator=arguments.accelerator), PYTORCH_NVML_BASED_CUDA_CHECK="1")
     seconds: dict[int, list[float]] = {stages: [] for stages in arguments.stages}
     with ForkedJobs(lease_seconds=10.0, limit_seconds=300.0) as jobs, tempfile.TemporaryDirectory() as name:
         for number in range(arguments.rounds):
@@ -51,10 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 folder.mkdir()
                 (folder / "deepspeed.json").write_text(json.dumps(settings(arguments)), encoding="utf-8")
                 script = [__file__, CONFIGURATION, str(folder / "deepspeed.json"), "--inside", str(folder / "result")]
+                script += ["--accelerator", arguments.accelerator]
                 script += ["--model", arguments.model, "--stages", str(stages), "--steps", str(arguments.steps)]
                 if arguments.calls is not None and stages == max(arguments.stages):
                     script += ["--calls", str(arguments.calls)]
-                job = jobs(script, workers=1, folder=folder / "job")
+                job = jobs(script, workers=arguments.workers, folder=folder / "job")
                 if job.exit_code:
                     print((folder / "job" / "output.txt").read_text(encoding="utf-8")[-2000:])
                     return 1
@@ -62,13 +72,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     one = min(seconds[min(seconds)])
     for stages, its in seconds.items():
         shown = ", ".join(f"{1000.0 * value:.1f}" for value in its)
-        print(f"{stages} stages: {1000.0 * min(its):.1f} ms of processor time, {min(its) / one:.3f} ({shown})")
+        kind = "of processor time" if arguments.accelerator == "cpu" else "an iteration"
+        print(f"{stages} stages: {1000.0 * min(its):.1f} ms {kind}, {min(its) / one:.3f} ({shown})")
     return 0
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, object]:
     """DeepSpeed's configuration of a job."""
+    precision = {} if arguments.accelerator == "cpu" else {"bf16": {"enabled": True}}
     return {
+        **precision,
         "train_micro_batch_size_per_gpu": arguments.micro_batch_size,
         "gradient_accumulation_steps": arguments.micro_batches,
         "steps_per_print": 1000000,
@@ -79,7 +92,7 @@ def settings(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def work(arguments: argparse.Namespace) -> int:
-    """In the worker: train, and write the processor time of each step after the first ones."""
+    """In the worker: train, and write the seconds of each step after the first ones."""
     import deepspeed
     import torch
     from deepspeed.pipe import PipelineModule
@@ -102,20 +115,35 @@ def work(arguments: argparse.Namespace) -> int:
     shape = BatchShape(engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps(), pipelines=1)
     dataset = model.open_data(DataPaths(None, target=None, vocabulary=None), 1)
     batches = StepBatches(dataset, shape=shape, current_step=lambda: int(engine.global_steps), pipeline=0)
+    now = _clock(arguments.accelerator)
     seconds, calls = [], cProfile.Profile()
     while engine.global_steps < arguments.steps:
         measured = engine.global_steps >= WARM_UP
         if measured and arguments.calls is not None:
             calls.enable()
-        started = time.process_time()
+        started = now()
         engine.train_batch(batches)
         if measured:
-            seconds.append(time.process_time() - started)
+            seconds.append(now() - started)
         calls.disable()
     if arguments.calls is not None:
         calls.dump_stats(arguments.calls)
-    arguments.inside.write_text(json.dumps(seconds), encoding="utf-8")
+    if deepspeed.comm.get_rank() == 0:
+        arguments.inside.write_text(json.dumps(seconds), encoding="utf-8")
     return 0
+
+
+def _clock(accelerator: str) -> Callable[[], float]:
+    """Returns the seconds that count: on a CPU the processor's, on a GPU those until the device has done all."""
+    if accelerator == "cpu":
+        return time.process_time
+    import torch
+
+    def device_seconds() -> float:
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    return device_seconds
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from deepspeed_bamboo.errors import JobFailedError
 from deepspeed_bamboo.pulse import SIZE_BYTES, Pulse
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, Interruption
 from deepspeed_bamboo.runtime.iteration.bubbles import Bubbles
-from deepspeed_bamboo.runtime.iteration.executor import Executor, IterationContext
+from deepspeed_bamboo.runtime.iteration.executor import Executor
+from deepspeed_bamboo.runtime.iteration.messages import IterationContext
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 from tests.runtime.jobs import Jobs
 from tests.runtime.scenarios import Training, train_and_train_late

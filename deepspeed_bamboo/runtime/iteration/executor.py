@@ -13,12 +13,22 @@ import torch
 from deepspeed_bamboo.core.communication import peer
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.instructions import RECEIVES, SENDS, Instruction, Op
-from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.errors import ModelError
 from deepspeed_bamboo.pulse import IN_SCRIPT, Pulse
 from deepspeed_bamboo.runtime.comm.all_gather import expected_of
 from deepspeed_bamboo.runtime.comm.channel import Message
 from deepspeed_bamboo.runtime.comm.peers import Links
+from deepspeed_bamboo.runtime.iteration.messages import (
+    IterationContext,
+    holder_of,
+    key_of,
+    kind_of,
+    receiver_of,
+    receives,
+    sender_of,
+    sends_behind,
+)
 from deepspeed_bamboo.runtime.iteration.pass_engine import PassEngine
 from deepspeed_bamboo.runtime.iteration.pass_times import PassTimes
 from deepspeed_bamboo.runtime.iteration.recompute import recompute_if_dropped
@@ -28,7 +38,6 @@ from deepspeed_bamboo.runtime.stock.hosting import StageHost
 from deepspeed_bamboo.runtime.stock.randomness import ModelGenerators, forward_seed
 from deepspeed_bamboo.runtime.stock.replica import StageReplica, Tensors
 
-_PRODUCERS = frozenset({Op.FNC, Op.BNC})
 # Where a scripted fault strikes: the names of faults.py for the instructions of a micro-batch.
 FAULT_POINTS = {
     Op.FNC: "forward",
@@ -37,18 +46,6 @@ FAULT_POINTS = {
     Op.SEND_GRAD: "send_grad",
 }
 _REDUNDANT = frozenset({Op.FRC, Op.BRC})
-
-
-@dataclasses.dataclass(frozen=True)
-class IterationContext:
-    """What is constant during one pass over a program."""
-
-    placement: Placement
-    activity: int
-    step: int
-    training: bool
-    micro_batches: int
-    for_shadow: bool = False
 
 
 class Executor:
@@ -129,8 +126,11 @@ class Executor:
             self._engine.iteration_end.launch_late_steps()
 
     def _timed(self, instruction: Instruction, context: IterationContext) -> AbstractContextManager[None]:
-        """Measures the passes of stages that this worker owns."""
+        """Measures passes of stages that this worker owns."""
+        micro_batch = instruction.micro_batch
         if instruction.coordinate is None or not context.training or instruction.op not in (Op.FNC, Op.BNC):
+            return nullcontext()
+        if micro_batch is None or not self.times.wants(micro_batch, of=context.micro_batches):
             return nullcontext()
         return self.times.measuring(instruction.coordinate, forward=instruction.op is Op.FNC)
 
@@ -152,7 +152,7 @@ class Executor:
         messages = {(i.op, i.coordinate, i.to_shadow): i for i in program if i.op in SENDS | RECEIVES}
         self._links.meet(peer(message, placement=context.placement) for message in messages.values())
         placement = context.placement
-        expected = Counter(placement.owner(_sender(i)) for i in program if i.op in RECEIVES)
+        expected = Counter(placement.owner(sender_of(i)) for i in program if i.op in RECEIVES)
         ops = {instruction.op for instruction in program}
         if Op.MIRROR in ops:
             expected.update(placement.owner(coordinate) for coordinate in placement.shadowed_by(self._me))
@@ -160,18 +160,18 @@ class Executor:
         if Op.COMMIT in ops and record is not None:
             expected.update(expected_of(self._me, record.members))
         self._links.expect(expected)
-        away = [i for i in program if i.op not in SENDS or _receiver(i, context) != self._me]
-        self._followed_by = {} if self._engine.dynamic_shape else _sends_behind(away)
+        away = [i for i in program if i.op not in SENDS or receiver_of(i, context) != self._me]
+        self._followed_by = {} if self._engine.dynamic_shape else sends_behind(away)
 
     def _announce(self, send: Instruction, context: IterationContext) -> None:
         """Before the pass whose result ``send`` sends, so that the receiver is ready when the result is."""
         if send.coordinate is None or send.micro_batch is None:
             return
-        receiver = _receiver(send, context)
+        receiver = receiver_of(send, context)
         context = dataclasses.replace(context, for_shadow=send.to_shadow)
         name = "activation" if send.op is Op.SEND_ACTIVATION else "gradient"
-        key = _key(name, send.coordinate, send.micro_batch, context)
-        self._links.announce(receiver, key, kind=_kind(name, send.coordinate, context))
+        key = key_of(name, send.coordinate, send.micro_batch, context)
+        self._links.announce(receiver, key, kind=kind_of(name, send.coordinate, context))
 
     def leave_passes(self) -> None:
         """Before other code runs: gradients are accumulated, and random number generators are the user's again.
@@ -217,7 +217,8 @@ class Executor:
         engine = self._engine
         engine.module.micro_offset = replica.micro_offset + micro_batch
         self._seed_generators(replica, micro_batch, context)
-        self._deferral.note_buffers(replica, micro_batch)
+        if receives(replica.coordinate, me=self._me, context=context):
+            self._deferral.note_buffers(replica, micro_batch)
         engine.stock_forward(buffer_id=micro_batch)
         outputs = engine.pipe_buffers["outputs"][micro_batch]
         if engine.is_last_stage():
@@ -278,14 +279,14 @@ class Executor:
     def _send_activation(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
         outputs = replica.retained_outputs[micro_batch]
         single = isinstance(outputs, torch.Tensor)
-        receiver = _holder(Coordinate(replica.coordinate.pipeline, replica.coordinate.stage + 1), context)
+        receiver = holder_of(Coordinate(replica.coordinate.pipeline, replica.coordinate.stage + 1), context)
         if receiver == self._me:
             return  # which takes it from here
         self._links.send(
             receiver,
             Message(
-                _key("activation", replica.coordinate, micro_batch, context),
-                kind=_kind("activation", replica.coordinate, context),
+                key_of("activation", replica.coordinate, micro_batch, context),
+                kind=kind_of("activation", replica.coordinate, context),
                 data=single,
                 tensors=[outputs] if isinstance(outputs, torch.Tensor) else list(outputs),
             ),
@@ -294,11 +295,12 @@ class Executor:
     def _receive_activation(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
         sender = Coordinate(replica.coordinate.pipeline, replica.coordinate.stage - 1)
         if context.placement.owner(sender) == self._me:
-            outputs = self._host.owned[sender].retained_outputs[micro_batch]
-            self._engine.pipe_buffers["inputs"][micro_batch] = _as_inputs(outputs)
+            # Stock copies inputs before it computes with them, so they can share the outputs' memory.
+            shared = _detached(self._host.owned[sender].retained_outputs[micro_batch])
+            self._engine.pipe_buffers["inputs"][micro_batch] = _as_inputs(shared, copy=False)
             _advance(replica, activations_received=micro_batch + 1)
             return
-        key = _key("activation", sender, micro_batch, context)
+        key = key_of("activation", sender, micro_batch, context)
         message = self._links.receive(context.placement.owner(sender), key, unseen=self._deferral.allows(replica))
         received = tuple(tensor.to(self._engine.device).detach() for tensor in message.tensors)
         # Else it may be a piece of a message, or belong to this worker's other coordinate.
@@ -310,14 +312,14 @@ class Executor:
         _advance(replica, activations_received=micro_batch + 1)
 
     def _send_gradient(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
-        receiver = _holder(Coordinate(replica.coordinate.pipeline, replica.coordinate.stage - 1), context)
+        receiver = holder_of(Coordinate(replica.coordinate.pipeline, replica.coordinate.stage - 1), context)
         if receiver == self._me:
             return  # which takes it from here
         self._links.send(
             receiver,
             Message(
-                _key("gradient", replica.coordinate, micro_batch, context),
-                kind=_kind("gradient", replica.coordinate, context),
+                key_of("gradient", replica.coordinate, micro_batch, context),
+                kind=kind_of("gradient", replica.coordinate, context),
                 tensors=list(replica.retained_gradients[micro_batch]),
             ),
         )
@@ -330,7 +332,7 @@ class Executor:
             replica.received_gradients[micro_batch] = own[0] if single else list(own)
             _advance(replica, gradients_received=micro_batch + 1)
             return
-        key = _key("gradient", sender, micro_batch, context)
+        key = key_of("gradient", sender, micro_batch, context)
         message = self._links.receive(context.placement.owner(sender), key, unseen=self._deferral.allows(replica))
         gradients = [tensor.to(self._engine.device) for tensor in message.tensors]
         replica.received_gradients[micro_batch] = gradients[0] if single else gradients
@@ -338,58 +340,6 @@ class Executor:
             self._deferral.begin(replica, micro_batch, receive=Op.RECV_GRAD, arrival=message.arrival)
             self._redundant.bubbles.arrives(message.arrival.complete)
         _advance(replica, gradients_received=micro_batch + 1)
-
-
-def _key(kind: str, sender: Coordinate, micro_batch: int, context: IterationContext) -> str:
-    suffix = "/shadow" if context.for_shadow else ""
-    return f"{context.activity}/{kind}/{sender}/{micro_batch}{suffix}"
-
-
-def _kind(name: str, sender: Coordinate, context: IterationContext) -> str:
-    return f"{name}/{sender}/{context.training}/{context.for_shadow}"
-
-
-def _sends_behind(program: Sequence[Instruction]) -> dict[tuple[Op, Coordinate | None, int | None], list[Instruction]]:
-    """For every pass of ``program`` the sends that come right after it."""
-    result: dict[tuple[Op, Coordinate | None, int | None], list[Instruction]] = {}
-    last: Instruction | None = None
-    for instruction in program:
-        if instruction.op not in SENDS:
-            last = instruction
-        elif last is not None and last.op in _PRODUCERS and _same_result(last, instruction):
-            result.setdefault((last.op, last.coordinate, last.micro_batch), []).append(instruction)
-    return result
-
-
-def _same_result(produced: Instruction, send: Instruction) -> bool:
-    return produced.coordinate == send.coordinate and produced.micro_batch == send.micro_batch
-
-
-def _sender(receive: Instruction) -> Coordinate:
-    """The coordinate whose output or gradient the instruction ``receive`` receives."""
-    if receive.coordinate is None:
-        raise ValueError(f"{receive} is not an instruction of a coordinate")
-    step = -1 if receive.op is Op.RECV_ACTIVATION else 1
-    return Coordinate(receive.coordinate.pipeline, receive.coordinate.stage + step)
-
-
-def _receiver(send: Instruction, context: IterationContext) -> WorkerId:
-    """The worker for which the instruction ``send`` sends."""
-    if send.coordinate is None:
-        raise ValueError(f"{send} is not an instruction of a coordinate")
-    step = 1 if send.op is Op.SEND_ACTIVATION else -1
-    neighbour = Coordinate(send.coordinate.pipeline, send.coordinate.stage + step)
-    return _holder(neighbour, dataclasses.replace(context, for_shadow=send.to_shadow))
-
-
-def _holder(receiver: Coordinate, context: IterationContext) -> WorkerId:
-    """The worker for which a message to ``receiver`` is meant: its owner, or its shadow's holder."""
-    if not context.for_shadow:
-        return context.placement.owner(receiver)
-    holder = context.placement.shadow(receiver)
-    if holder is None:
-        raise RuntimeError(f"a message for the shadow of {receiver}, which has none: the plan is wrong")
-    return holder
 
 
 def _as_inputs(outputs: Tensors, *, copy: bool = True) -> Tensors:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.runtime.iteration.activity import Round
-from deepspeed_bamboo.runtime.iteration.executor import IterationContext
+from deepspeed_bamboo.runtime.iteration.messages import IterationContext
 from deepspeed_bamboo.runtime.iteration.mirroring import Mirroring, ShadowsToCome
 from deepspeed_bamboo.runtime.iteration.reduction import Reduction
 from deepspeed_bamboo.runtime.iteration.step_calls import StepCalls

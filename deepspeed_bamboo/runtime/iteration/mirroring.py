@@ -8,7 +8,7 @@ from typing import Protocol
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.runtime.comm.channel import Message
-from deepspeed_bamboo.runtime.iteration.executor import IterationContext
+from deepspeed_bamboo.runtime.iteration.messages import IterationContext
 from deepspeed_bamboo.runtime.iteration.step_calls import StepCalls
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.stock.replica import StageReplica

@@ -12,6 +12,7 @@ import torch
 from deepspeed_bamboo.core.grid import Coordinate
 
 _Event: Any = torch.cuda.Event  # without types
+_MEASURED = 4  # micro-batches of an iteration, the first and the last among them
 _WARM_UP = 2  # iterations after a change in which passes take longer than later
 
 Sample = tuple[tuple[tuple[int, float, float], ...], float]
@@ -31,6 +32,12 @@ class PassTimes:
         """What this iteration and the next ones measure says nothing: somebody was lost, or stages moved."""
         self._warm_up = _WARM_UP
         self._begun, self._older = [], []
+
+    def wants(self, micro_batch: int, *, of: int) -> bool:
+        """Whether passes of ``micro_batch`` count. Events cost the host time, so on a GPU a few in an iteration do."""
+        if not self._on_gpu or of <= _MEASURED:
+            return True
+        return micro_batch in {number * (of - 1) // (_MEASURED - 1) for number in range(_MEASURED)}
 
     @contextmanager
     def measuring(self, coordinate: Coordinate, *, forward: bool) -> Iterator[None]:

@@ -8,7 +8,7 @@ from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.planning import plan_inference, plan_iteration
 from deepspeed_bamboo.core.schedule import Mode, Plan
-from deepspeed_bamboo.runtime.iteration.executor import IterationContext
+from deepspeed_bamboo.runtime.iteration.messages import IterationContext
 from deepspeed_bamboo.runtime.iteration.mode_choice import ModeChoice
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 

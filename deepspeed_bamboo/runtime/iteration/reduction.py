@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from deepspeed_bamboo.runtime.iteration.executor import IterationContext
+from deepspeed_bamboo.runtime.iteration.messages import IterationContext
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.stock.collectives import CallSet
 from deepspeed_bamboo.runtime.stock.exchange import exchange_requests
