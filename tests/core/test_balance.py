@@ -86,6 +86,18 @@ def test_no_other_cut_has_a_faster_slowest_block(work: list[float], speeds: list
         assert slowest(owners) == pytest.approx(best)
 
 
+# Seconds of what a search without a limit of time has found, in units of the shortest forward.
+@pytest.mark.parametrize(("workers", "found_by_long_search"), [(3, 360.0), (5, 254.0), (7, 213.75)])
+def test_sixteen_uneven_stages_are_within_5_percent_of_what_a_long_search_finds(
+    workers: int, found_by_long_search: float
+) -> None:
+    forward = tuple(float(1 + stage % 4) for stage in range(16))
+    for handover in (0.0, 0.0625, 0.125):
+        profile = Profile(forward, tuple(2.0 * one for one in forward), handover=handover)
+        found = balance(Grid(1, 16), sites(workers), profile=profile, micro_batches=8)
+        assert found.seconds <= 1.05 * found_by_long_search, handover
+
+
 def test_no_loss_of_a_node_or_zone_is_fatal() -> None:
     grid, workers = Grid(2, 8), sites(5, zones=2)
     placement = balance(grid, workers, profile=Profile.even(8), micro_batches=8).placement
