@@ -24,9 +24,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 CONFIGURATION = "--deepspeed_config"
 WARM_UP = 4
+_GIB = 1 << 30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if job.exit_code:
                     print((folder / "job" / "output.txt").read_text(encoding="utf-8")[-2000:])
                     return 1
+                _print_memory(folder / "job" / "output.txt")
                 seconds[stages].append(median(json.loads((folder / "result").read_text(encoding="utf-8"))))
     one = min(seconds[min(seconds)])
     for stages, its in seconds.items():
@@ -75,6 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         kind = "of processor time" if arguments.accelerator == "cpu" else "an iteration"
         print(f"{stages} stages: {1000.0 * min(its):.1f} ms {kind}, {min(its) / one:.3f} ({shown})")
     return 0
+
+
+def _print_memory(output: Path) -> None:
+    for line in output.read_text(encoding="utf-8").splitlines():
+        if " GiB; " in line:
+            print(line)
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, object]:
@@ -128,9 +137,23 @@ def work(arguments: argparse.Namespace) -> int:
         calls.disable()
     if arguments.calls is not None:
         calls.dump_stats(arguments.calls)
+    if arguments.accelerator == "cuda":
+        print(memory_line(engine, peak_bytes=torch.cuda.max_memory_allocated()), flush=True)
     if deepspeed.comm.get_rank() == 0:
         arguments.inside.write_text(json.dumps(seconds), encoding="utf-8")
     return 0
+
+
+def memory_line(engine: Any, *, peak_bytes: int) -> str:
+    """What this worker's device held at most, and what the engine takes it for when it places stages."""
+    memory, worker = engine.reconfiguration.balancing.memory, engine.worker
+    if memory is None:
+        return f"{worker.me}: peak {peak_bytes / _GIB:.2f} GiB; the engine knows of no limit"
+    held = memory.held(worker.placement, micro_batches=worker.micro_batches)[worker.me]
+    room = memory.room[worker.me]
+    return (
+        f"{worker.me}: peak {peak_bytes / _GIB:.2f} GiB; held {held / _GIB:.2f} GiB of {room / _GIB:.1f}, as measured"
+    )
 
 
 def _clock(accelerator: str) -> Callable[[], float]:

@@ -90,7 +90,7 @@ def model_facts(name: str, stages: int) -> ModelFacts | None:
     # Only where it is asked for: this imports torch and deepspeed, which takes seconds and prints warnings.
     try:
         from deepspeed_bamboo.models.catalog import model_named
-        from deepspeed_bamboo.models.costs import layer_activations, layer_costs, layer_parameters
+        from deepspeed_bamboo.models.costs import activations_with_loss, layer_costs, layer_parameters
         from deepspeed_bamboo.models.partition import balanced_parts
     except ImportError:
         return None
@@ -103,6 +103,6 @@ def model_facts(name: str, stages: int) -> ModelFacts | None:
     parts = balanced_parts(layer_costs(layers, model.sample), min(stages, len(layers)))
     held, kept = (
         tuple(sum(numbers[start:stop]) for start, stop in itertools.pairwise(parts))
-        for numbers in (counts, layer_activations(layers, model.sample))
+        for numbers in (counts, activations_with_loss(layers, model.sample))
     )
     return ModelFacts(name, layers=len(layers), stage_parameters=held, stage_activations=kept)

@@ -40,6 +40,7 @@ EVENTS = (
     "notice",
     "slow_worker",
     "profile",
+    "memory",
     "checkpoint",
     "fatal_restore",
     "restored",

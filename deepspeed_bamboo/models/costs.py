@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 # A layer's other work, in multiples of the memory that its output takes: reading, writing, launching.
@@ -56,16 +57,27 @@ def layer_activations(layers: Sequence[LayerSpec], sample: Any) -> list[int]:
     Parameters are not among them. The input of a layer counts where its backward needs it, and so may count twice: as
     the output of the layer before, and here; as it does where the two are in different stages.
     """
+    return _activations(layers, sample)[0]
+
+
+def activations_with_loss(layers: Sequence[LayerSpec], sample: Any) -> list[int]:
+    """As :func:`layer_activations`; with the last layer also what a loss keeps: the output, and as much again."""
+    kept, output = _activations(layers, sample)
+    sizes = [part.nbytes for part in ((output,) if isinstance(output, Tensor) else output)]
+    return [*kept[:-1], kept[-1] + 2 * sum(sizes)]
+
+
+def _activations(layers: Sequence[LayerSpec], sample: Any) -> tuple[list[int], Any]:
     kept, x = [], _on_meta(sample)
     known: dict[Any, tuple[int, Any]] = {}
-    with torch.device("meta"):
+    with torch.device("meta"), _FusedAttention():
         for spec in layers:
             alike = _kind(spec), _shapes(x)
             if alike not in known:
                 known[alike] = kept_bytes(spec.build(), x, forward=getattr(spec, "forward_fn", None))
             size, x = known[alike]
             kept.append(size)
-    return kept
+    return kept, x
 
 
 def kept_bytes(layer: torch.nn.Module, x: Any, *, forward: Any = None) -> tuple[int, Any]:
@@ -82,6 +94,25 @@ def kept_bytes(layer: torch.nn.Module, x: Any, *, forward: Any = None) -> tuple[
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = layer(inputs) if forward is None else forward(layer, inputs)
     return sum(storage.nbytes() for address, storage in kept.items() if address not in own), _leaves(output)
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Attention as the fused kernels of GPUs do it, which keep no scores. Device "meta" would do it step by step."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.nn.functional.scaled_dot_product_attention and len(args) > 2 and args[0].requires_grad:
+            return _Mixed.apply(*args[:3])  # type: ignore[no-untyped-call]
+        return function(*args, **(kwargs or {}))
+
+
+class _Mixed(torch.autograd.Function):
+    """What fused attention keeps: queries, keys, values and the output."""
+
+    @staticmethod
+    def forward(context: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        context.save_for_backward(query, key, value, output)
+        return output
 
 
 def _leaves(x: Any) -> Any:

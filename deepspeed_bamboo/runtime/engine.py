@@ -41,6 +41,7 @@ from deepspeed_bamboo.runtime.job.session import WorkerSession
 from deepspeed_bamboo.runtime.job.view import CurrentView
 from deepspeed_bamboo.runtime.membership.balancing import Balancing
 from deepspeed_bamboo.runtime.membership.common_state import CommonState, Known
+from deepspeed_bamboo.runtime.membership.device_memory import DeviceMemory, usable_bytes_of
 from deepspeed_bamboo.runtime.membership.own_facts import own_facts
 from deepspeed_bamboo.runtime.membership.reconfiguration import Reconfiguration
 from deepspeed_bamboo.runtime.membership.starting import Built, agreed_seed, enter_first_epoch
@@ -175,7 +176,16 @@ class BambooPipelineEngine(RedoingEngine):
         self.reconfiguration = Reconfiguration(
             self.worker,
             transfer=self.transfer,
-            balancing=Balancing(self.worker, times=self.executor.times, beside=self._take_seconds_beside),
+            balancing=Balancing(
+                self.worker,
+                times=self.executor.times,
+                beside=self._take_seconds_beside,
+                device_memory=DeviceMemory(
+                    self.worker,
+                    kept_bytes=lambda: self.executor.times.kept_bytes,
+                    usable_bytes=usable_bytes_of(self.device),
+                ),
+            ),
             modes=self.modes,
             world=self.world,
             known=self.common.to_json,

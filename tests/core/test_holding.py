@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.placing.balance import balance
-from deepspeed_bamboo.core.placing.holding import Memory
+from deepspeed_bamboo.core.placing.holding import MeasuredMemory, Memory
 from deepspeed_bamboo.core.placing.shadowing import choose_shadows
 from deepspeed_bamboo.core.placing.sites import Sites, WorkerSite
 from deepspeed_bamboo.core.reconfiguring import next_target
@@ -71,6 +71,33 @@ def test_nothing_moves_when_nothing_would_fit() -> None:
     assert next_target(placement, **known) is not None
     full = Memory((10,) * 4, (0,) * 4, {"w0": 10, "w1": 10})
     assert next_target(placement, **known, memory=full) is None
+
+
+def test_what_workers_measure_is_known_of_all_stages_before_it_counts() -> None:
+    grid = Grid(1, 3)
+    owners = dict(zip(grid, ("w0", "w1", "w1"), strict=True))
+    placement = Placement.of(grid, owners=owners, shadows={Coordinate(0, 0): "w1"})
+    first = {"w0": {"stages": [[0, 10, 2]], "usable": 100, "peak": 20}}
+    known = MeasuredMemory().after(first, placement, micro_batches=4)
+    assert known.of(3, members=("w0", "w1")) is None
+    both = {**first, "w1": {"stages": [[1, 13, 3], [2, 8, 1]], "usable": 80, "peak": 40}}
+    known = known.after(both, placement, micro_batches=4)
+    # w0 holds 10 + 2 * 2 of its peak of 20, w1 13 + 8 + 10 for its shadow and 3 + 1 of 40.
+    rooms = {"w0": 94 - 6, "w1": 75 - 5}
+    assert known.of(3, members=("w0", "w1")) == Memory((10, 13, 8), (2, 3, 1), rooms)
+    # Without the worker that was lost, whose stage is as large as before.
+    assert known.of(3, members=("w1",)) == Memory((10, 13, 8), (2, 3, 1), {"w1": 70})
+
+
+def test_of_a_stage_that_several_pipelines_have_the_most_counts() -> None:
+    grid = Grid(2, 1)
+    placement = Placement.of(grid, owners=dict(zip(grid, ("w0", "w1"), strict=True)), shadows={})
+    seen = {
+        "w0": {"stages": [[0, 10, 4]], "usable": 100, "peak": 0},
+        "w1": {"stages": [[0, 11, 3]], "usable": 100, "peak": 0},
+    }
+    known = MeasuredMemory().after(seen, placement, micro_batches=1)
+    assert known.of(1, members=("w0", "w1")) == Memory((11,), (4,), {"w0": 94, "w1": 94})
 
 
 @settings(max_examples=50, deadline=None)

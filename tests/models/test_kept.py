@@ -28,6 +28,13 @@ def test_counted_on_meta_it_is_what_a_forward_on_the_cpu_keeps(micro_batch: int)
     assert [size * micro_batch for size in counted] == pytest.approx(measured, rel=0.1)
 
 
+def test_fused_attention_keeps_no_scores() -> None:
+    """On a GPU a block of gpt2-medium was measured to keep 34.1 MiB of one sample in bf16, half of this."""
+    model = model_named("gpt2-medium")
+    block = layer_activations(model.layers(dropout=0.0)[:3], model.sample)[2]
+    assert block / 2**20 == pytest.approx(2 * 34.1, rel=0.02)
+
+
 def test_an_estimate_counts_parameters_gradients_moments_and_samples() -> None:
     model = ModelFacts("m", layers=4, stage_parameters=(100, 200), stage_activations=(1000, 0))
     settings = {"optimizer": {"type": "Adam"}, "train_micro_batch_size_per_gpu": 4}

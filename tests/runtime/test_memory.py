@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from deepspeed_bamboo.doctor.memory import bytes_each
+from deepspeed_bamboo.runtime.membership.device_memory import state_bytes
 from tests.runtime import models
 from tests.runtime.jobs import Jobs
 from tests.runtime.scenarios import Training, build, settings_of
@@ -26,7 +27,8 @@ def train_measured(training: Training) -> dict[str, Any]:
                 for tensor in (parameter, parameter.grad, *state):
                     if hasattr(tensor, "untyped_storage"):
                         storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        found[name] = [sum(storages.values()), sum(p.numel() for p in replica.module.parameters())]
+        parameters = sum(parameter.numel() for parameter in replica.module.parameters())
+        found[name] = [sum(storages.values()), parameters, state_bytes(replica)]
 
     while engine.global_steps < training.steps:
         if engine.global_steps == training.steps - 1:
@@ -46,5 +48,6 @@ def test_state_takes_what_is_estimated(jobs: Jobs) -> None:
     found = {name: sizes for value in result.values.values() for name, sizes in value.items()}
     assert sorted(found) == ["owned 0.0", "owned 0.1", "shadow 0.0", "shadow 0.1"], result.transcript()
     each = bytes_each(settings_of(training), 1)
-    for measured, parameters in found.values():
+    for measured, parameters, by_engine in found.values():
         assert measured == pytest.approx(parameters * each, rel=0.05)
+        assert by_engine == pytest.approx(measured, rel=0.02)

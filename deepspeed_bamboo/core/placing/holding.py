@@ -7,13 +7,15 @@ way between a block's forwards and its backwards: at most one more than there ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.placement import Placement, WorkerId
+
+_USABLE = 0.94  # of a device: the rest is in pieces that are too small
 
 
 @dataclass(frozen=True)
@@ -72,3 +74,46 @@ class Memory:
     def fits(self, placement: Placement, *, micro_batches: int) -> bool:
         """Whether every worker can hold what ``placement`` gives it."""
         return not self.excess(self.held(placement, micro_batches=micro_batches))
+
+
+@dataclass(frozen=True)
+class MeasuredMemory:
+    """What workers have measured: by stage the bytes of its state and of a micro-batch's activations, and the rooms."""
+
+    stages: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    room: Mapping[WorkerId, int] = field(default_factory=dict)
+
+    def after(
+        self, seen: Mapping[WorkerId, Mapping[str, Any]], placement: Placement, *, micro_batches: int
+    ) -> MeasuredMemory:
+        """With what the workers in ``seen`` say of iterations with ``placement``.
+
+        They say ``stages``, triples of a stage and its two sizes; ``usable``, what tensors can take on the device; and
+        ``peak``, what they took at most. What the peak has beyond stages and shadows, kernels need besides: as much
+        stays free. Of a stage that several workers own, in several pipelines, the most counts.
+        """
+        newest: dict[int, tuple[int, int]] = {}
+        for value in seen.values():
+            for stage, state, activations in value["stages"]:
+                known = newest.get(stage, (0, 0))
+                newest[stage] = (max(known[0], state), max(known[1], activations))
+        stages, rooms = {**self.stages, **newest}, dict(self.room)
+        sizes = _memory(stages, placement.grid.stages, {})
+        held = {} if sizes is None else sizes.held(placement, micro_batches=micro_batches)
+        for worker, value in sorted(seen.items()):
+            if sizes is not None:
+                besides = max(0, int(value["peak"]) - held.get(worker, 0))
+                rooms[worker] = int(_USABLE * value["usable"]) - besides
+        return MeasuredMemory(stages, rooms)
+
+    def of(self, stages: int, *, members: Collection[WorkerId]) -> Memory | None:
+        """For placing ``stages`` on ``members``; None until every stage is known, and where no room is limited."""
+        room = {worker: its for worker, its in self.room.items() if worker in members}
+        return _memory(self.stages, stages, room) if room else None
+
+
+def _memory(sizes: Mapping[int, tuple[int, int]], stages: int, room: Mapping[WorkerId, int]) -> Memory | None:
+    if any(stage not in sizes for stage in range(stages)):
+        return None
+    state, activations = zip(*(sizes[stage] for stage in range(stages)), strict=True)
+    return Memory(state, activations, room)

@@ -84,7 +84,8 @@ class Executor:
         self._before = before
         self._after = after
         self._redundant, self._pulse = redundant, pulse
-        self.times = PassTimes(engine.device)
+        on_gpu = engine.device.type == "cuda"
+        self.times = PassTimes(engine.device, allocated=torch.cuda.memory_allocated if on_gpu else None)
         self._deferral = Deferral(engine, host=host, interruption=engine.session.interruption)
         self._generators = ModelGenerators(engine.device)
         self._followed_by: dict[tuple[Op, Coordinate | None, int | None], list[Instruction]] = {}

@@ -1,10 +1,10 @@
-"""Measures how long this worker's passes take, by stage; on a GPU by events that nobody waits for."""
+"""Measures what this worker's passes take, by stage: seconds, on a GPU by events that nobody waits for, and memory."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from deepspeed_bamboo.core.grid import Coordinate
 
 _Event: Any = torch.cuda.Event  # without types
 _MEASURED = 4  # micro-batches of an iteration, the first and the last among them
+_WEIGHED = 8  # forwards of a stage whose memory is measured: the least of them counts, since the first allocate more
 _WARM_UP = 2  # iterations after a change in which passes take longer than later
 
 Sample = tuple[tuple[tuple[int, float, float], ...], float]
@@ -20,9 +21,16 @@ Sample = tuple[tuple[tuple[int, float, float], ...], float]
 
 
 class PassTimes:
-    """Of one worker. Forwards and backwards that belong to an undisturbed iteration count, others don't."""
+    """Of one worker. Forwards and backwards that belong to an undisturbed iteration count, others don't.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: the worker's.
+        allocated: returns the bytes that tensors take on the device; None where nobody counts them.
+    """
+
+    def __init__(self, device: torch.device, *, allocated: Callable[[], int] | None) -> None:
+        self._allocated = allocated
+        self._kept: dict[int, list[int]] = {}
         self._on_gpu = device.type == "cuda"
         self._begun: list[tuple[int, bool, Any, Any]] = []  # stage, whether it is a forward, from, to
         self._older: list[tuple[int, bool, Any, Any]] = []  # of the iteration before
@@ -31,7 +39,12 @@ class PassTimes:
     def disturb(self) -> None:
         """What this iteration and the next ones measure says nothing: somebody was lost, or stages moved."""
         self._warm_up = _WARM_UP
-        self._begun, self._older = [], []
+        self._begun, self._older, self._kept = [], [], {}
+
+    @property
+    def kept_bytes(self) -> Mapping[int, int]:
+        """By stage what a forward keeps on the device for its backward, once it is known."""
+        return {stage: min(its) for stage, its in self._kept.items() if len(its) == _WEIGHED}
 
     def wants(self, micro_batch: int, *, of: int) -> bool:
         """Whether passes of ``micro_batch`` count. Events cost the host time, so on a GPU a few in an iteration do."""
@@ -43,8 +56,19 @@ class PassTimes:
     def measuring(self, coordinate: Coordinate, *, forward: bool) -> Iterator[None]:
         """A pass of a stage that this worker owns runs inside."""
         start = self._mark()
-        yield
+        with self._weighing(coordinate.stage) if forward and self._allocated is not None else nullcontext():
+            yield
         self._begun.append((coordinate.stage, forward, start, self._mark()))
+
+    @contextmanager
+    def _weighing(self, stage: int) -> Iterator[None]:
+        its = self._kept.setdefault(stage, [])
+        if self._allocated is None or len(its) == _WEIGHED:
+            yield
+            return
+        before = self._allocated()
+        yield
+        its.append(max(0, self._allocated() - before))
 
     def sample(self) -> Sample | None:
         """Of the iteration that ends now; None after a change. On a GPU of the one before, as far as the device is."""

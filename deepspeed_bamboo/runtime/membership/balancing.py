@@ -19,13 +19,15 @@ from deepspeed.utils import logger
 from deepspeed_bamboo.coordination import EpochRecord
 from deepspeed_bamboo.core.measuring import Measured
 from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.core.placing.holding import MeasuredMemory, Memory
 from deepspeed_bamboo.core.slowness import DATA, SCRIPT, Cause, Delays
 from deepspeed_bamboo.core.timing import Profile, with_handover
 from deepspeed_bamboo.runtime.iteration.pass_times import PassTimes
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
+from deepspeed_bamboo.runtime.membership.device_memory import DeviceMemory
 
-_PASSES, _BESIDE = "passes", "beside"
+_PASSES, _BESIDE, _MEMORY = "passes", "beside", "memory"
 _BUSY_WITH = {DATA: "reading its data", SCRIPT: "in its script, between two calls of the engine"}
 _DRAIN_SECONDS = 60.0
 _SPANS = 3  # iterations of a placement that are timed as a whole
@@ -39,13 +41,23 @@ class Balancing:
         worker: whose placement counts.
         times: what this worker measures of its passes.
         beside: returns what this worker was busy with besides since it was asked last, in seconds.
+        device_memory: measures what this worker's stages take.
     """
 
-    def __init__(self, worker: Worker, *, times: PassTimes, beside: Callable[[], Mapping[Cause, float]]) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        times: PassTimes,
+        beside: Callable[[], Mapping[Cause, float]],
+        device_memory: DeviceMemory,
+    ) -> None:
         self._worker = worker
         self._times = times
         self._beside = beside
+        self._device_memory = device_memory
         self._measured = Measured()
+        self._memory = MeasuredMemory()
         self._delays = Delays()
         self._placement: Placement | None = None
         self._timed: Placement | None = None  # the placement of which spans are
@@ -59,6 +71,11 @@ class Balancing:
         """What is measured, once every stage is."""
         profile = self._measured.profile(self._worker.grid.stages)
         return profile if profile is None or self._handover is None else replace(profile, handover=self._handover)
+
+    @property
+    def memory(self) -> Memory | None:
+        """What stages take on devices, and how much room there is; None until it is known, and on CPUs."""
+        return self._memory.of(self._worker.grid.stages, members=self._worker.record.members)
 
     @property
     def slow_workers(self) -> Mapping[WorkerId, float]:
@@ -85,7 +102,10 @@ class Balancing:
             self._times.disturb()
         sample = self._times.sample()
         beside = self._beside()
-        return {} if sample is None else {_PASSES: sample, _BESIDE: beside}
+        if sample is None:
+            return {}
+        memory = self._device_memory.measured()
+        return {_PASSES: sample, _BESIDE: beside, **({} if memory is None else {_MEMORY: memory})}
 
     def note(self, agreed: Mapping[WorkerId, Mapping[str, Any]]) -> None:
         """At the end of an iteration: take in what all have handed in, the same on every worker."""
@@ -96,6 +116,7 @@ class Balancing:
         }
         if not samples:
             return
+        self._note_memory({w: agreed[w][_MEMORY] for w in samples if agreed[w].get(_MEMORY)})
         span = max(value[_PASSES][1] for value in agreed.values() if value.get(_PASSES))
         self._note_span(span)
         before, self._measured = self._measured.speeds, self._measured.after(samples, members=agreed.keys())
@@ -105,6 +126,14 @@ class Balancing:
         self._delays = self._delays.after(beside, passes_seconds=span, members=agreed.keys())
         self._tell_delays(named, self._delays.found)
         self._write()
+
+    def _note_memory(self, seen: Mapping[WorkerId, Mapping[str, Any]]) -> None:
+        if not seen:
+            return
+        worker, before = self._worker, self.memory
+        self._memory = self._memory.after(seen, worker.placement, micro_batches=worker.micro_batches)
+        if self.memory is not None and self.memory != before and self._worker.is_reporter:
+            self._worker.log_event("memory", **self.memory.to_json())
 
     def _note_span(self, seconds: float) -> None:
         """What all passes of an iteration have taken: once it is known of a placement, it shows what messages cost."""

@@ -86,6 +86,7 @@ class Reconfiguration:
         self._taken_in: set[WorkerId] = set()
         self._noticed_at: float | None = None
         self._said_why_not = False
+        self._without_room: tuple[WorkerId, ...] = ()
         self.stop_agreed = False
         self.balancing = balancing
         self._moved_seconds = 0.0
@@ -125,7 +126,10 @@ class Reconfiguration:
             profile=profile,
             micro_batches=worker.micro_batches,
             look=self.balancing.is_due(record) and movable,
+            memory=self.balancing.memory,
         )
+        if target is None and self.balancing.memory is not None:
+            self._say_what_has_no_room(members, draining)
         return None if target is None else Wish(record.number, target=target)
 
     def contribution(self) -> dict[str, Any]:
@@ -148,6 +152,14 @@ class Reconfiguration:
                 "and an iterator has the data of one only. Call engine.set_data_source(lambda pipeline, step: "
                 "iterator) on every rank before training, or pass training_data to initialize"
             )
+
+    def _say_what_has_no_room(self, members: Sequence[WorkerSite], draining: Container[str]) -> None:
+        leaving = tuple(site.worker for site in members if site.node in draining)
+        if len(leaving) < len(members) and leaving != self._without_room:
+            self._without_room = leaving
+            if leaving:
+                what = f"what {', '.join(leaving)} hold is not moved elsewhere"
+                tell(self._worker, f"{what}: the other workers' devices have no room for it")
 
     def _log_notice(self) -> None:
         """Write the event of a notice that this worker's node has been given, once."""

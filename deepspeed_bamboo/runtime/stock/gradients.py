@@ -39,6 +39,19 @@ def _(optimizer: BF16_Optimizer, module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 @singledispatch
+def gradient_bytes(optimizer: Any, module: torch.nn.Module) -> int:
+    """What the gradients of a stage take on its device while micro-batches are accumulated, in bytes."""
+    return sum(parameter.nbytes for parameter in parameters(module))
+
+
+@gradient_bytes.register
+def _(optimizer: BF16_Optimizer, module: torch.nn.Module) -> int:
+    of_one_backward = sum(parameter.nbytes for parameter in parameters(module))
+    totals: list[torch.Tensor] = optimizer.fp32_groups_gradients_flat
+    return of_one_backward + sum(total.nbytes for total in totals)
+
+
+@singledispatch
 def clear_gradients(optimizer: Any, module: torch.nn.Module) -> None:
     """Forget everything accumulated so far, as at the start of an iteration."""
     for parameter in module.parameters():
