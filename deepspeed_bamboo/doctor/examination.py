@@ -11,7 +11,7 @@ from deepspeed_bamboo.doctor.gpus import check_gpus, check_nccl_settings
 from deepspeed_bamboo.doctor.hosts import check_hosts, check_paths
 from deepspeed_bamboo.doctor.losses import check_losses
 from deepspeed_bamboo.doctor.memory import check_memory
-from deepspeed_bamboo.doctor.network import check_network
+from deepspeed_bamboo.doctor.network import check_network, check_secret
 from deepspeed_bamboo.doctor.settings import check_settings
 from deepspeed_bamboo.doctor.software import check_software
 from deepspeed_bamboo.doctor.storage import check_storage
@@ -24,6 +24,7 @@ CHECKS: tuple[Check, ...] = (
     check_nccl_settings,
     check_system,
     check_network,
+    check_secret,
     check_hosts,
     check_paths,
     check_settings,

@@ -8,11 +8,15 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Protocol
 
 import psutil
+
+from deepspeed_bamboo.errors import ConfigError
+from deepspeed_bamboo.trust.secret import read_key
 
 _QUERY_SECONDS = 20.0
 _MIB = 1 << 20
@@ -61,6 +65,9 @@ class Machine(Protocol):
 
     def clock_is_synchronised(self) -> bool | None:
         """Whether something keeps the clock right."""
+
+    def secret_problem(self, environment: Mapping[str, str]) -> str | None:
+        """What is wrong with the file of the secret that machines share; None where nothing is, or there is no file."""
 
 
 class ThisMachine:
@@ -136,3 +143,11 @@ class ThisMachine:
             return None
         status = int.from_bytes(state.raw[_STATUS_OFFSET : _STATUS_OFFSET + 4], sys.byteorder)
         return None if code < 0 else not status & _UNSYNCHRONISED
+
+    def secret_problem(self, environment: Mapping[str, str]) -> str | None:
+        """See :class:`Machine`."""
+        try:
+            read_key(environment)
+        except ConfigError as error:
+            return str(error)
+        return None

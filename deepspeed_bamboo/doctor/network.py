@@ -1,11 +1,13 @@
-"""Checks ports and interfaces of this machine, and variables of another launcher."""
+"""Checks ports, interfaces, address and secret of this machine, and variables of another launcher."""
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterator
 
 from deepspeed_bamboo.doctor.finding import Finding
 from deepspeed_bamboo.doctor.subject import Subject
+from deepspeed_bamboo.protocol import ADDRESS
 
 _DEFAULT_PORT = "29500"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -33,8 +35,35 @@ def check_network(subject: Subject) -> Iterator[Finding]:
                     f"{variable} names {name!r}, and this machine has {', '.join(sorted(known))}",
                     f"unset {variable}, or name an interface that all machines have",
                 )
+    yield from _own_address(subject)
     for variable in _LEFT_BEHIND:
         if variable in subject.environment:
             yield Finding(
                 f"{variable} is set: workers would look for a store that torchrun serves", f"unset {variable}"
             )
+
+
+def check_secret(subject: Subject) -> Iterator[Finding]:
+    """Checks the file of the secret that machines share; where there is none, a job makes it."""
+    problem = subject.machine.secret_problem(subject.environment)
+    if problem is not None:
+        what, _, remedy = problem.rpartition("; ")
+        yield Finding(what, remedy)
+
+
+def _own_address(subject: Subject) -> Iterator[Finding]:
+    given = subject.environment.get(ADDRESS)
+    if not given:
+        return
+    own = subject.machine.addresses()
+    resolved = given if given in own else subject.machine.resolve(given)
+    if resolved not in own:
+        yield Finding(
+            f"{ADDRESS} is {given!r}, which is no address of this machine; it has {', '.join(sorted(own))}",
+            "name the one under which the other machines reach this one, or unset it",
+        )
+    elif len(subject.hosts) > 1 and ipaddress.ip_address(resolved).is_loopback:
+        yield Finding(
+            f"{ADDRESS} is {given!r}, where other machines don't reach this one, and there are {len(subject.hosts)}",
+            "name the address that they reach, or unset it",
+        )

@@ -27,6 +27,7 @@ class FakeMachine:
     used_ports: frozenset[int] = frozenset()
     shared_bytes: int | None = 8 * GIB
     synchronised: bool | None = True
+    wrong_secret: str | None = None
 
     def python(self) -> tuple[int, ...]:
         return self.python_version
@@ -57,6 +58,9 @@ class FakeMachine:
 
     def clock_is_synchronised(self) -> bool | None:
         return self.synchronised
+
+    def secret_problem(self, environment: Mapping[str, str]) -> str | None:
+        return self.wrong_secret
 
 
 SETTINGS = {

@@ -179,6 +179,24 @@ FAULTS: dict[str, tuple[dict[str, Any], bool, str, str]] = {
         "TORCHELASTIC_USE_AGENT_STORE is set",
         "unset",
     ),
+    "22 an address of another machine": (
+        {"environment": {"BAMBOO_ADDRESS": "10.0.0.9"}},
+        True,
+        "BAMBOO_ADDRESS is '10.0.0.9', which is no address of this machine; it has 10.0.0.1, 127.0.0.1",
+        "unset it",
+    ),
+    "23 an address that others don't reach": (
+        {"environment": {"BAMBOO_ADDRESS": "127.0.0.1"}},
+        True,
+        "BAMBOO_ADDRESS is '127.0.0.1', where other machines don't reach this one, and there are 4",
+        "name the address that they reach",
+    ),
+    "24 a secret that others can read": (
+        {"machine": FakeMachine(wrong_secret="the secret S must be a file that nobody else can read; use chmod 600")},
+        True,
+        "the secret S must be a file that nobody else can read",
+        "use chmod 600",
+    ),
 }
 
 
@@ -288,6 +306,15 @@ def test_this_machine_answers_every_question() -> None:
         used.bind(("", 0))
         used.listen()
         assert not machine.port_is_free(used.getsockname()[1])
+
+
+@pytest.mark.parametrize(("mode", "problem"), [(0o600, None), (0o644, "nobody else can read")])
+def test_this_machine_looks_at_the_secret_file(tmp_path: Path, mode: int, problem: str | None) -> None:
+    file = tmp_path / "secret"
+    file.write_text("5" * 64, encoding="ascii")
+    file.chmod(mode)
+    found = ThisMachine().secret_problem({"BAMBOO_SECRET_FILE": str(file)})
+    assert found is None if problem is None else problem in (found or "")
 
 
 def test_host_files(tmp_path: Path) -> None:
