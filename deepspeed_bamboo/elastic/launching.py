@@ -205,8 +205,8 @@ def _check_helpers(slot: Slot, config: BambooConfig, *, running: RunningJob | No
     rule = 'redundancy.mode is "off", and without redundancy a job accepts no further workers'
     if running is not None:
         raise LaunchError(
-            f"job {running.coordinator.job!r} is already running; {rule}. Start the job with another mode to let "
-            "join it, or give this command another --job"
+            f"job {running.coordinator.job!r} is already running; {rule}. Start the job in another mode, so that "
+            "workers can join it, or give this command another --job"
         )
     if slot.workers < slot.world_size:
         raise LaunchError(

@@ -175,6 +175,6 @@ def test_without_redundancy_nobody_is_left_waiting(launch_job: Callable[..., Lau
             first.wait_for("in an epoch", times=2)
             with launch_job(tmp_path / "c", TRAIN, options=ONE_MORE, config=settings) as second:
                 assert second.wait(within_seconds=120) != 0
-            assert "job 'grows' runs already" in second.output and "another --job" in second.output, second.output
+            assert "job 'grows' is already running" in second.output and "another --job" in second.output, second.output
             first.process.terminate()
             first.wait(within_seconds=60)
