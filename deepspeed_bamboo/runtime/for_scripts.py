@@ -23,6 +23,7 @@ from deepspeed_bamboo.runtime.job.script_clock import ScriptClock
 from deepspeed_bamboo.runtime.job.view import CurrentView
 from deepspeed_bamboo.runtime.recovery.agreed_digest import agreed_digest
 from deepspeed_bamboo.runtime.recovery.whole_state import collect_whole_state
+from deepspeed_bamboo.runtime.stock.hosted_view import in_thread_of_script
 
 _LAST_MESSAGES_SECONDS = 5.0
 
@@ -70,10 +71,13 @@ class ScriptEngine(FedEngine):
 
     def _shown_to_script(self) -> list[PipelineModule] | None:
         """The modules that stand for the script's one, see :func:`show_all_hosted`."""
-        outside = threading.current_thread() is threading.main_thread() and not self._working
-        if not outside or self._stage_host is None or not self.view.entered:
+        if self._stage_host is None or not self.view.entered:
             return None
-        return list(self.hosted_modules().values())
+        if in_thread_of_script():
+            # Training may go on meanwhile, so nothing is put aside or waited for.
+            return [replica.module for replica in self.host.owners()]
+        outside = threading.current_thread() is threading.main_thread() and not self._working
+        return list(self.hosted_modules().values()) if outside else None
 
     def hosted_modules(self) -> dict[Coordinate, PipelineModule]:
         """The modules of all stages that this worker hosts now, by coordinate (pipeline, stage), in grid order.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,11 @@ def train_with_habits(training: Training, folder: str) -> dict[str, Any]:
         sizes.append(float(engine.get_additional_losses()["size"]))
     result = {"losses": losses, "sizes": sizes, "own": digest(dict(module.named_parameters()))}
     assert list(module.state_dict()) == [name for name, _ in module.named_parameters()]
+    saved: list[dict[str, str]] = []
+    saver = threading.Thread(target=lambda: saved.append(digest(engine.module.state_dict())))
+    saver.start()
+    saver.join()
+    assert saved == [result["own"]], "a thread that saves sees what the script sees"
     if training.faults is not None:
         hosted = engine.hosted_modules()
         assert sum(len(list(part.parameters())) for part in module.children()) <= len(result["own"])

@@ -7,6 +7,7 @@ all. DeepSpeed and the plugin, which work on one stage at a time, see that stage
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,15 +19,30 @@ Hosted = Callable[[], Sequence[PipelineModule] | None]
 """The modules of all stages hosted now, in order; None while DeepSpeed or the plugin is at work."""
 
 
+# Names of threads that are not the script's: the plugin's own, and those of autograd, which Python only hears of.
+_OTHERS_THREADS = ("bamboo-", "Dummy-")
+
+
+def in_thread_of_script() -> bool:
+    """Whether this is a thread that the script has started, to save weights in it, say."""
+    current = threading.current_thread()
+    return current is not threading.main_thread() and not current.name.startswith(_OTHERS_THREADS)
+
+
 def show_all_hosted(module: PipelineModule, hosted: Hosted) -> None:
     """From now on ``module``, and every module made like it, shows the layers of all that is ``hosted``."""
     original, scripts_own = type(module), module
 
     def shown_for(asked: PipelineModule) -> Sequence[PipelineModule]:
-        """All that is hosted, for the script's module and those hosted; a shadow shows itself."""
+        """All that is hosted, for the script's module and those hosted; a shadow shows itself.
+
+        A thread of the script's that reads ``engine.module`` may get whatever the engine works on, and means all.
+        """
         found = hosted()
-        stands_for_all = found is not None and (asked is scripts_own or any(asked is one for one in found))
-        return found if found is not None and stands_for_all else [asked]
+        if found is None:
+            return [asked]
+        stands_for_all = asked is scripts_own or any(asked is one for one in found) or in_thread_of_script()
+        return found if stands_for_all else [asked]
 
     def named_modules(
         self: PipelineModule, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
