@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_bamboo.core.contributions import merged
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.core.schedule import Mode
@@ -140,7 +141,7 @@ class BambooPipelineEngine(RedoingEngine):
             contributors=Contributors(
                 prepare=self.complete_data,
                 first=self._first_contribution,
-                last=lambda: {**self.shadow_rebuild.contribution(), **self.failover.contribution()},
+                last=lambda: merged(self.shadow_rebuild.contribution(), self.failover.contribution()),
                 counts=lambda agreed: self.redundancy_repair.count_on_rebuilt(agreed),
                 rebuilt=lambda: self.shadow_rebuild,
             ),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from deepspeed_bamboo.core.contributions import merged
 from deepspeed_bamboo.core.memory_rounds import MemoryProgress
 from deepspeed_bamboo.runtime.checkpoint.automatic import AutomaticCheckpoints
 from deepspeed_bamboo.runtime.iteration.activity import ActivityState
@@ -53,14 +54,14 @@ class RedoingEngine(ConfigurableEngine):
         losses: dict[str, Any] = {"losses": stage_losses(self)}  # type: ignore[arg-type]
         if self.failover.redoing:
             return losses
-        return {
-            **losses,
-            **self._memory_contribution(),
-            **self.modes.contribution(),
-            **self.owner_changes.contribution(),
-            **(self.checkpoints.contribution() if self.checkpoints is not None else {}),
-            **self.reconfiguration.contribution(),
-        }
+        return merged(
+            losses,
+            self._memory_contribution(),
+            self.modes.contribution(),
+            self.owner_changes.contribution(),
+            self.checkpoints.contribution() if self.checkpoints is not None else {},
+            self.reconfiguration.contribution(),
+        )
 
     def _take_in_what_was_agreed(self) -> None:
         """What all have handed in with the iteration that has just ended; an iteration done again brings no news."""

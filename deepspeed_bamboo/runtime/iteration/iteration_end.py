@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from deepspeed_bamboo.core.contributions import merged
 from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.runtime.iteration.activity import Round
 from deepspeed_bamboo.runtime.iteration.messages import IterationContext
@@ -148,12 +149,12 @@ class IterationEnd:
     def _own_value(self) -> dict[str, Any]:
         """This worker's value for the agreement."""
         self._contributors.prepare()
-        return {"contributions": self._steps.contributions(), **self._contributors.first()}
+        return merged({"contributions": self._steps.contributions()}, self._contributors.first())
 
     def _commit(self) -> None:
         worker = self._worker
         value, self._value = self._value or self._own_value(), None
-        value.update(self._contributors.last())
+        value = merged(value, self._contributors.last())
         for replica in worker.host.owners():
             worker.strike_if_scripted(replica.coordinate, "commit")
         if self._shadow_steps.active:

@@ -27,7 +27,7 @@ from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.membership.device_memory import DeviceMemory
 
-_PASSES, _BESIDE, _MEMORY = "passes", "beside", "memory"
+_PASSES, _BESIDE, _MEMORY = "passes", "beside", "device_memory"
 _BUSY_WITH = {DATA: "reading its data", SCRIPT: "in its script, between two calls of the engine"}
 _DRAIN_SECONDS = 60.0
 _SPANS = 3  # iterations of a placement that are timed as a whole

@@ -22,6 +22,7 @@ from typing import Any
 from deepspeed.utils import logger
 
 from deepspeed_bamboo.coordination import EpochRecord, Member
+from deepspeed_bamboo.core.contributions import merged
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.peers import peers_of, tensor_peers, tree_neighbours
 from deepspeed_bamboo.core.placement import WorkerId
@@ -135,7 +136,7 @@ class Reconfiguration:
     def contribution(self) -> dict[str, Any]:
         """What this worker adds to the agreement of an iteration: its measurements, and what it wishes."""
         wish = self.wish()
-        return {**self.balancing.contribution(), **({} if wish is None else {"wish": wish.to_plain()})}
+        return merged(self.balancing.contribution(), {} if wish is None else {"wish": wish.to_plain()})
 
     def _say_why_not(self, waiting: Sequence[Member], draining: Container[str]) -> None:
         """Whoever got a coordinate of another pipeline would find no data for it, so everybody stays where he is."""

@@ -36,7 +36,7 @@ NOTE = "memory"
 
 _GIGABYTE = 2**30
 _SHARE_OF_FREE_MEMORY = 0.25
-_SHARE_OF_TIME = 0.01  # that copying may take, whatever the interval
+_SHARE_OF_TIME = 0.01
 _UNKNOWN_ZONE = "unknown"
 _LOOK_SECONDS = 0.01
 
@@ -85,6 +85,8 @@ class MemoryRounds:
     def __init__(self, worker: Worker, settings: CheckpointConfig) -> None:
         self._worker = worker
         self._settings = settings
+        self.share_of_time = _SHARE_OF_TIME
+        """That copying may take, whatever the interval."""
         self.limit_bytes = _limit_bytes(settings.memory_limit_gigabytes)
         self._interval_seconds = settings.memory_interval_seconds or 0.0
         self.parts = MemoryParts()
@@ -141,7 +143,7 @@ class MemoryRounds:
             self._fail(step, str(error))
             return
         self._taken_at, self._taken_by = time.monotonic(), frozenset(record.members)
-        copying = (self._taken_at - started) / _SHARE_OF_TIME
+        copying = (self._taken_at - started) / self.share_of_time
         self._interval_seconds = max(self._interval_seconds, copying)
         self._round = work
         threading.Thread(target=self._spread, args=(work,), name="bamboo-memory", daemon=True).start()
