@@ -232,7 +232,7 @@ class HangsConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Checkpoints taken beside training. Only a starting job reads them, after a loss that redundancy did not cover."""
+    """Checkpoints taken beside training, for losses that redundancy does not cover."""
 
     dir: Location | None = None
     """A directory that all machines see, or s3://bucket/prefix, for this training alone; null: none are written."""
@@ -245,14 +245,14 @@ class CheckpointConfig(Section):
 
     memory_interval_seconds: Seconds | None = None
     """Time between checkpoints in the host memory of other workers, which survivors go back to when a loss takes the
-    last live copy of a stage; null: none are made, and such a loss ends the job."""
+    last live copy of a stage; null: none are made, and they go back to the one in ``dir``, or the job ends."""
 
     memory_copies: Annotated[int, Field(ge=1, le=1000)] = 1
     """How many workers keep each stage's memory checkpoint, besides its owner and the holder of its shadow."""
 
     memory_limit_gigabytes: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Most host memory that memory checkpoints may take in each worker; null: a quarter of what is free at the start,
-    shared by the workers of a machine."""
+    """Most host memory that memory checkpoints may take in each worker, and as much again the micro-batches that are
+    kept to do steps again; null: a quarter of what is free at the start, shared by the workers of a machine."""
 
     @field_validator("dir")
     @classmethod
@@ -315,6 +315,11 @@ class BambooConfig(Section):
     def remembers(self) -> bool:
         """True where workers keep memory checkpoints of each other's stages."""
         return self.checkpoint.memory_interval_seconds is not None and self.redundancy.mode != "off"
+
+    @property
+    def goes_back(self) -> bool:
+        """True where survivors go back to a checkpoint, in memory or in ``checkpoint.dir``, after a fatal loss."""
+        return self.remembers or (self.checkpoint.dir is not None and self.redundancy.mode != "off")
 
     @field_validator("faults")
     @classmethod

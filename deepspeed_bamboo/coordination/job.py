@@ -152,8 +152,8 @@ class JobCoordinator(JobNews):
     def propose_loss(self, lost: Iterable[WorkerId], *, reason: str, proposer: str) -> EpochRecord:
         """Make the job continue without the workers in ``lost``; returns the current epoch, which has none of them.
 
-        If that loses a coordinate for good, the survivors bring the state back from copies in their memory, where they
-        keep such; else this records a ``fatal_loss`` failure naming it and returns the current epoch as it is. Raises
+        If that loses a coordinate for good, the survivors bring the state back from a checkpoint, where the job makes
+        such; else this records a ``fatal_loss`` failure naming it and returns the current epoch as it is. Raises
         NoEpoch before the first epoch.
         """
         gone = frozenset(lost)

@@ -17,13 +17,13 @@ def without_lost(
 ) -> EpochRecord | None:
     """The epoch after ``current`` in which ``leaving`` take no part; None where that ends the job.
 
-    Where nobody alive holds a coordinate any more, and workers keep copies in memory, survivors bring the state back
-    from those. Until that is done a further loss changes only who takes part in it.
+    Where nobody alive holds a coordinate any more, and there are checkpoints, survivors bring the state back from one.
+    Until that is done a further loss changes only who takes part in it.
     """
     members = tuple(worker for worker in current.members if worker not in leaving)
     placement, restoring = current.placement.without(leaving)[0], current.restoring
     if placement is None or restoring >= 0:
-        if not (members and current.remembers):
+        if not (members and current.goes_back):
             return None
         placement = rescued(current.placement, members)
         restoring = restoring if restoring >= 0 else current.number + 1

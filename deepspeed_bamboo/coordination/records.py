@@ -63,9 +63,9 @@ class EpochRecord:
     ``members`` are all workers that take part, standbys included. ``time_seconds`` is the proposer's
     wall clock, for people to read; nothing is decided by it.
 
-    ``remembers``: workers keep copies of each other's stages in host memory, so that a loss of the last live one of a
-    stage need not end the job. ``restoring``: the number of the epoch from which on they are bringing the state back
-    from those; -1 when they are not. The shadows of such an epoch are yet to be made.
+    ``goes_back``: there are checkpoints, in workers' host memory or in a store, so that a loss of the last live copy of
+    a stage need not end the job. ``restoring``: the number of the epoch from which on they are bringing the state back
+    from one; -1 when they are not. The shadows of such an epoch are yet to be made.
     """
 
     number: int
@@ -75,7 +75,7 @@ class EpochRecord:
     lost: tuple[WorkerId, ...]
     proposer: str
     time_seconds: float
-    remembers: bool = False
+    goes_back: bool = False
     restoring: int = -1
 
     def to_json(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class EpochRecord:
             "lost": list(self.lost),
             "proposer": self.proposer,
             "time_seconds": self.time_seconds,
-            **({"remembers": True} if self.remembers else {}),
+            **({"goes_back": True} if self.goes_back else {}),
             **({"restoring": self.restoring} if self.restoring >= 0 else {}),
         }
 
@@ -101,7 +101,7 @@ class EpochRecord:
             lost=tuple(value["lost"]),
             proposer=value["proposer"],
             time_seconds=value["time_seconds"],
-            remembers=bool(value.get("remembers", False)),
+            goes_back=bool(value.get("goes_back", False)),
             restoring=int(value.get("restoring", -1)),
         )
 

@@ -19,21 +19,23 @@ from deepspeed_bamboo.core.placement import Placement, WorkerId
 @dataclass(frozen=True)
 class Kept:
     """What one worker has in its host memory: coordinates by step. ``redoes_from``: the first step that it can do
-    again, with the same data and settings."""
+    again, with the same data and settings. ``stored``: the steps of the checkpoints in the store that are of this
+    training, as far as it knows."""
 
     parts: Mapping[int, tuple[Coordinate, ...]] = field(default_factory=dict)
     redoes_from: int = 0
+    stored: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """A value that ``json`` can write and :meth:`from_json` reads back equal."""
         parts = {str(step): list(map(str, coordinates)) for step, coordinates in self.parts.items()}
-        return {"parts": parts, "redoes_from": self.redoes_from}
+        return {"parts": parts, "redoes_from": self.redoes_from, "stored": list(self.stored)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Kept:
         """Inverse of :meth:`to_json`. Raises KeyError or ValueError for anything else."""
         parts = {int(step): tuple(map(Coordinate.parse, found)) for step, found in value["parts"].items()}
-        return cls(parts, int(value["redoes_from"]))
+        return cls(parts, int(value["redoes_from"]), tuple(map(int, value["stored"])))
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def newest_state(
 
     ``without``: copies that turned out to be damaged.
     """
-    first = max((own.redoes_from for own in kept.values()), default=0)
+    first = _first_redoable(kept)
     steps = {step for own in kept.values() for step in own.parts if first <= step <= until}
     for step in sorted(steps, reverse=True):
         holders = {
@@ -74,6 +76,20 @@ def newest_state(
         if all(holders.values()):
             return State(step, holders)
     return None
+
+
+def stored_steps(
+    kept: Mapping[WorkerId, Kept], *, until: int, than: State | None, without: Collection[int] = ()
+) -> tuple[int, ...]:
+    """The steps of at most ``until`` of which the store may have a state that all can go on from, newer ``than`` that
+    in memory; in order. ``without`` those that could not be read."""
+    first = max(_first_redoable(kept), -1 if than is None else than.step + 1)
+    steps = {step for own in kept.values() for step in own.stored if first <= step <= until}
+    return tuple(sorted(steps.difference(without)))
+
+
+def _first_redoable(kept: Mapping[WorkerId, Kept]) -> int:
+    return max((own.redoes_from for own in kept.values()), default=0)
 
 
 def handovers(

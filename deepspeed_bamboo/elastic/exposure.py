@@ -49,7 +49,7 @@ def not_survived(epoch: EpochRecord, members: Mapping[WorkerId, Member]) -> str 
             "of the node"
         )
     many = "the loss of any of these nodes" if len(fatal) > 1 else "the loss of this node"
-    if epoch.remembers:
+    if epoch.goes_back:
         return (
             f"{many} would take the last live copy of a stage, since neighbours share it: {', '.join(fatal)}. The job "
             "then goes back to a memory checkpoint, if that is on another node; more nodes would change that"

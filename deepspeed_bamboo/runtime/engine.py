@@ -18,6 +18,7 @@ from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.core.schedule import Mode
 from deepspeed_bamboo.runtime.checkpoint.automatic import automatic_checkpoints
 from deepspeed_bamboo.runtime.checkpoint.beginning import Beginning
+from deepspeed_bamboo.runtime.checkpoint.in_place import StoredStates
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.comm.peers import Links
 from deepspeed_bamboo.runtime.for_scripts import at_work
@@ -164,6 +165,8 @@ class BambooPipelineEngine(RedoingEngine):
         self.supply = DataSupply(self.worker, data=lambda: self.data, transform=lambda: self.batch_fn)
         self._survive_losses()
         self.checkpoints = automatic_checkpoints(self.worker, copy=self.copy_of)
+        if self.checkpoints is not None and self.session.config.goes_back:
+            self.stored = StoredStates(self.worker, self.checkpoints, self.load_in_place)
         known: dict[str, Known] = {
             "modes": self.modes,
             "owner_changes": self.owner_changes,
@@ -171,7 +174,7 @@ class BambooPipelineEngine(RedoingEngine):
         }
         if self.checkpoints is not None:
             known["checkpoints"] = self.checkpoints.rounds
-        if self.memory is not None:
+        if self.session.config.goes_back:
             known["memory"] = KnownMemory(self)
         self.common = CommonState(self.__dict__, names=(*COUNTERS, "forward_seed"), parts=known)
         self.reconfiguration = Reconfiguration(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from deepspeed_bamboo.core.contributions import merged
 from deepspeed_bamboo.core.memory_rounds import MemoryProgress
 from deepspeed_bamboo.runtime.checkpoint.automatic import AutomaticCheckpoints
+from deepspeed_bamboo.runtime.checkpoint.in_place import StoredStates
 from deepspeed_bamboo.runtime.iteration.activity import ActivityState
 from deepspeed_bamboo.runtime.iteration.losses import aggregate_losses, stage_losses
 from deepspeed_bamboo.runtime.iteration.mode_choice import ModeChoice
@@ -16,14 +18,14 @@ from deepspeed_bamboo.runtime.iteration.step_history import StepHistory
 from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.membership.reconfiguration import Reconfiguration
 from deepspeed_bamboo.runtime.owner_changes import ConfigurableEngine, OwnerChanges
-from deepspeed_bamboo.runtime.recovery.memory_rounds import MemoryRounds
+from deepspeed_bamboo.runtime.recovery.memory_rounds import MemoryRounds, limit_bytes
 from deepspeed_bamboo.runtime.recovery.restore import WayBack
 from deepspeed_bamboo.runtime.recovery.take_over import Failover
 from deepspeed_bamboo.runtime.stock.script_writes import ScriptWrites
 
 
 class RedoingEngine(ConfigurableEngine):
-    """See the module. ``memory`` is None where no memory checkpoints are kept."""
+    """See the module. ``memory`` is None where no memory checkpoints are kept, ``stored`` where there is no store."""
 
     # The engine's; whose they are is said there.
     script_writes: ScriptWrites
@@ -37,6 +39,7 @@ class RedoingEngine(ConfigurableEngine):
     _compute_loss: bool
     eval_return_logits: bool
     memory: MemoryRounds | None = None
+    stored: StoredStates | None = None
     history: StepHistory
 
     def _way_back(self) -> WayBack:
@@ -48,6 +51,7 @@ class RedoingEngine(ConfigurableEngine):
             redo=self._redo_step,
             count_to=self.count_to,
             look_alike=self.owner_changes.note,
+            store=lambda: self.stored,
         )
 
     def _first_contribution(self) -> dict[str, Any]:
@@ -87,17 +91,34 @@ class RedoingEngine(ConfigurableEngine):
     def _keep_in_memory(self) -> None:
         """At the boundary after an iteration: note what it takes to do it again, and take a checkpoint if it is due."""
         memory, step = self.memory, self.worker.step
-        if memory is None:
+        written = self.script_writes.take_written()
+        if memory is None and self.stored is None:
             return
-        self.history.note(written=self.script_writes.take_written())
+        self.history.note(written=written)
         self.history.done(step - 1, loss=self.mean_loss)
-        memory.take_if_due()
-        self.host.activate_shown()
-        wanted = memory.first_wanted
-        crowded = self.data.kept_bytes > memory.limit_bytes
-        first = step if wanted is None or crowded or self.owner_changes.by_hand else wanted
+        if memory is not None:
+            memory.take_if_due()
+            self.host.activate_shown()
+        first = self._first_to_keep()
         self.history.begin_at(first)
         self.data.keep_from(first)
+
+    def _first_to_keep(self) -> int:
+        """The first step that may have to be done again."""
+        if self.owner_changes.by_hand or self.confined:
+            return self.worker.step
+        in_memory = None if self.memory is None else self.memory.first_wanted
+        wanted = sorted({*(() if in_memory is None else (in_memory,)), *(self.stored.wanted if self.stored else ())})
+        if wanted and self.data.kept_bytes > self._data_limit_bytes:
+            wanted = [step for step in wanted if step > self.history.first]
+        return wanted[0] if wanted else self.worker.step
+
+    @functools.cached_property
+    def _data_limit_bytes(self) -> float:
+        """What the micro-batches may take that are kept."""
+        if self.memory is not None:
+            return self.memory.limit_bytes
+        return limit_bytes(self.worker.session.config.checkpoint.memory_limit_gigabytes)
 
     def forget_memory(self) -> None:
         """The state has become another one otherwise than by training; on all workers, between iterations."""
@@ -105,6 +126,9 @@ class RedoingEngine(ConfigurableEngine):
         self.script_writes.take_written()
         if self.memory is not None:
             self.memory.forget()
+        if self.stored is not None:
+            self.stored.forget()
+        if self.memory is not None or self.stored is not None:
             self.data.keep()
 
     def leave(self) -> None:
@@ -148,7 +172,7 @@ class RedoingEngine(ConfigurableEngine):
 
 
 class KnownMemory:
-    """What a worker that joins has to know of memory checkpoints."""
+    """What a worker that joins has to know of the states that the job may go back to."""
 
     def __init__(self, engine: RedoingEngine) -> None:
         self._engine = engine
@@ -161,6 +185,7 @@ class KnownMemory:
             "progress": progress.to_json(),
             "plain_from": self._engine.history.plain_from,
             "unseen": self._engine.activity.unseen,
+            "others": [] if self._engine.stored is None else self._engine.stored.to_json(),
         }
 
     def take(self, value: Mapping[str, Any]) -> None:
@@ -170,8 +195,10 @@ class KnownMemory:
         """
         engine = self._engine
         engine.forget_memory()
+        engine.activity.unseen = int(value["unseen"])
         if engine.memory is not None:
-            engine.activity.unseen = int(value["unseen"])
             engine.memory.progress = MemoryProgress.from_json(value["progress"])
-            if engine.data.covers_every_pipeline:
-                engine.history.first = min(engine.history.first, int(value["plain_from"]))
+        if engine.stored is not None:
+            engine.stored.take(value["others"])
+        if engine.data.covers_every_pipeline:
+            engine.history.first = min(engine.history.first, int(value["plain_from"]))

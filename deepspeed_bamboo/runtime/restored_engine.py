@@ -34,6 +34,8 @@ class RestoredEngine(CatchingUpEngine):
         self.forward_seed = state.get("seed", self.forward_seed)
         self._loss = float(state.get("loss", math.nan))
         self._reached = self.global_steps
+        if self.stored is not None:
+            self.stored.began_from(self._reached)
         self.beginning.take(state.get(BEGAN, {}))
         # The script's iterator is where it was when the job began.
         self.data.start_at(self._reached, began=self.beginning.step, micro_batches=self.micro_batches)

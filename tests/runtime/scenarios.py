@@ -198,14 +198,18 @@ def train_remembering(
     shared_iterator: bool = False,
     writes: bool = False,
     damages: tuple[int, str] | None = None,
+    stored: str | None = None,
 ) -> dict[str, Any]:
     """As :func:`train`, with memory checkpoints as often as can be: each is complete, for all to know, a step later.
+
+    ``stored``: with checkpoints in that folder in their place, as often as can be: all know of each three steps later.
 
     ``waits``: as in :func:`train_with_joiners`; the script then goes by the engine's step. ``shared_iterator``: it has
     no other source of data. ``writes``: it sets its learning rate itself before each step. ``damages``: before which
     step each worker damages its newest copy of stage 1, if it has one, and how.
     """
-    checkpoint = {"memory_interval_seconds": 1e-9, **training.bamboo.get("checkpoint", {})}
+    how_often = {"memory_interval_seconds": 1e-9} if stored is None else {"dir": stored, "interval_minutes": 1e-9}
+    checkpoint = {**how_often, **training.bamboo.get("checkpoint", {})}
     engine = build(dataclasses.replace(training, bamboo={**training.bamboo, "checkpoint": checkpoint}))
     make = models.tokens if training.layers.startswith("tied") else functools.partial(models.spiked, training.spikes)
 
@@ -223,9 +227,13 @@ def train_remembering(
     steps = iter(lambda: engine.global_steps, training.steps) if waits is not None else range(training.steps)
     for step in steps:
         wait_for_joiners(engine, (waits or {}).get(str(step), 0))
-        engine.memory.wait()
+        if engine.memory is not None:
+            engine.memory.wait()
+        if engine.checkpoints is not None:
+            engine.checkpoints.wait()
         if damages is not None and step == damages[0]:
-            damaged.append(damage_newest(engine.memory.parts, damages[1]))
+            newest = damage_stored(stored) if stored is not None else damage_newest(engine.memory.parts, damages[1])
+            damaged.append(newest)
         if step in training.evaluate_before:
             evaluations[str(step)] = float(engine.eval_batch(source(engine.home + 100, step)))
         if writes:
@@ -242,8 +250,19 @@ def train_remembering(
     result["redone"] = [[e["step"], e["loss"]] for e in events if e["event"] == "redone"]
     restored = [e for e in events if e["event"] == "restored"]
     result["restored"] = [[e["from_step"], e["step"], e["seconds"]] for e in restored]
+    result["sources"] = [e["source"] for e in restored]
     result["damaged"] = damaged
+    result["pid"] = os.getpid()
     return result
+
+
+def damage_stored(folder: str) -> int:
+    """On one worker: make the file of stage 1 in the newest complete checkpoint shorter; returns its step."""
+    tag = Path(folder, "latest").read_text()
+    if os.environ["RANK"] == "3":
+        path = Path(folder, tag, "mp_rank_01_model_states.pt")
+        path.write_bytes(path.read_bytes()[:-7])
+    return int(tag.removeprefix("bamboo_step"))
 
 
 def damage_newest(parts: MemoryParts, how: str) -> int:

@@ -1,9 +1,10 @@
-"""Losses that take the last live copy of a stage: the survivors go back to a memory checkpoint, and on, bit by bit."""
+"""Losses that take the last live copy of a stage: the survivors go back to a checkpoint, and on, bit by bit."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +68,19 @@ def test_owner_and_shadow_lost_at_once(jobs: Jobs, undisturbed: Undisturbed, at:
     assert result.survivors == [2, 3]
     [[from_step, until, _]] = result.values[2]["restored"]
     assert from_step < until == 5, result.values[2]["restored"]
+
+
+STORED = dataclasses.replace(ONE_BY_FOUR, name="stored-1x4", steps=8)
+
+
+def test_from_the_store_where_nothing_is_kept_in_memory(jobs: Jobs, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    whole = undisturbed(STORED, world=4)
+    killed = dataclasses.replace(STORED, faults=pair(6, "idle"))
+    result = jobs.run(train_remembering, world=4, training=killed, stored=str(tmp_path / "kept"))
+    check(result, whole, STORED, lost=2, world=4)
+    assert result.survivors == [2, 3] and result.common("sources") == ["store"]
+    # That of step 4 is complete before all know of it.
+    assert [found[:2] for found in result.values[2]["restored"]] in ([[4, 6]], [[1, 6]]), result.values[2]["restored"]
 
 
 KINDS = [
@@ -188,6 +202,86 @@ def test_whatever_is_trained(
     killed = dataclasses.replace(training, faults=pair(4, at, micro_batch))
     result = jobs.run(train_remembering, world=4, training=killed, **options)
     check(result, whole, training, lost=2, world=4)
+
+
+# Not by hand, and with what only a running job has: attributes, buffers, schedulers, a scale.
+STORED_VARIANTS = [case for case in VARIANTS if case[0].name != "eager"]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("at", ["idle", "step"])
+@pytest.mark.parametrize(("training", "options"), [pytest.param(*case, id=case[0].name) for case in STORED_VARIANTS])
+def test_from_the_store_whatever_is_trained(
+    jobs: Jobs,
+    undisturbed: Undisturbed,
+    tmp_path: Path,
+    training: Training,
+    options: dict[str, Any],
+    at: str,
+) -> None:
+    training = dataclasses.replace(training, steps=9, faults=[])
+    whole = undisturbed(training, world=4, body=train_remembering, **options)
+    killed = dataclasses.replace(training, faults=pair(6, at))
+    result = jobs.run(train_remembering, world=4, training=killed, stored=str(tmp_path / "kept"), **options)
+    check(result, whole, training, lost=2, world=4)
+    assert result.common("sources") == ["store"]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("at", "micro_batch"), [*KINDS, ("step", None), ("save", None)])
+def test_from_the_store_after_a_loss_at_every_kind_of_instruction(
+    jobs: Jobs, undisturbed: Undisturbed, tmp_path: Path, at: str, micro_batch: int | None
+) -> None:
+    whole = undisturbed(STORED, world=4)
+    faults = [kill(7 if at == "save" else 6, 0, stage, at, micro_batch) for stage in (0, 1, 2)]
+    result = jobs.run(
+        train_remembering,
+        world=4,
+        training=dataclasses.replace(STORED, faults=faults),
+        stored=str(tmp_path / "kept"),
+    )
+    check(result, whole, STORED, lost=3, world=4)
+    assert result.common("sources")[0] == "store"
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("lost_in_memory", [False, True])
+def test_the_newest_of_both_is_taken(
+    jobs: Jobs, undisturbed: Undisturbed, tmp_path: Path, lost_in_memory: bool
+) -> None:
+    """All but one worker are lost, with the copies of some stages; or two, and memory is newer."""
+    whole = undisturbed(STORED, world=4)
+    stages = (0, 1, 2) if lost_in_memory else (0, 1)
+    killed = dataclasses.replace(
+        STORED,
+        faults=[kill(6, 0, stage, "idle") for stage in stages],
+        bamboo={"checkpoint": {"memory_interval_seconds": 1e-9}},
+    )
+    result = jobs.run(train_remembering, world=4, training=killed, stored=str(tmp_path / "kept"))
+    check(result, whole, STORED, lost=len(stages), world=4)
+    assert result.common("sources") == ["store" if lost_in_memory else "memory"]
+
+
+@pytest.mark.sweep
+def test_a_damaged_newest_one_in_the_store_is_passed_over(jobs: Jobs, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    training = dataclasses.replace(STORED, steps=11)
+    whole = undisturbed(training, world=4)
+    killed = dataclasses.replace(training, faults=pair(9, "idle"))
+    result = jobs.run(
+        train_remembering, world=4, training=killed, damages=(9, "truncated"), stored=str(tmp_path / "kept")
+    )
+    check(result, whole, training, lost=2, world=4)
+    [[from_step, _, _]] = result.values[2]["restored"]
+    assert from_step < max(result.values[3]["damaged"]), (from_step, result.values[3]["damaged"])
+    assert "is damaged" in result.transcript()
+
+
+@pytest.mark.sweep
+def test_without_a_good_checkpoint_in_the_store_the_job_ends(jobs: Jobs, tmp_path: Path) -> None:
+    early = dataclasses.replace(STORED, name="early-stored-1x4", faults=pair(1, "forward", 1))
+    result = jobs.run(train_remembering, world=4, training=early, stored=str(tmp_path / "kept"))
+    assert result.survivors == [] and "no live worker holds the state of 0.1" in result.transcript()
+    assert f"and none in {tmp_path / 'kept'}" in result.transcript()
 
 
 TWO_BY_THREE = Training("half-2x3", 3, steps=14, settings={**CLIPPED, **BF16}, bamboo=CHECKED, faults=[])

@@ -14,7 +14,7 @@ from deepspeed_bamboo.core.checkpointing import FileFact, newest
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.errors import CheckpointError
-from deepspeed_bamboo.runtime.checkpoint.checking_together import choose_together
+from deepspeed_bamboo.runtime.checkpoint.checking_together import choose_together, tell_choice
 from deepspeed_bamboo.runtime.checkpoint.rounds import CheckpointRounds
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell, tell_once
@@ -44,7 +44,7 @@ class AutomaticCheckpoints:
         self, worker: Worker, *, place: CheckpointPlace, copy: Copy, interval_seconds: float, keep: int
     ) -> None:
         self._worker = worker
-        self._place = place
+        self.place = place
         self._copy = copy
         self._keep = keep
         self._digest: str | None = None  # of the state that the job continues from, if known
@@ -60,7 +60,7 @@ class AutomaticCheckpoints:
         Raises CheckpointError when it can't be written, when some workers see another place than the others, and when
         there are checkpoints of which none is whole. Nothing is removed. Warnings are told.
         """
-        worker, place = self._worker, self._place
+        worker, place = self._worker, self.place
         _raise_first(worker.agree_on("checkpoint place", lambda: _problem(place.take) if worker.leads else ""))
         _raise_first(
             worker.agree_on("checkpoint seen", lambda: _problem(lambda: place.check_visible(worker=worker.me)))
@@ -74,10 +74,7 @@ class AutomaticCheckpoints:
         choice = choose_together(
             worker, survey=survey, look=lambda found, share: place.problems_of(found, share=share), where=place.name
         )
-        for warning in choice.warnings:
-            tell_once(worker, f"checkpoints: {warning}")
-        for tag, problems in choice.damaged.items():
-            worker.log_event("checkpoint", action="damaged", path=f"{place.name}/{tag}", reason="; ".join(problems))
+        tell_choice(worker, choice, where=place.name)
         if choice.error:
             raise CheckpointError(choice.error)
         grid = (worker.grid.pipelines, worker.grid.stages)
@@ -96,7 +93,7 @@ class AutomaticCheckpoints:
 
     def _agreed_kept(self, choice: Choice) -> tuple[int, ...]:
         """Have ``latest`` name ``choice``; returns the steps of the checkpoints that count as whole."""
-        worker, place = self._worker, self._place
+        worker, place = self._worker, self.place
 
         def settle() -> tuple[str, list[int]]:
             if not worker.leads:
@@ -115,7 +112,7 @@ class AutomaticCheckpoints:
 
     def check_visible(self) -> None:
         """On a worker that joins: raise CheckpointError unless it sees the place that the others write to."""
-        self._place.check_visible(worker=self._worker.me)
+        self.place.check_visible(worker=self._worker.me)
 
     def restore(self, tag: str, load: Callable[..., tuple[str | None, Any]]) -> dict[str, Any]:
         """Read the checkpoint ``tag`` by ``load`` (the engine's); returns the plugin's own state in it. Collective.
@@ -124,17 +121,17 @@ class AutomaticCheckpoints:
         not the state whose digest the manifest has.
         """
         try:
-            with self._place.local(tag) as directory:
+            with self.place.local(tag) as directory:
                 _, client_state = load(directory, tag=tag)
         except (CheckpointError, RuntimeError, KeyError, ValueError) as error:
             raise CheckpointError(
-                f"checkpoint {tag!r} in bamboo.checkpoint.dir {self._place.name!r} can't be restored ({error}). If it "
+                f"checkpoint {tag!r} in bamboo.checkpoint.dir {self.place.name!r} can't be restored ({error}). If it "
                 "is of another training, or of another model, name another directory"
             ) from error
         found = None if self._digest is None else self._agreed_digest()
         if found != self._digest:
             raise CheckpointError(
-                f"what was read from checkpoint {tag!r} in {self._place.name!r} is not the state that was saved: its "
+                f"what was read from checkpoint {tag!r} in {self.place.name!r} is not the state that was saved: its "
                 f"digest is {found}, and {self._digest} in the manifest, though every file is as it was written. Have "
                 "the file latest name an earlier one"
             )
@@ -182,7 +179,7 @@ class AutomaticCheckpoints:
                 raise CheckpointError("the checkpoint before is still being written, and takes too long")
             for coordinate in [c for c in worker.host.owned if c not in written]:
                 files = self._copy(coordinate, step)
-                written[coordinate] = {name: self._place.write(name, fill) for name, fill in files.items()}
+                written[coordinate] = {name: self.place.write(name, fill) for name, fill in files.items()}
 
         def write() -> tuple[str, dict[str, list[Any]]]:
             problem = _problem(write_owned)
@@ -199,7 +196,7 @@ class AutomaticCheckpoints:
             def name() -> str:
                 if not worker.leads:
                     return ""
-                return _problem(lambda: self._place.name_last(manifest, kept=kept, keep=self._keep))
+                return _problem(lambda: self.place.name_last(manifest, kept=kept, keep=self._keep))
 
             failure = _first(worker.agree_on("last checkpoint named", name))
         if failure:

@@ -22,9 +22,11 @@ from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.errors import CheckpointError
 from deepspeed_bamboo.runtime.checkpoint.automatic import STATE
 from deepspeed_bamboo.runtime.checkpoint.beginning import BEGAN, Beginning, Loaded
-from deepspeed_bamboo.runtime.checkpoint.safe_loading import files_named_in_errors
+from deepspeed_bamboo.runtime.checkpoint.in_place import IN_PLACE, Ready, rest_from, rest_to_text
+from deepspeed_bamboo.runtime.checkpoint.safe_loading import files_named_in_errors, no_code_from_files
 from deepspeed_bamboo.runtime.checkpoint.script_files import SavedFiles, facts_of_parts, name_checkpoint, tag_to_load
 from deepspeed_bamboo.runtime.job.news import tell_once
+from deepspeed_bamboo.runtime.recovery.stage_state import unpack_rest
 from deepspeed_bamboo.runtime.stock.attributes import COUNTERS
 from deepspeed_bamboo.runtime.stock.captured import CapturedFiles
 from deepspeed_bamboo.runtime.stock.patches.tied_weights import tied_weights_from_files
@@ -136,8 +138,11 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
         Raises CheckpointError for lack of memory.
         """
         own = {"seed": self.forward_seed, "loss": self.mean_loss, BEGAN: self.beginning.to_json()}
+        replica = self.host.owned[coordinate]
+        self.host.save()
         try:
-            return self.capture(self.host.owned[coordinate], tag_of(step), client_state={STATE: own})
+            own[IN_PLACE] = rest_to_text(replica, self.host.description(replica))
+            return self.capture(replica, tag_of(step), client_state={STATE: own})
         except (MemoryError, RuntimeError) as error:
             problem = f"stage {coordinate} can't be copied into host memory ({error}); is there enough?"
             raise CheckpointError(problem) from error
@@ -187,7 +192,6 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
     def load_whole(self, load_dir: str | os.PathLike[str], *arguments: Any, **options: Any) -> tuple[str | None, Any]:
         """:meth:`load_checkpoint` of files that have been checked."""
         started = time.perf_counter()
-        load = super().load_checkpoint
         loaded: list[tuple[str | None, Any]] = []
 
         def load_owned() -> dict[str, Any] | None:
@@ -195,10 +199,7 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
             owned = list(self.host.owners())
             with self.session.works.watch(f"loading from {load_dir}", total=len(owned), unit="stages") as work:
                 for replica in owned:
-                    self.worker.strike_if_scripted(replica.coordinate, "load")
-                    replica.finish_step()
-                    with self.host.hosting(replica), tied_weights_from_files(self, replica.module):
-                        loaded.append(load(os.fspath(load_dir), *arguments, **options))
+                    loaded.append(self._load_stage(replica, os.fspath(load_dir), *arguments, **options))
                     work.add(1)
             self.host.save()
             self.transfer.refresh_shadows(label=f"{self.activity.index}/load")
@@ -220,6 +221,27 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
         self.redundancy_repair.repair()
         self.owner_changes.note()
         return path, client_state
+
+    def _load_stage(self, replica: StageReplica, load_dir: str, *arguments: Any, **options: Any) -> Loaded:
+        self.worker.strike_if_scripted(replica.coordinate, "load")
+        replica.finish_step()
+        with self.host.hosting(replica), tied_weights_from_files(self, replica.module):
+            loaded: Loaded = super().load_checkpoint(load_dir, *arguments, **options)
+        return loaded
+
+    def load_in_place(self, coordinate: Coordinate, directory: str, tag: str, ready: Ready) -> None:
+        """Bring one replica, which ``ready`` returns, to its state in a checkpoint of the plugin's own; no other worker
+        takes part, and no code from the files runs.
+
+        Raises CheckpointError, or what torch raises, when they can't be read.
+        """
+        with no_code_from_files(self):
+            path = f"{directory}/{tag}/mp_rank_{coordinate.stage:02d}_model_states.pt"
+            replica = ready(coordinate, lambda: rest_from(self.checkpoint_engine.load(path, map_location="cpu"))[1])
+            _, client_state = self._load_stage(replica, directory, tag=tag)
+        self.host.save()
+        unpack_rest(replica, rest_from(client_state)[0])
+        self.transfer.completed(replica)
 
     def refresh_shadows(self) -> None:
         """Give shadows the state of their owners; collective, between iterations.

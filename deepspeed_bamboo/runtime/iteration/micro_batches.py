@@ -39,6 +39,7 @@ class MicroBatchSource:
         self._before = 0  # pulled in iterations that are committed
         self._last = (0, 0)
         self._kept: dict[int, list[Any]] | None = None  # by step, for when it is done again
+        self._kept_bytes: dict[int, int] = {}  # of their tensors
         self._again: deque[Any] = deque()
 
     @property
@@ -82,27 +83,34 @@ class MicroBatchSource:
             return
         if self._kept is not None:
             self._kept[step] = list(self._pulled)
+            self._kept_bytes[step] = sum(map(_bytes, self._pulled))
         self._last = (self._before, self._before + len(self._pulled))
         self._before += len(self._pulled)
         self._pulled.clear()
 
     def keep(self) -> None:
         """From now on keep what is pulled, for :meth:`rewind`."""
-        self._kept = {}
+        self._kept, self._kept_bytes = {}, {}
 
     def keep_from(self, step: int) -> None:
         """No step before ``step`` will be done again."""
-        self._kept = None if self._kept is None else {k: v for k, v in self._kept.items() if k >= step}
+        kept = self._kept or {}
+        while kept and (oldest := next(iter(kept))) < step:  # steps come in order
+            self._drop(oldest)
+
+    def _drop(self, step: int) -> list[Any]:
+        self._kept_bytes.pop(step, None)
+        return [] if self._kept is None else self._kept.pop(step, [])
 
     @property
     def kept_bytes(self) -> int:
         """How much memory the tensors take that are kept."""
-        return sum(_bytes(batch) for batches in (self._kept or {}).values() for batch in batches)
+        return sum(self._kept_bytes.values())
 
     def rewind(self, step: int) -> None:
         """The next micro-batch is number 0 of ``step`` again, and so on from there, as it was kept."""
         kept = self._kept or {}
-        again = [kept.pop(done) for done in sorted(kept) if done >= step]
+        again = [self._drop(done) for done in sorted(kept) if done >= step]
         self._before -= sum(map(len, again))
         self._again = deque([*(batch for batches in again for batch in batches), *self._pulled, *self._again])
         self._pulled.clear()

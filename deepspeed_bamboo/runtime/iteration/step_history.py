@@ -59,4 +59,5 @@ class StepHistory:
     def begin_at(self, step: int) -> None:
         """No step before ``step`` can be done again, or will be."""
         self.first = max(self.first, step)
-        self._steps = {done: past for done, past in self._steps.items() if done >= step}
+        while self._steps and (oldest := next(iter(self._steps))) < step:  # they come in order
+            del self._steps[oldest]

@@ -284,7 +284,7 @@ class Reconfiguration:
             lost=(),
             proposer=session.worker,
             time_seconds=time.time(),
-            remembers=base.remembers,
+            goes_back=base.goes_back,
         )
         if not session.with_retries(lambda: session.coordinator.propose(record, expected=number)):
             newest = session.with_retries(session.coordinator.epoch)

@@ -150,7 +150,7 @@ def _build_initial_shadows(
         lost=(),
         proposer=session.worker,
         time_seconds=time.time(),
-        remembers=keeps_memory(worker),
+        goes_back=session.config.goes_back,
     )
     worker.links.enter(members=members, order=order, name=f"{session.identity.job}/start")
     try:

@@ -87,7 +87,7 @@ class MemoryRounds:
         self._settings = settings
         self.share_of_time = _SHARE_OF_TIME
         """That copying may take, whatever the interval."""
-        self.limit_bytes = _limit_bytes(settings.memory_limit_gigabytes)
+        self.limit_bytes = limit_bytes(settings.memory_limit_gigabytes)
         self._interval_seconds = settings.memory_interval_seconds or 0.0
         self.parts = MemoryParts()
         self.progress = MemoryProgress()
@@ -284,7 +284,7 @@ class MemoryRounds:
         self._put(work, sealed)
 
 
-def _limit_bytes(gigabytes: float | None) -> float:
+def limit_bytes(gigabytes: float | None) -> float:
     """What a worker's copies may take: as configured, or a share of what is free, for each worker of the machine."""
     if gigabytes is not None:
         return gigabytes * _GIGABYTE

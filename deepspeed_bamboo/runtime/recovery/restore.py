@@ -1,40 +1,45 @@
 """After a loss that takes the last live copy of a stage: survivors bring a state of before back, in place (arch. 10).
 
-Each has reported what it keeps in host memory, so all choose the same state (``core/restoring.py``). Copies go to
-whoever owns, shadows or keeps a stage from now on, and all agree that they have arrived whole. The next epoch says that
+Each has reported what it keeps in host memory, so all choose the same state (``core/restoring.py``), or agree on a
+newer one in the store. Whoever owns or shadows a stage from now on gets its part (``sources.py``), and all agree that
+they have it. The next epoch says that
 this is done; until it is there, a further loss makes them begin again with what is left. Then the steps since that
 state are done again. The script hears nothing of it: it is in a call, which goes on where it was.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from deepspeed_bamboo.coordination import EpochRecord, fatal_loss
 from deepspeed_bamboo.core.consensus import Conclusion
-from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement, WorkerId
-from deepspeed_bamboo.core.restoring import Handover, Kept, State, handovers, newest_state
+from deepspeed_bamboo.core.restoring import Kept, newest_state, stored_steps
 from deepspeed_bamboo.core.roles import proposer
-from deepspeed_bamboo.runtime.comm.all_gather import agree
-from deepspeed_bamboo.runtime.comm.channel import Message
 from deepspeed_bamboo.runtime.iteration.activity import ActivityState
 from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
 from deepspeed_bamboo.runtime.iteration.step_history import StepHistory
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
-from deepspeed_bamboo.runtime.recovery.memory_parts import SealedPart
 from deepspeed_bamboo.runtime.recovery.memory_rounds import MemoryRounds
-from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer, checked_alike
+from deepspeed_bamboo.runtime.recovery.sources import (
+    MEMORY,
+    STORE,
+    Damaged,
+    FromMemory,
+    FromStore,
+    Stages,
+    Store,
+    Together,
+)
+from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 from deepspeed_bamboo.runtime.recovery.world_entry import WorldEntry
 from deepspeed_bamboo.runtime.stock.script_writes import ScriptWrites
 
 _PROTECT = "protect"  # the activity in which lost shadows are copied
-
-Damaged = tuple[WorkerId, int, Coordinate]
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class WayBack:
 
     ``history`` returns what was before each, ``data`` where micro-batches come from. ``writes`` carries what the script
     writes. ``redo`` does the next iteration. ``count_to`` has a worker that stands by be at a step, ``look_alike`` is
-    called when owners and shadows are.
+    called when owners and shadows are. ``store`` returns the checkpoints of ``checkpoint.dir``, None where none are.
     """
 
     history: Callable[[], StepHistory]
@@ -52,17 +57,19 @@ class WayBack:
     redo: Callable[[], None]
     count_to: Callable[[int], None]
     look_alike: Callable[[], None]
+    store: Callable[[], Store | None]
 
 
 @dataclass
 class _Return:
-    """The way back of one worker: to ``state.step`` in what began with epoch ``restoring``, then to ``until`` again.
+    """The way back of one worker: to ``step`` of ``source`` in what began with epoch ``restoring``, then to ``until``.
 
     ``outer`` is what the worker was in, once it has set out; ``behind``: others were in the next activity already. What
     is done again has activities from ``first_index`` on.
     """
 
     behind: bool
+    source: str
     step: int
     until: int
     restoring: int
@@ -96,7 +103,10 @@ class Restoring:
     ) -> None:
         self._worker = worker
         self._memory = memory
-        self._transfer = transfer
+        self._stages = Stages(worker, transfer)
+        self._from_memory = (
+            None if memory is None else FromMemory(worker, memory=memory, stages=self._stages, transfer=transfer)
+        )
         self._world = world
         self._way_back = way_back
         self._pending: _Return | None = None
@@ -114,8 +124,10 @@ class Restoring:
         return len(self._returns)
 
     def kept(self) -> Kept:
-        """What this worker has in memory, for its report."""
-        return Kept() if self._memory is None else Kept(self._memory.parts.held(), self._way_back.history().first)
+        """What this worker could go back to, for its report."""
+        store = self._way_back.store()
+        parts = {} if self._memory is None else self._memory.parts.held()
+        return Kept(parts, self._way_back.history().first, () if store is None else store.known)
 
     def interrupt(self) -> None:
         """There is a new epoch."""
@@ -137,19 +149,8 @@ class Restoring:
         if first and worker.activity.kind is None:  # later what optimizers hold is no more what the script left
             self._way_back.writes.follow()
         self._way_back.history().note(written=self._way_back.writes.take_written())
-        damaged: set[Damaged] = set()
-        while True:
-            state = newest_state(worker.grid, conclusion.kept, until=conclusion.steps, without=damaged)
-            if state is None:
-                self._give_up(record, before)
-                continue
-            found = self._bring(record, state, tried=len(damaged))
-            self._pending = self._way(record, conclusion, state, started)
-            agreed = self._agree(sorted(found), record, label=f"restored/{len(damaged)}")
-            new = {damage for value in agreed.values() for damage in value}
-            if not new:
-                break
-            damaged |= new
+        while not self._bring_newest(record, conclusion, started):
+            self._give_up(record, before)
         self._enter(self._committed(record))
 
     def enter(self, record: EpochRecord) -> None:
@@ -160,10 +161,46 @@ class Restoring:
             self._set_out(pending)
         self._pending = None
 
-    def _way(self, record: EpochRecord, conclusion: Conclusion, state: State, started: float) -> _Return:
+    def _bring_newest(self, record: EpochRecord, conclusion: Conclusion, started: float) -> bool:
+        """Have all stages in the newest state that can be had as a whole; False where none can."""
+        damaged: set[Damaged] = set()
+        unread: set[int] = set()
+        for attempt in itertools.count():
+            together = Together(self._worker, record, attempt)
+            state = newest_state(self._worker.grid, conclusion.kept, until=conclusion.steps, without=damaged)
+            steps = stored_steps(conclusion.kept, until=conclusion.steps, than=state, without=unread)
+            stored = self._store().choose(together, steps) if steps else None
+            if stored is not None:
+                problem = FromStore(store=self._store(), stages=self._stages).bring(stored, together)
+                self._pending = self._way(record, conclusion, STORE, stored, started)
+                problems = together.agree(problem, label="loaded")
+                if not any(problems.values()):
+                    return True
+                unread.add(stored)
+                why = next(text for _, text in sorted(problems.items()) if text)
+                tell_once(self._worker, f"the checkpoint of step {stored} can't be restored: {why}")
+            elif state is not None and self._from_memory is not None:
+                own = sorted(self._from_memory.bring(state, together))
+                self._pending = self._way(record, conclusion, MEMORY, state.step, started)
+                new = {one for value in together.agree(own, label="restored").values() for one in value}
+                if not new:
+                    return True
+                damaged |= new
+            else:
+                return False
+        return False
+
+    def _store(self) -> Store:
+        store = self._way_back.store()
+        if store is None:
+            raise RuntimeError("an epoch that goes back to the store's checkpoints, in a job without")
+        return store
+
+    def _way(self, record: EpochRecord, conclusion: Conclusion, source: str, step: int, started: float) -> _Return:
         return _Return(
             behind=self._worker.activity.index < conclusion.activity,
-            step=state.step,
+            source=source,
+            step=step,
             until=conclusion.steps,
             restoring=record.restoring,
             first_index=conclusion.activity + 1,
@@ -172,85 +209,20 @@ class Restoring:
             started_seconds=started,
         )
 
-    def _agree(self, value: Any, record: EpochRecord, *, label: str) -> dict[WorkerId, Any]:
-        return agree(value, links=self._worker.links, me=self._worker.me, workers=record.members, label=label)
-
-    def _bring(self, record: EpochRecord, state: State, *, tried: int) -> set[Damaged]:
-        """Get the copies that this worker needs, and make its stages what they say; returns which are damaged."""
-        worker, me, memory = self._worker, self._worker.me, self._copies()
-        placement = record.placement
-        keepers = memory.keepers(placement, record)
-        damaged = self._exchange(handovers(state, placement, keepers), state.step, tried=tried)
-        hosted = (*placement.hosted_by(me), *placement.shadowed_by(me))
-        # What this worker only keeps is looked at, too: the next loss may leave no other copy.
-        for coordinate in dict.fromkeys((*hosted, *(c for c, workers in keepers.items() if me in workers))):
-            sealed = memory.parts.get(state.step, coordinate)
-            if me in state.holders[coordinate] and (sealed is None or not sealed.is_of(state.step, coordinate)):
-                memory.parts.remove(state.step, coordinate)
-                damaged.add((me, state.step, coordinate))
-        if damaged:
-            return damaged
-        worker.host.take_roles(owned=placement.hosted_by(me), shadows=placement.shadowed_by(me))
-        worker.view.place(placement)
-        wanted = {c: memory.parts.get(state.step, c) for c in hosted}
-        self._load({c: sealed for c, sealed in wanted.items() if sealed is not None})
-        return damaged
-
-    def _exchange(self, moves: Collection[Handover], step: int, *, tried: int) -> set[Damaged]:
-        worker, me, memory = self._worker, self._worker.me, self._copies()
-        partners = {m.destination for m in moves if m.source == me} | {m.source for m in moves if m.destination == me}
-        worker.links.meet(partners)
-        for move in moves:
-            if move.source == me:
-                sealed = memory.parts.get(step, move.coordinate)
-                plain, tensors = (None, []) if sealed is None else (sealed.to_plain(), sealed.part.tensors)
-                key = f"restore/{tried}/{step}/{move.coordinate}"
-                worker.links.send(move.destination, Message(key, plain, tensors))
-        damaged: set[Damaged] = set()
-        for move in moves:
-            if move.destination == me:
-                message = worker.links.receive(move.source, f"restore/{tried}/{step}/{move.coordinate}")
-                tensors = [tensor.to("cpu") for tensor in message.tensors]
-                arrived = None if message.data is None else SealedPart.from_plain(message.data, tensors)
-                if arrived is None or not arrived.is_of(step, move.coordinate):
-                    damaged.add((move.source, step, move.coordinate))
-                else:
-                    memory.parts.put(arrived)
-        return damaged
-
-    def _load(self, parts: dict[Coordinate, SealedPart]) -> None:
-        worker, host = self._worker, self._worker.host
-        for coordinate, sealed in parts.items():
-            packed, description = sealed.part.state()
-            replica = host.owned.get(coordinate) or host.shadows.get(coordinate)
-            if replica is None:
-                replica = checked_alike(coordinate, *self._transfer.build_alike(coordinate, description))
-            kind = host.owned if worker.placement.owner(coordinate) == worker.me else host.shadows
-            kind[coordinate] = replica
-            host.save()
-            replica.finish_step()
-            self._transfer.complete_replica(replica, packed)
-        for replica in host.replicas():
-            host.restart(replica, micro_batches=worker.micro_batches)
-        host.activate_shown()
-
     def _give_up(self, record: EpochRecord, before: Placement) -> None:
         """End the job: nobody has what was lost. Raises JobFailedError."""
         session = self._worker.session
         gone = [c for c in before.grid if not {before.owner(c), before.shadow(c)} & set(record.members)]
+        store = self._way_back.store()
+        known = "no memory checkpoint" if store is None else f"no memory checkpoint, and none in {store.name},"
         why = (
-            f"after the loss of {', '.join(record.lost)} ({record.reason}), and there is no memory checkpoint that "
-            "those who are left could go back to"
+            f"after the loss of {', '.join(record.lost)} ({record.reason}), and there is {known} that those who are "
+            "left could go back to"
         )
         failure = fatal_loss(record.lost[0], gone or tuple(before.grid), why)
         session.with_retries(lambda: session.coordinator.fail(failure))
         session.interruption.announce_failure(failure)
         session.interruption.check()
-
-    def _copies(self) -> MemoryRounds:
-        if self._memory is None:
-            raise RuntimeError("an epoch that goes back to memory checkpoints, in a job without")
-        return self._memory
 
     # -- the epoch that ends it --------------------------------------------------------------------
 
@@ -260,7 +232,7 @@ class Restoring:
         final = replace(
             record,
             number=record.number + 1,
-            reason="a memory checkpoint is restored",
+            reason="a checkpoint is restored",
             lost=(),
             proposer=session.worker,
             time_seconds=time.time(),
@@ -298,7 +270,10 @@ class Restoring:
         self._steps = None
         if not worker.host.replicas():
             back.count_to(way.step)
-        self._copies().restored(way.step)
+        if self._memory is not None and way.source == MEMORY:
+            self._memory.restored(way.step)
+        elif self._memory is not None:
+            self._memory.forget()
         back.data().rewind(way.step)
         back.history().begin_at(way.step)
         back.writes.restored()
@@ -350,7 +325,11 @@ class Restoring:
         tell_once(
             worker,
             f"step {way.until}: {', '.join(way.lost)} lost with the last copy of a stage; went back to step {way.step} "
-            f"and did {steps} {'step' if steps == 1 else 'steps'} again, {seconds:.2f} s",
+            f"from {self._named(way)} and did {steps} {'step' if steps == 1 else 'steps'} again, {seconds:.2f} s",
         )
-        fields = {"from_step": way.step, "redone": steps, "workers": list(way.lost), "reason": way.reason}
+        fields = {"from_step": way.step, "source": way.source, "redone": steps}
+        fields |= {"workers": list(way.lost), "reason": way.reason}
         worker.session.log("restored", step=way.until, **fields, seconds=seconds)
+
+    def _named(self, way: _Return) -> str:
+        return "memory" if way.source == MEMORY else self._store().name

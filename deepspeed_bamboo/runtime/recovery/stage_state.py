@@ -38,27 +38,54 @@ def pack_state(replica: StageReplica) -> PackedState:
     The tensors are the replica's own: whoever sends them waits until they are received before it changes them. Only
     buffers are copies, since a forward may change them.
     """
-    replica.finish_step()
+    rest = pack_rest(replica)
     attributes = replica.attributes
     module, optimizer = attributes["module"], attributes["optimizer"]
-    scheduler = attributes["lr_scheduler"] or replica.script_scheduler
     state = {
         "parameters": [parameter.detach() for parameter in module.parameters()],
         "buffers": [buffer.detach().clone() for buffer in module.buffers()],
         "masters": [master.detach() for master in master_weights(optimizer)],
         "optimizer": None if optimizer is None else attributes["basic_optimizer"].state_dict(),
-        "scheduler": None if scheduler is None else scheduler.state_dict(),
-        "counters": {name: attributes[name] for name in _COUNTERS},
         "scale": scale_state(optimizer),
-        "norm": attributes.get("_global_grad_norm"),
-        "micro_offset": replica.micro_offset,
-        "values": plain_values(module),
-        "clip": getattr(optimizer, "clip_grad", None),
-        "own": [plain_of_the_script(holder) for holder in (attributes["basic_optimizer"], scheduler)],
+        **rest,
     }
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     tensors: list[torch.Tensor] = []
     return PackedState(_take_out(state, tensors, device), tensors)
+
+
+def pack_rest(replica: StageReplica) -> dict[str, Any]:
+    """Of what :func:`pack_state` packs, what DeepSpeed's own files lack, or have for other purposes."""
+    replica.finish_step()
+    attributes = replica.attributes
+    scheduler = attributes["lr_scheduler"] or replica.script_scheduler
+    return {
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "counters": {name: attributes[name] for name in _COUNTERS},
+        "norm": attributes.get("_global_grad_norm"),
+        "micro_offset": replica.micro_offset,
+        "values": plain_values(attributes["module"]),
+        "clip": getattr(attributes["optimizer"], "clip_grad", None),
+        "own": [plain_of_the_script(holder) for holder in (attributes["basic_optimizer"], scheduler)],
+    }
+
+
+def unpack_rest(replica: StageReplica, state: dict[str, Any]) -> None:
+    """Make ``replica`` in these things, too, what it was."""
+    attributes = replica.attributes
+    attributes["_global_grad_norm"] = state["norm"]
+    if state["scheduler"] is not None and attributes["lr_scheduler"] is not None:
+        attributes["lr_scheduler"].load_state_dict(state["scheduler"])
+    else:
+        replica.scheduler_state = state["scheduler"]
+    accept_plain_values(attributes["module"], state["values"])
+    if state["clip"] is not None:
+        attributes["optimizer"].clip_grad = state["clip"]
+    holders = (attributes["basic_optimizer"], attributes["lr_scheduler"] or replica.script_scheduler)
+    for holder, own in zip(holders, state["own"], strict=True):
+        accept_plain_of_the_script(holder, own)
+    attributes.update(state["counters"])
+    replica.micro_offset = state["micro_offset"]
 
 
 def _take_out(value: Any, tensors: list[torch.Tensor], device: torch.device) -> Any:
@@ -108,19 +135,7 @@ def unpack_state(replica: StageReplica, packed: PackedState) -> None:
         # Stock's links from parameters to optimizer state point to what was there before; it makes them anew.
         optimizer._hp_optimizer_states_linked = False
     accept_scale_state(optimizer, state["scale"])
-    attributes["_global_grad_norm"] = state["norm"]
-    if state["scheduler"] is not None and attributes["lr_scheduler"] is not None:
-        attributes["lr_scheduler"].load_state_dict(state["scheduler"])
-    else:
-        replica.scheduler_state = state["scheduler"]
-    accept_plain_values(module, state["values"])
-    if state["clip"] is not None:
-        optimizer.clip_grad = state["clip"]
-    holders = (attributes["basic_optimizer"], attributes["lr_scheduler"] or replica.script_scheduler)
-    for holder, own in zip(holders, state["own"], strict=True):
-        accept_plain_of_the_script(holder, own)
-    attributes.update(state["counters"])
-    replica.micro_offset = state["micro_offset"]
+    unpack_rest(replica, state)
 
 
 def _keep_types(optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:

@@ -193,6 +193,10 @@ class StateTransfer:
     def complete_replica(self, replica: StageReplica, packed: PackedState) -> None:
         """Bring ``replica`` to the state ``packed``. From then on it may stand for its stage."""
         unpack_state(replica, packed)
+        self.completed(replica)
+
+    def completed(self, replica: StageReplica) -> None:
+        """``replica`` has got its state."""
         replica.complete = True
         # Before anything saves what the engine shows, which would put what was there before in the new state's place.
         self._worker.host.show_again(replica)
