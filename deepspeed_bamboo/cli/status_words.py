@@ -81,7 +81,9 @@ def event_in_words(event: Mapping[str, Any]) -> str:
         what = f"continued from {event.get('path', '?')}"
     elif kind == "restored":
         lost = ", ".join(map(str, event.get("workers", ())))
-        what = f"lost {lost}, went back to step {event.get('from_step', '?')}{_pause(number(event.get('seconds')))}"
+        source = f" from the {event['source']}" if event.get("source") == "store" else ""
+        back = f"{event.get('from_step', '?')}{source}"
+        what = f"lost {lost}, went back to step {back}{_pause(number(event.get('seconds')))}"
     else:
         what = f"{kind} {reason}".rstrip()
     return f"step {event['step']}: {printable(what)}"

@@ -52,7 +52,8 @@ def not_survived(epoch: EpochRecord, members: Mapping[WorkerId, Member]) -> str 
     if epoch.goes_back:
         return (
             f"{many} would take the last live copy of a stage, since neighbours share it: {', '.join(fatal)}. The job "
-            "then goes back to a memory checkpoint, if that is on another node; more nodes would change that"
+            "then goes back to a checkpoint, in memory if that is on another node, or in checkpoint.dir; more nodes "
+            "would change that"
         )
     return (
         f"{many} would end the job, since neighbours share it: {', '.join(fatal)} (with a checkpoint.dir it can "

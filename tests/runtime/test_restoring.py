@@ -204,8 +204,8 @@ def test_whatever_is_trained(
     check(result, whole, training, lost=2, world=4)
 
 
-# Not by hand, and with what only a running job has: attributes, buffers, schedulers, a scale.
-STORED_VARIANTS = [case for case in VARIANTS if case[0].name != "eager"]
+# Where weights or buffers change between two steps, as those buffers do, there is no way back to before.
+STORED_VARIANTS = [case for case in VARIANTS if case[0].name not in ("eager", "buffers")]
 
 
 @pytest.mark.sweep
