@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.memory_rounds import MemoryNote, MemoryProgress
 from deepspeed_bamboo.core.placement import Placement
-from deepspeed_bamboo.core.restoring import Kept, Site, handovers, keepers, newest_state, rescued
+from deepspeed_bamboo.core.restoring import Kept, Site, handovers, keepers, newest_state, rescued, stored_steps
 
 GRIDS = st.builds(Grid, st.integers(1, 3), st.integers(1, 5))
 WORKERS = tuple(f"w{index}" for index in range(8))
@@ -28,7 +28,8 @@ def placements(draw: st.DrawFn) -> Placement:
 def inventories(draw: st.DrawFn) -> tuple[Grid, dict[str, Kept]]:
     grid = draw(GRIDS)
     parts = st.dictionaries(st.integers(0, 6), st.lists(st.sampled_from(tuple(grid)), unique=True).map(tuple))
-    kept = st.builds(Kept, parts, st.integers(0, 4))
+    stored = st.lists(st.integers(0, 9), unique=True).map(tuple)
+    kept = st.builds(Kept, parts, st.integers(0, 4), stored)
     return grid, draw(st.dictionaries(st.sampled_from(WORKERS), kept, min_size=1))
 
 
@@ -54,7 +55,29 @@ def test_the_newest_state_that_is_there_as_a_whole_is_taken(
             assert not any((w, found.step, coordinate) in damaged for w in holders)
 
 
-@given(own=st.builds(Kept, st.dictionaries(st.integers(0, 9), st.lists(st.sampled_from(tuple(Grid(2, 3)))).map(tuple))))
+@given(case=inventories(), until=st.integers(0, 9), data=st.data())
+def test_the_store_is_looked_at_for_what_is_newer_than_memory_and_can_be_gone_on_from(
+    case: tuple[Grid, dict[str, Kept]], until: int, data: st.DataObject
+) -> None:
+    grid, kept = case
+    unread = data.draw(st.sets(st.integers(0, 9), max_size=2))
+    state = newest_state(grid, kept, until=until)
+    found = stored_steps(kept, until=until, than=state, without=unread)
+    assert list(found) == [
+        step
+        for step in range(until + 1)
+        if any(step in own.stored for own in kept.values())
+        and all(own.redoes_from <= step for own in kept.values())
+        and step not in unread
+        and (state is None or step > state.step)
+    ]
+
+
+STEPS = st.integers(0, 9)
+PARTS = st.dictionaries(STEPS, st.lists(st.sampled_from(tuple(Grid(2, 3)))).map(tuple))
+
+
+@given(own=st.builds(Kept, PARTS, STEPS, st.lists(STEPS).map(tuple)))
 def test_what_is_kept_travels_as_text(own: Kept) -> None:
     assert Kept.from_json(json.loads(json.dumps(own.to_json()))) == own
 

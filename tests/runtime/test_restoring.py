@@ -245,21 +245,17 @@ def test_from_the_store_after_a_loss_at_every_kind_of_instruction(
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("lost_in_memory", [False, True])
-def test_the_newest_of_both_is_taken(
-    jobs: Jobs, undisturbed: Undisturbed, tmp_path: Path, lost_in_memory: bool
-) -> None:
-    """All but one worker are lost, with the copies of some stages; or two, and memory is newer."""
+def test_from_the_store_where_memory_has_lost_some_stages(jobs: Jobs, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """Which of both is taken where both are whole: tests/core/test_restoring.py."""
     whole = undisturbed(STORED, world=4)
-    stages = (0, 1, 2) if lost_in_memory else (0, 1)
     killed = dataclasses.replace(
         STORED,
-        faults=[kill(6, 0, stage, "idle") for stage in stages],
+        faults=[kill(6, 0, stage, "idle") for stage in (0, 1, 2)],
         bamboo={"checkpoint": {"memory_interval_seconds": 1e-9}},
     )
     result = jobs.run(train_remembering, world=4, training=killed, stored=str(tmp_path / "kept"))
-    check(result, whole, STORED, lost=len(stages), world=4)
-    assert result.common("sources") == ["store" if lost_in_memory else "memory"]
+    check(result, whole, STORED, lost=3, world=4)
+    assert result.common("sources") == ["store"]
 
 
 @pytest.mark.sweep
