@@ -259,6 +259,15 @@ def test_from_the_store_where_memory_has_lost_some_stages(jobs: Jobs, undisturbe
 
 
 @pytest.mark.sweep
+def test_another_one_lost_while_it_reads_the_store(jobs: Jobs, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    whole = undisturbed(STORED, world=4)
+    killed = dataclasses.replace(STORED, faults=[*pair(6, "idle"), kill(6, 0, 2, "load")])
+    result = jobs.run(train_remembering, world=4, training=killed, stored=str(tmp_path / "kept"))
+    check(result, whole, STORED, lost=3, world=4)
+    assert result.survivors == [3] and result.common("sources") == ["store"]
+
+
+@pytest.mark.sweep
 def test_a_damaged_newest_one_in_the_store_is_passed_over(jobs: Jobs, undisturbed: Undisturbed, tmp_path: Path) -> None:
     training = dataclasses.replace(STORED, steps=11)
     whole = undisturbed(training, world=4)
@@ -306,6 +315,35 @@ def test_half_of_all_workers_at_once_and_then_two_join(
         assert all(loss == losses[step] for step, loss in got["redone"])
     survivor = result.values[min(result.survivors)]
     assert len(survivor["losses"]) == training.steps and survivor["members"][-1] == 8 - lost, survivor["members"]
+    assert result.common("digest") == whole.common("digest")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("settings", [BF16, {**ZERO, **BF16}], ids=["bf16", "zero"])
+def test_from_the_store_after_half_of_all_workers_and_then_two_join(
+    jobs: Jobs, undisturbed: Undisturbed, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    training = dataclasses.replace(TWO_BY_THREE, name="stored-2x3", settings={**CLIPPED, **settings})
+    whole = undisturbed(training, world=6)
+    faults = [kill(6, pipeline, stage, "idle") for pipeline, stage in ZONE]
+    killed = dataclasses.replace(training, faults=faults)
+    result = jobs.run(
+        train_remembering,
+        world=6,
+        joining=2,
+        joining_after_deaths=3,
+        training=killed,
+        waits={"9": 2},
+        stored=str(tmp_path / "kept"),
+    )
+    assert result.codes.count(-9) == 3 and result.codes.count(0) == 5, result.transcript()
+    losses = whole.common("losses")
+    for rank in result.survivors:
+        got = result.values[rank]
+        assert all(loss == losses[int(step)] for step, loss in got["losses"].items()), got["losses"]
+        assert all(loss == losses[step] for step, loss in got["redone"])
+    survivor = result.values[min(result.survivors)]
+    assert survivor["sources"] == ["store"] and survivor["members"][-1] == 5
     assert result.common("digest") == whole.common("digest")
 
 
