@@ -261,7 +261,7 @@ def test_from_the_store_where_memory_has_lost_some_stages(jobs: Jobs, undisturbe
 @pytest.mark.sweep
 def test_another_one_lost_while_it_reads_the_store(jobs: Jobs, undisturbed: Undisturbed, tmp_path: Path) -> None:
     whole = undisturbed(STORED, world=4)
-    killed = dataclasses.replace(STORED, faults=[*pair(6, "idle"), kill(6, 0, 2, "load")])
+    killed = dataclasses.replace(STORED, faults=[*pair(6, "idle"), *(kill(s, 0, 2, "load") for s in (4, 6))])
     result = jobs.run(train_remembering, world=4, training=killed, stored=str(tmp_path / "kept"))
     check(result, whole, STORED, lost=3, world=4)
     assert result.survivors == [3] and result.common("sources") == ["store"]
