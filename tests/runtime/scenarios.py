@@ -219,7 +219,8 @@ def train_remembering(
     if not shared_iterator and not training.training_data:
         engine.set_data_source(source, evaluation=lambda pipeline, step: source(pipeline + 100, step))
     iterator = None if training.training_data else source(engine.home, 0)
-    engine.memory.share_of_time = math.inf  # on a loaded machine copying takes long
+    if engine.memory is not None:
+        engine.memory.share_of_time = math.inf  # on a loaded machine copying takes long
     losses: dict[str, float] = {}
     evaluations: dict[str, float] = {}
     members = []
