@@ -89,6 +89,8 @@ class OwnerChanges:
         self._look_at_values()
         if self._looks >= _LOOKS:
             self._look_at_outlines()
+            if not self.by_hand:  # later a forward may have changed buffers
+                self._stale.update(self._changed_since())
             if not (self.by_hand or self._anew or self._values_by_hand):
                 return
         first = self._looks == 0
@@ -120,9 +122,6 @@ class OwnerChanges:
 
     def contribution(self) -> dict[str, Any]:
         """What this worker contributes to the agreement of an iteration."""
-        # As it was at the start of the iteration: nothing changes weights before the step.
-        if self._looks >= _LOOKS and not self.by_hand:
-            self._stale.update(self._changed_since())
         by_hand = bool(self._stale) and not self.by_hand
         reshaped = {RESHAPED: sorted(map(str, self._reshaped))} if self._reshaped else {}
         values = {VALUES: True} if self._values else {}
