@@ -204,8 +204,7 @@ def test_whatever_is_trained(
     check(result, whole, training, lost=2, world=4)
 
 
-# Where weights or buffers change between two steps, as those buffers do, there is no way back to before.
-STORED_VARIANTS = [case for case in VARIANTS if case[0].name not in ("eager", "buffers")]
+STORED_VARIANTS = [case for case in VARIANTS if case[0].name != "eager"]
 
 
 @pytest.mark.sweep
