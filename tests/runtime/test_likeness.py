@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deepspeed_bamboo.core.replica_differences import differences, without_attributes
 from deepspeed_bamboo.runtime.comm.encoding import decode, encode
 from deepspeed_bamboo.runtime.stock.description import describe
-from deepspeed_bamboo.runtime.stock.likeness import liken
+from deepspeed_bamboo.runtime.stock.likeness import liken, take_root_hooks
 from deepspeed_bamboo.runtime.stock.optimizers import made_again, maker_for, problem_with
 from deepspeed_bamboo.runtime.stock.plain_forms import CodeOfTheScript, Parts, form_of, is_known, shown, value_of
 from deepspeed_bamboo.runtime.stock.separate import ids_of, separate
@@ -96,6 +96,33 @@ def test_structure_types_freezing_notes_and_hooks_are_made_again_with_their_valu
     ]
     assert gradients[0] and all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert not {id(p) for p in owner.parameters()} & {id(p) for p in replica.parameters()}
+
+
+def test_hooks_keep_the_options_with_which_they_were_registered() -> None:
+    owner, replica = stage(2), stage(2)
+    layer = owner.forward_funcs[0]
+    layer.register_forward_hook(lambda _, inputs, named, output: 2 * output, with_kwargs=True, always_call=True)
+    layer.register_forward_hook(lambda _, inputs, output: 3 * output)
+    layer.register_forward_pre_hook(lambda _, inputs, named: ((inputs[0] + 1,), named), with_kwargs=True)
+    assert differences(described(owner), described(replica)) != ()
+    liken(replica, described(owner), examples=[owner], device=CPU)
+    assert differences(described(owner), described(replica)) == ()
+    replica.load_state_dict(owner.state_dict())
+    x = torch.randn(4, 2)
+    assert torch.equal(replica.forward_funcs[0](x), layer(x))
+    layer.register_forward_hook(lambda _, inputs, output: output, always_call=True)
+    before = described(owner)
+    owner.forward_funcs[0]._forward_hooks_always_called.clear()
+    assert differences(before, described(owner)) != (), "the options are compared, too"
+
+
+def test_hooks_on_the_pipeline_module_itself_are_taken_over() -> None:
+    template, module = stage(2), stage(2)
+    template.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,))
+    template.register_full_backward_hook(lambda *_: None)
+    take_root_hooks(module, template)
+    assert list(module._forward_pre_hooks.values()) == list(template._forward_pre_hooks.values())
+    assert list(module._backward_hooks.values()) == list(template._backward_hooks.values())
 
 
 def test_what_only_an_example_has_is_taken_from_there_and_never_its_parameters() -> None:

@@ -26,6 +26,11 @@ Description = dict[str, Any]
 
 PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# Options of hooks, and where torch notes them.
+_OPTIONS = {
+    "_forward_hooks": {"with_kwargs": "_forward_hooks_with_kwargs", "always_call": "_forward_hooks_always_called"},
+    "_forward_pre_hooks": {"with_kwargs": "_forward_pre_hooks_with_kwargs"},
+}
 EMPTY = ("_parameters", "_buffers", "_modules")
 # DeepSpeed's and this package's own hooks and attributes come with the engine, on every replica.
 _NOT_THE_SCRIPTS = ("deepspeed.", "deepspeed_bamboo.runtime", "torch.")
@@ -90,6 +95,17 @@ def hooks_of(holder: Any, kind: str) -> list[Any]:
     return [hook for hook in (registered or {}).values() if not _is_not_the_scripts(hook)]
 
 
+def hook_options(holder: Any, kind: str) -> list[dict[str, bool]]:
+    """The options with which the hooks of :func:`hooks_of` were registered, in their order; none for the default."""
+    registered = getattr(holder, kind, None) or {}
+    given = {option: getattr(holder, where) for option, where in _OPTIONS.get(kind, {}).items()}
+    return [
+        {option: True for option, keys in given.items() if key in keys}
+        for key, hook in registered.items()
+        if not _is_not_the_scripts(hook)
+    ]
+
+
 def _is_foreign(name: str, known: frozenset[str]) -> bool:
     return name in known or name.startswith(("ds_", "_ds_", "_hp_")) or "rank" in name or "device" in name
 
@@ -122,6 +138,7 @@ def _module(part: torch.nn.Module, parts: Parts) -> dict[str, Any]:
         "hooks": {
             kind: [form_of(hook, parts) for hook in hooks] for kind in MODULE_HOOKS if (hooks := hooks_of(part, kind))
         },
+        "options of hooks": {kind: its for kind in MODULE_HOOKS if any(its := hook_options(part, kind))},
     }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from deepspeed_bamboo.runtime.stock.description import (
     MODULE_HOOKS,
     PARAMETER_HOOKS,
     Description,
+    hook_options,
     hooks_of,
     noted_attributes,
     own_attributes,
@@ -63,7 +64,8 @@ def liken(module: Any, description: Description, *, examples: Iterable[torch.nn.
         part = parts.modules.get(path)
         if part is not None:
             _fit_attributes(part, has["attributes"], own_attributes(part), others.get(has["class"], ()), parts, code)
-            _fit_hooks(part, has["hooks"], MODULE_HOOKS, _REGISTER_ON_MODULE, parts, code)
+            options = has["options of hooks"]
+            _fit_hooks(part, has["hooks"], MODULE_HOOKS, _REGISTER_ON_MODULE, parts, code, options=options)
     alike = [parameter for own in owns for parameter in own.parameters()]
     for name, has in description["parameters"].items():
         parameter = parts.tensors.get(name)
@@ -73,6 +75,16 @@ def liken(module: Any, description: Description, *, examples: Iterable[torch.nn.
     for index, form in enumerate(description["forward"]):
         if index < len(module.forward_funcs) and repr(form_of(module.forward_funcs[index], parts)) != repr(form):
             module.forward_funcs[index] = _made(form, parts, code, module.forward_funcs[index])
+
+
+def take_root_hooks(module: Any, template: Any) -> None:
+    """Give ``module`` the script's hooks on ``template``, another stage's PipelineModule, itself.
+
+    The script registers them on its one module, in every process alike.
+    """
+    for kind in MODULE_HOOKS:
+        for hook, options in zip(hooks_of(template, kind), hook_options(template, kind), strict=True):
+            _register(module, _REGISTER_ON_MODULE[kind], hook, options)
 
 
 class Structure:
@@ -263,24 +275,28 @@ def _fit_hooks(
     register: dict[str, str],
     parts: Parts,
     code: CodeOfTheScript,
+    *,
+    options: Mapping[str, list[dict[str, bool]]] = types.MappingProxyType({}),
 ) -> None:
     for kind in kinds:
-        held = hooks_of(holder, kind)
-        if repr([form_of(hook, parts) for hook in held]) == repr(wanted.get(kind, [])):
+        held, forms = hooks_of(holder, kind), wanted.get(kind, [])
+        given = options.get(kind) or [{} for _ in forms]
+        alike = repr([form_of(hook, parts) for hook in held]) == repr(forms)
+        if alike and hook_options(holder, kind) == given:
             continue
         registered = getattr(holder, kind, None) or {}
         for key in [key for key, hook in registered.items() if any(hook is own for own in held)]:
             del registered[key]
-        for form in wanted.get(kind, []):
+        for form, its in zip(forms, given, strict=True):
             hook = _made(form, parts, code, None)
             if hook is not None:
-                _register(holder, register[kind], hook)
+                _register(holder, register[kind], hook, its)
 
 
-def _register(holder: Any, method: str, hook: Any) -> None:
+def _register(holder: Any, method: str, hook: Any, options: Mapping[str, bool]) -> None:
     frozen = isinstance(holder, torch.Tensor) and not holder.requires_grad
     if frozen:
         holder.requires_grad_(True)  # torch registers none on what has no gradient; the script froze it later
-    getattr(holder, method)(hook)
+    getattr(holder, method)(hook, **options)
     if frozen:
         holder.requires_grad_(False)

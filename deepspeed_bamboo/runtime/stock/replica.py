@@ -20,6 +20,7 @@ from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.runtime.stock.buffers import BufferName
 from deepspeed_bamboo.runtime.stock.hyperparameters import Values
+from deepspeed_bamboo.runtime.stock.likeness import take_root_hooks
 from deepspeed_bamboo.runtime.stock.logical import Exchange, GroupKey, LogicalGrid, LogicalGroup
 from deepspeed_bamboo.runtime.stock.plain_values import MovingValues, PlainValues
 from deepspeed_bamboo.runtime.stock.rebinding import rebound
@@ -119,6 +120,7 @@ def stage_module(
     module._grid = logical_grid
     module.global_rank = grid.rank(coordinate)
     module.stage_id = coordinate.stage
+    take_root_hooks(module, template)
     module.forward_funcs = []
     module.fwd_map = {}
     module.tied_modules = torch.nn.ModuleDict()

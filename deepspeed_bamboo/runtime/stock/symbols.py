@@ -297,6 +297,9 @@ SYMBOLS: Mapping[str, Mapping[str, str]] = {
     "torch.nn:Module": {
         "_modules": "what a module registered besides its layers",
         "_non_persistent_buffers_set": "which buffers a replica leaves out of its state, too",
+        "_forward_hooks_with_kwargs": "how the script has registered a hook, which a replica gets as well",
+        "_forward_hooks_always_called": "the same",
+        "_forward_pre_hooks_with_kwargs": "the same",
     },
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
         "_CUDA_RNG_STATE_TRACKER": "named random states, seeded for every forward; Megatron's have the same name",
