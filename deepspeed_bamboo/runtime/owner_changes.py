@@ -12,7 +12,8 @@ stages that have changed are rebuilt before the next step. Hooks are looked at b
 
 Numbers and words in attributes of layers are followed likewise (``stock/plain_values.py``). And after each of the
 first steps shadows are compared with their owners: what took the same step with the same gradients and is different
-will not be the same after a loss either, so the job is refused.
+will not be the same after a loss either, so the job is refused. What hooks keep in their closures and move is not
+followed; a line says so.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.membership.starting import refuse_unlike
 from deepspeed_bamboo.runtime.recovery.stage_state import checksum
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
+from deepspeed_bamboo.runtime.stock.description import function_forms
 from deepspeed_bamboo.runtime.stock.gradients import master_weights
 from deepspeed_bamboo.runtime.stock.hosting import StageHost
 from deepspeed_bamboo.runtime.stock.outline import Outline, outline_of
@@ -41,6 +43,8 @@ RESHAPED = "changed layers"
 VALUES = "changed values"
 """The name under which a worker reports that its script has changed attributes of layers between two steps."""
 _BY_HAND = "the script changes weights, buffers or the scheduler itself between two steps"
+HOOKS = "changed in hooks"
+"""The name under which a worker reports that hooks of its stages keep values that their calls have changed."""
 _VALUES = "the script changes attributes of layers between two steps"
 _LOOKS = 3  # before the first steps; a script that changes weights after each step does so after the first one
 
@@ -69,6 +73,8 @@ class OwnerChanges:
         self._outlines: dict[Coordinate, Outline] = {}
         self._reshaped: set[Coordinate] = set()  # here, since the shadows were made
         self._anew = False  # somewhere
+        self._hooks: dict[Coordinate, str] = {}  # what they are, with what they keep, before one of the first steps
+        self._told_of_hooks = False
 
     def note(self) -> None:
         """Owners and shadows are alike now."""
@@ -119,13 +125,14 @@ class OwnerChanges:
             for coordinate, values in value["values"].items():
                 self._accept(coordinate, values, first=first)
         self.note()
+        self._hooks = {} if self._told_of_hooks else {c: self._hooks_of(r) for c, r in worker.host.owned.items()}
 
     def contribution(self) -> dict[str, Any]:
         """What this worker contributes to the agreement of an iteration."""
         by_hand = bool(self._stale) and not self.by_hand
         reshaped = {RESHAPED: sorted(map(str, self._reshaped))} if self._reshaped else {}
         values = {VALUES: True} if self._values else {}
-        return {**({CHANGED: True} if by_hand else {}), **reshaped, **values}
+        return {**({CHANGED: True} if by_hand else {}), **reshaped, **values, **self._moved_hooks()}
 
     def learn(self, agreed: Mapping[str, Mapping[str, Any]]) -> None:
         """What others have handed in with the agreement of an iteration: from then on all copy weights."""
@@ -142,6 +149,14 @@ class OwnerChanges:
             tell_once(
                 self._worker, f"{_VALUES}: from now on shadows get them before each step (not before the last one)"
             )
+        hooks = sorted({stage for value in agreed.values() for stage in value.get(HOOKS, ())})
+        if hooks and not self._told_of_hooks:
+            self._told_of_hooks = True
+            tell_once(
+                self._worker,
+                f"hooks of {' '.join(hooks)} keep values of their own that change as they are called: after a loss "
+                "they begin anew. Where a hook's result depends on them, keep them in attributes or buffers of its layer",
+            )
         reshaped = sorted({stage for value in agreed.values() for stage in value.get(RESHAPED, ())})
         if reshaped:
             self._anew = True
@@ -151,6 +166,16 @@ class OwnerChanges:
                 f"{' '.join(reshaped)}): shadows are made anew before the next step (a loss in the last one would have "
                 "brought back what was before; engine.refresh_shadows() on every rank excludes that)",
             )
+
+    def _hooks_of(self, replica: StageReplica) -> str:
+        return repr(list(function_forms(self._worker.host.description(replica))))
+
+    def _moved_hooks(self) -> dict[str, Any]:
+        """Of the iteration that ends, one of the first: what hooks keep was looked at when it began."""
+        before, self._hooks = self._hooks, {}
+        owned = self._worker.host.owned
+        moved = sorted(str(c) for c, hooks in before.items() if c in owned and self._hooks_of(owned[c]) != hooks)
+        return {HOOKS: moved} if moved else {}
 
     def to_json(self) -> dict[str, Any]:
         """What a worker that joins has to know."""

@@ -101,6 +101,18 @@ class RatesByHand(Habit):
         self.held.param_groups[1]["betas"] = (0.9 - step / 20, 0.99)
 
 
+class CountingHooks(Habit):
+    """Hooks that count their calls, which is said since shadows don't get the count; here nothing depends on it."""
+
+    def built(self, module: PipelineModule) -> None:
+        def counting() -> Any:
+            calls: list[int] = []
+            return lambda gradient: calls.append(len(calls))
+
+        for parameter in module.parameters():
+            parameter.register_hook(counting())
+
+
 class Adapter(nn.Module):
     """Around a linear layer, with a setting that only this object knows."""
 
@@ -427,7 +439,7 @@ class Pruned(Habit):
 
 
 _KINDS = (
-    *(Habit, RatesByHand, Everything, Objects, Late, Gradual, OneModel, Unknown, UncallableObject),
+    *(Habit, RatesByHand, CountingHooks, Everything, Objects, Late, Gradual, OneModel, Unknown, UncallableObject),
     *(Moving, Shifting, Wrapped, HookedOptimizer, Pruned),
 )
 HABITS: dict[str, type[Habit]] = {kind.__name__: kind for kind in _KINDS}

@@ -64,6 +64,15 @@ def test_rates_by_hand_and_a_scheduler_of_the_script_act_on_what_was_taken_over(
     assert "made anew" not in result.transcript(), "values of groups are no change of what a stage is"
 
 
+@pytest.mark.sweep
+def test_hooks_that_keep_something_of_their_own_are_named(jobs: Jobs) -> None:
+    result = jobs.run(compare_habit, world=3, habit="CountingHooks", stages=3, faults=[kill(3, 1)])
+    assert result.codes.count(-9) == 1, result.transcript()
+    assert all(value["plugin"]["losses"] == value["stock"]["losses"] for value in result.values.values())
+    told = "hooks of 0.0 0.1 0.2 keep values of their own that change as they are called"
+    assert result.transcript().count(told) == 1, result.transcript()
+
+
 def test_layers_that_thaw_later_are_trained_where_they_were_taken_over(jobs: Jobs) -> None:
     result = jobs.run(compare_habit, world=3, habit="Gradual", stages=3, steps=7, faults=[kill(5, 1)])
     assert result.codes.count(-9) == 1, result.transcript()
