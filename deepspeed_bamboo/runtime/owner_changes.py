@@ -155,7 +155,7 @@ class OwnerChanges:
             tell_once(
                 self._worker,
                 f"hooks of {' '.join(hooks)} keep values of their own that change as they are called: after a loss "
-                "they begin anew. Where a hook's result depends on them, keep them in attributes or buffers of its layer",
+                "they begin anew. If a hook's result depends on them, keep them in attributes or buffers of its layer",
             )
         reshaped = sorted({stage for value in agreed.values() for stage in value.get(RESHAPED, ())})
         if reshaped:
