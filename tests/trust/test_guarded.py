@@ -24,7 +24,7 @@ from deepspeed_bamboo.protocol import SECRET as SECRET_NAME
 from deepspeed_bamboo.runtime.comm import proved_group
 from deepspeed_bamboo.runtime.comm.c10d import c10d
 from deepspeed_bamboo.runtime.comm.channel import Message
-from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption
+from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption, PeerLostError
 from deepspeed_bamboo.runtime.comm.frames import Frames
 from deepspeed_bamboo.runtime.comm.guarded_store import StoreClient
 from deepspeed_bamboo.runtime.comm.pass_words import PASS_WORD_BYTES, PassWords
@@ -569,6 +569,22 @@ def test_a_stranger_who_takes_the_peers_place_costs_another_attempt_and_no_loss(
 def listening_ports() -> set[int]:
     found = psutil.Process().net_connections("tcp")
     return {connection.laddr.port for connection in found if connection.status == psutil.CONN_LISTEN}
+
+
+def test_a_peer_whose_address_nobody_knows_is_no_endless_wait() -> None:
+    """Its registration is away for a moment: nobody knows it, or somebody knew it in the epoch before."""
+    server = StoreServer("127.0.0.1", secret=SECRET)
+    known = Member("w0", "w0", "z", "127.0.0.1", server.port, os.getpid(), 0)
+    links = Links("w1", interruption=Interruption(), timeout_seconds=5, device=torch.device("cpu"), secret=SECRET)
+    links.enter(members={}, order=("w0", "w1"), name="epoch 0")
+    with pytest.raises(PeerLostError, match="w0 is not registered"):
+        links.connect(["w0"])
+    links.enter(members={"w0": known}, order=("w0", "w1"), name="epoch 1")
+    links.enter(members={}, order=("w0", "w1"), name="epoch 2")
+    assert links.members == {"w0": known}
+    links.enter(members={}, order=("w1", "w2"), name="epoch 3")
+    assert links.members == {}
+    server.close()
 
 
 def test_whoever_knows_the_others_beforehand_makes_no_connection_to_their_stores_at_a_loss() -> None:

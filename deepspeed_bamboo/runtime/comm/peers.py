@@ -25,6 +25,34 @@ from deepspeed_bamboo.runtime.comm.proved_group import connect_proved, network_d
 from deepspeed_bamboo.trust.handshake import StrangerError
 
 
+class _Attempts:
+    """To reach peers, each in a thread of its own; what they raise is carried to the thread that waits for them."""
+
+    def __init__(self, interruption: Interruption) -> None:
+        self._interruption = interruption
+        self._errors: list[Exception] = []
+
+    @property
+    def failed(self) -> bool:
+        """Whether one of them did."""
+        return bool(self._errors)
+
+    def run(self, peer: WorkerId, build: Callable[[], None]) -> None:
+        """Call ``build`` in the thread of ``peer``."""
+        try:
+            build()
+        except (RuntimeError, ValueError, StrangerError) as error:
+            self._errors.append(PeerLostError(peer, cause_of(error)))
+        except Exception as error:  # noqa: BLE001 - a fault of this program, raised where somebody waits
+            self._errors.append(error)
+        self._interruption.notify()
+
+    def raise_first(self) -> None:
+        """Raise what the first one raised, if any did: PeerLostError for what a peer or the network may cause."""
+        for error in self._errors:
+            raise error
+
+
 class Links:
     """Messages between this worker and the others it has to talk to, found by key.
 
@@ -92,7 +120,8 @@ class Links:
             del self._channels[peer]
             self._aside.pop(peer, None)
         _close(gone)
-        self._members = dict(members)
+        # A worker whose registration is being renewed is missing in ``members`` for a moment, and is where it was.
+        self._members = {**{w: its for w, its in self._members.items() if w in order}, **members}
         self._order = tuple(order)
         self._name = name
 
@@ -110,24 +139,17 @@ class Links:
         made: dict[WorkerId, Channel] = {}
         lanes: dict[WorkerId, DeviceLanes] = {}
         opening: dict[WorkerId, DeviceLanes] = {}
-        errors: dict[WorkerId, str] = {}
-
-        def attempt(peer: WorkerId, build: Callable[[], None]) -> None:
-            try:
-                build()
-            except (RuntimeError, ValueError, StrangerError) as error:
-                errors[peer] = cause_of(error)
-            self._interruption.notify()
+        attempts = _Attempts(self._interruption)
 
         def build_channel(peer: WorkerId) -> None:
-            attempt(peer, lambda: made.update({peer: self._channel_to(peer, network)}))
+            attempts.run(peer, lambda: made.update({peer: self._channel_to(peer, network)}))
 
         def build_lanes() -> None:
             # One after the other, in an order common to all workers: a communicator is made by both sides at
             # once, and inside one process NCCL makes only one at a time.
             for peer in sorted(fast, key=lambda peer: sorted(map(self._order.index, (self._me, peer)))):
-                if not errors:
-                    attempt(peer, lambda peer=peer: open_lanes(peer))  # type: ignore[misc]
+                if not attempts.failed:
+                    attempts.run(peer, lambda peer=peer: open_lanes(peer))  # type: ignore[misc]
 
         def open_lanes(peer: WorkerId) -> None:
             lanes[peer] = self._open_lanes(peer, opening)
@@ -137,15 +159,14 @@ class Links:
         if fast:
             threading.Thread(target=build_lanes, name="bamboo-lanes", daemon=True).start()
         try:
-            self._interruption.wait_until(lambda: bool(errors) or len(made) + len(lanes) == len(wanted) + len(fast))
+            self._interruption.wait_until(lambda: attempts.failed or len(made) + len(lanes) == len(wanted) + len(fast))
         finally:
             self._channels.update(made)
             for peer in set(lanes) & set(self._channels):
                 self._channels[peer].lanes = lanes[peer]
             for half_open in list(opening.values()):
                 half_open.abort()
-        for peer, error in errors.items():
-            raise PeerLostError(peer, error)
+        attempts.raise_first()
 
     def meet(self, peers: Iterable[WorkerId]) -> None:
         """Channels to all of ``peers`` that there are none to yet. Each of them does the same for this worker.
@@ -195,7 +216,9 @@ class Links:
     @contextmanager
     def store_of(self, worker: WorkerId) -> Iterator[Any]:
         """A client, for this use alone, of the store that ``worker`` serves. Raises RuntimeError when it is gone."""
-        host = self._members[worker]
+        host = self._members.get(worker)
+        if host is None:
+            raise RuntimeError(f"worker {worker} is not registered, so nobody knows its address")
         idle = self._idle_clients[host.address, host.store_port]
         store = None
         while store is None:

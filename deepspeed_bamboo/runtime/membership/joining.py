@@ -8,12 +8,12 @@ others (``reconfiguration.py`` has their side, ``late_engine.py`` the moment).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from deepspeed_bamboo.coordination import JobCoordinator, Member
 from deepspeed_bamboo.core.grid import Grid
-from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.reconfiguring import Target
 from deepspeed_bamboo.errors import BambooError, ConfigError, ExpelledError, JobStoppedError
 from deepspeed_bamboo.runtime.comm.c10d import c10d
@@ -79,11 +79,26 @@ def join(worker: Worker, *, reconfiguration: Reconfiguration, common: CommonStat
     worker.host.save()
     known()
     worker.links.enter(
-        members=session.coordinator.members(), order=record.members, name=f"{session.identity.job}/{record.number}"
+        members=_registered(worker, record.members),
+        order=record.members,
+        name=f"{session.identity.job}/{record.number}",
     )
     # The others have had an agreement before this worker came.
     worker.activity.rounds.append({})
     reconfiguration.carry_out(record.number, target)
+
+
+def _registered(worker: Worker, wanted: Sequence[WorkerId]) -> dict[WorkerId, Member]:
+    """All that are registered, once those ``wanted`` are: a registration that is being renewed is away for a moment.
+
+    Raises what interrupts the wait: one that is lost makes a new epoch.
+    """
+    session = worker.session
+    members = session.with_retries(session.coordinator.members)
+    while not members.keys() >= set(wanted):
+        session.interruption.wait_until(lambda: False, timeout_seconds=_LOOK_SECONDS)
+        members = session.with_retries(session.coordinator.members)
+    return members
 
 
 def check_grid(session: WorkerSession, built: Grid) -> None:
