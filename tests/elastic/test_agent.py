@@ -87,7 +87,8 @@ def test_a_killed_worker_is_lost_at_once_and_its_agent_stays(fork_server: ForkSe
         assert epoch.proposer == f"agent of rank {rank}" and "killed by SIGKILL" in epoch.reason
         wait_until(lambda: len(machine.coordinator.progress(1)) == 3, what="all survivors' reports")
         seconds = [report["seen"] - killed for report in machine.coordinator.progress(1).values()]
-        assert max(seconds) < stretched(0.1), f"survivors heard of it after {seconds}"
+        # By the agent, not by a lease of 20 s; what it takes (0.02 s) the fault sweep measures, a loaded machine can't.
+        assert max(seconds) < stretched(1), f"survivors heard of it after {seconds}"
         wait_until(lambda: len(machine.coordinator.members()) == 3, what="the lost one's key to go")
         assert len(machine.coordinator.agents()) == 4
         outcome = finish(machine)
