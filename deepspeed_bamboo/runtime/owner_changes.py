@@ -125,7 +125,8 @@ class OwnerChanges:
             for coordinate, values in value["values"].items():
                 self._accept(coordinate, values, first=first)
         self.note()
-        self._hooks = {} if self._told_of_hooks else {c: self._hooks_of(r) for c, r in worker.host.owned.items()}
+        if self._looks <= _LOOKS and not self._told_of_hooks:
+            self._hooks = {c: self._hooks_of(replica) for c, replica in worker.host.owned.items()}
 
     def contribution(self) -> dict[str, Any]:
         """What this worker contributes to the agreement of an iteration."""

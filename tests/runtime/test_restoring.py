@@ -288,6 +288,15 @@ def test_without_a_good_checkpoint_in_the_store_the_job_ends(jobs: Jobs, tmp_pat
     assert f"and none in {tmp_path / 'kept'}" in result.transcript()
 
 
+def check_losses(result: JobResult, whole: JobResult) -> None:
+    """Also of workers that came late: what each has seen, and what was done again, is the undisturbed job's."""
+    losses = whole.common("losses")
+    for rank in result.survivors:
+        got = result.values[rank]
+        assert all(loss == losses[int(step)] for step, loss in got["losses"].items()), got["losses"]
+        assert all(loss == losses[step] for step, loss in got["redone"])
+
+
 TWO_BY_THREE = Training("half-2x3", 3, steps=14, settings={**CLIPPED, **BF16}, bamboo=CHECKED, faults=[])
 ZONE = ((0, 0), (0, 1), (1, 2))
 
@@ -307,11 +316,7 @@ def test_half_of_all_workers_at_once_and_then_two_join(
     lost = len(zone)
     result = jobs.run(train_remembering, world=6, joining=2, joining_after_deaths=lost, training=killed, waits={"7": 2})
     assert result.codes.count(-9) == lost and result.codes.count(0) == 8 - lost, result.transcript()
-    losses = whole.common("losses")
-    for rank in result.survivors:
-        got = result.values[rank]
-        assert all(loss == losses[int(step)] for step, loss in got["losses"].items()), got["losses"]
-        assert all(loss == losses[step] for step, loss in got["redone"])
+    check_losses(result, whole)
     survivor = result.values[min(result.survivors)]
     assert len(survivor["losses"]) == training.steps and survivor["members"][-1] == 8 - lost, survivor["members"]
     assert result.common("digest") == whole.common("digest")
@@ -336,11 +341,7 @@ def test_from_the_store_after_half_of_all_workers_and_then_two_join(
         stored=str(tmp_path / "kept"),
     )
     assert result.codes.count(-9) == 3 and result.codes.count(0) == 5, result.transcript()
-    losses = whole.common("losses")
-    for rank in result.survivors:
-        got = result.values[rank]
-        assert all(loss == losses[int(step)] for step, loss in got["losses"].items()), got["losses"]
-        assert all(loss == losses[step] for step, loss in got["redone"])
+    check_losses(result, whole)
     survivor = result.values[min(result.survivors)]
     assert survivor["sources"] == ["store"] and survivor["members"][-1] == 5
     assert result.common("digest") == whole.common("digest")
