@@ -187,7 +187,13 @@ class Messenger:
             suspected = decisions.Suspected(action.worker, action.reason)
             self._mailbox.put_later(suspected, after_seconds=_JUDGING_SECONDS)
             return
-        self._propose(action.worker, f"{action.reason}; its process is gone, its machine answers")
+        if not self._is_judged(action.worker):
+            self._propose(action.worker, f"{action.reason}; its process is gone, its machine answers")
+
+    def _is_judged(self, worker: WorkerId) -> bool:
+        """Whether an agent has said how ``worker`` or the job ended. Ask after its agent is gone: that speaks first."""
+        job = self._coordinator
+        return job.failure() is not None or job.finished() is not None or worker in job.ended()
 
     def _has_a_judge(self, member: Member, *, waited_seconds: float) -> bool:
         """Whether there is an agent beside the process of ``member``, which knows better how that ended."""
