@@ -177,10 +177,12 @@ def _by_time(
 def transfers(before: Placement, after: Placement) -> tuple[Transfer, ...]:
     """The state that has to move, in grid order, owners first. Whoever holds a replica already gets nothing."""
     result: list[Transfer] = []
+    owner_before, shadow_before = dict(before.owners), dict(before.shadows)
+    owner_after, shadow_after = dict(after.owners), dict(after.shadows)
     for coordinate in before.grid:
-        source = before.owner(coordinate)
-        held = {source, before.shadow(coordinate)}
-        for destination in (after.owner(coordinate), after.shadow(coordinate)):
+        source = owner_before[coordinate]
+        held = {source, shadow_before.get(coordinate)}
+        for destination in (owner_after[coordinate], shadow_after.get(coordinate)):
             if destination is not None and destination not in held:
                 result.append(Transfer(coordinate, source, destination))
                 held.add(destination)

@@ -117,25 +117,27 @@ def timed_passes(
         costs=Costs(),
     )
     passes = sorted((timed for its in order.values() for timed in its), key=attrgetter("start"))
+    place = {coordinate: i for i, coordinate in enumerate(coordinates)}
+    owners = [worker for _, worker in placement.owners]
+    last, handover = placement.grid.stages - 1, profile.handover
+    speeds = {worker: profile.speed(worker) for worker in order}
     free = dict.fromkeys(order, 0.0)
-    done: dict[tuple[Op, Coordinate, int], float] = {}
-    owners = dict(placement.owners)
-    last = placement.grid.stages - 1
+    # When passes end, by "is forward", place and micro-batch. What is not among the passes was done before.
+    done: tuple[list[dict[int, float]], list[dict[int, float]]] = ([{} for _ in coordinates], [{} for _ in coordinates])
     ends: list[tuple[Instruction, float]] = []
     for worker, instruction, _, _ in passes:
         op, c, m, _ = instruction
         assert c is not None and m is not None
-        forward = op is Op.FNC
-        ready = 0.0
+        forward, i = op is Op.FNC, place[c]
+        begin = free[worker]
         if c.stage != (0 if forward else last):
-            source = Coordinate(c.pipeline, c.stage - 1 if forward else c.stage + 1)
-            # What is not among the passes was done before.
-            before = done.get((op, source, m))
+            source = i - 1 if forward else i + 1
+            before = done[forward][source].get(m)
             if before is not None:
-                ready = before + (profile.handover if owners[source] != worker else 0.0)
-        seconds = (profile.forward if forward else profile.backward)[c.stage] / profile.speed(worker)
-        free[worker] = done[op, c, m] = max(free[worker], ready) + seconds
-        ends.append((instruction, free[worker]))
+                begin = max(begin, before + (handover if owners[source] != worker else 0.0))
+        end = begin + (profile.forward if forward else profile.backward)[c.stage] / speeds[worker]
+        free[worker] = done[forward][i][m] = end
+        ends.append((instruction, end))
     return ends
 
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ..core.grid import Coordinate, Grid
-from ..core.interrupted import remaining_seconds
+from ..core.interrupted import Done, done_by, progress_after
 from ..core.placement import Placement, WorkerId
 from ..core.placing.balance import balance
 from ..core.placing.matching import match
 from ..core.placing.shadowing import choose_shadows
 from ..core.placing.sites import Sites, WorkerSite
 from ..core.placing.solver import decide
-from ..core.timing import Profile, iteration_seconds
+from ..core.timing import Profile, iteration_seconds, timed_passes
 
 __all__ = ["MOST_PASSES", "PlannedGrid", "Shape"]
 
@@ -61,7 +61,7 @@ class PlannedGrid:
 
     def shape(self, workers: int) -> Shape:
         """The placement that the engine takes for so many workers, and how long an iteration takes with it."""
-        return _shape(self.grid, _key(self.profile), self.micro_batches, min(workers, len(self.grid)))
+        return _shape(self.timed, min(workers, len(self.grid)))
 
     def arranged(self, workers: Sequence[WorkerSite], current: Placement | None) -> Placement:
         """The placement for these workers, with few moves from the current one."""
@@ -102,7 +102,13 @@ class PlannedGrid:
 
     def seconds_of(self, placement: Placement) -> float:
         """An iteration with any placement, by the plan's own order."""
-        return iteration_seconds(placement, self.profile, micro_batches=self.micro_batches)
+        return _seconds(self.timed, _numbers(placement))
+
+    @property
+    def timed(self) -> _Timed:
+        """What times depend on."""
+        profile = self.profile
+        return _Timed(self.grid, profile.forward, profile.backward, profile.handover, self.micro_batches)
 
     def least_seconds_of(self, placement: Placement) -> float:
         """An iteration with any placement takes no less: the busiest worker's work."""
@@ -146,32 +152,70 @@ def _played_loss(planned: PlannedGrid, workers: int, lost: int, moment: int) -> 
             break
     if after is None:
         return shape.seconds
-    return remaining_seconds(
-        before,
-        after,
-        planned.profile,
-        micro_batches=planned.micro_batches,
-        at_seconds=shape.seconds * (moment + 0.5) / _MOMENTS,
-        eager=planned.eager,
-    )
+    number = {name: index for index, name in enumerate(names)}
+    owners_after = tuple(number[worker] for _, worker in after.owners)
+    return _left_seconds(planned.timed, workers, moment, owners_after, eager=planned.eager)
 
 
-_ProfileKey = tuple[tuple[float, ...], tuple[float, ...], float]
+@dataclass(frozen=True)
+class _Timed:
+    """What the time of an iteration depends on, besides who hosts what. Can be remembered by."""
+
+    grid: Grid
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    handover: float
+    micro_batches: int
+
+    @property
+    def profile(self) -> Profile:
+        return Profile(self.forward, self.backward, handover=self.handover)
+
+    def placement(self, owners: Sequence[int]) -> Placement:
+        """Workers by number, without shadows, which take no time."""
+        named = {c: f"w{number}" for c, number in zip(self.grid, owners, strict=True)}
+        return Placement.of(self.grid, owners=named, shadows={})
 
 
-def _key(profile: Profile) -> _ProfileKey:
-    return profile.forward, profile.backward, profile.handover
+def _numbers(placement: Placement) -> tuple[int, ...]:
+    """Owners in grid order, numbered as they come: workers are alike, so that is all that times depend on."""
+    numbers: dict[WorkerId, int] = {}
+    return tuple(numbers.setdefault(worker, len(numbers)) for _, worker in placement.owners)
 
 
 @lru_cache(maxsize=4096)
-def _shape(grid: Grid, profile: _ProfileKey, micro_batches: int, workers: int) -> Shape:
-    timed = Profile(profile[0], profile[1], handover=profile[2])
+def _seconds(timed: _Timed, owners: tuple[int, ...]) -> float:
+    """Of an iteration in the plan's own order."""
+    return iteration_seconds(timed.placement(owners), timed.profile, micro_batches=timed.micro_batches)
+
+
+@lru_cache(maxsize=4096)
+def _left_seconds(timed: _Timed, workers: int, moment: int, owners_after: tuple[int, ...], *, eager: bool) -> float:
+    """Of an iteration in which a loss at a moment leaves these owners: what is left then."""
+    before, after = timed.placement(_shape(timed, workers).owners), timed.placement(owners_after)
+    progress = progress_after(_done(timed, workers, moment), before, after, eager=eager)
+    left = timed_passes(after, timed.profile, micro_batches=timed.micro_batches, progress=progress)
+    return max((end for _, end in left), default=0.0)
+
+
+@lru_cache(maxsize=1024)
+def _done(timed: _Timed, workers: int, moment: int) -> Done:
+    """What is over at a moment of an undisturbed iteration."""
+    shape = _shape(timed, workers)
+    passes = timed_passes(timed.placement(shape.owners), timed.profile, micro_batches=timed.micro_batches)
+    return done_by(passes, timed.grid, at_seconds=shape.seconds * (moment + 0.5) / _MOMENTS)
+
+
+@lru_cache(maxsize=4096)
+def _shape(timed: _Timed, workers: int) -> Shape:
+    grid, micro_batches = timed.grid, timed.micro_batches
     if workers == len(grid):
         owners = tuple(range(workers))
-        placement = Placement.of(grid, owners={c: f"w{i}" for i, c in enumerate(grid)}, shadows={})
-        return Shape(owners, iteration_seconds(placement, timed, micro_batches=micro_batches))
+        return Shape(owners, _seconds(timed, owners))
     sites = [WorkerSite(f"w{number}", f"w{number}") for number in range(workers)]
-    found = balance(grid, sites, profile=timed, micro_batches=micro_batches, protected=False, most_passes=_SEARCHED)
+    found = balance(
+        grid, sites, profile=timed.profile, micro_batches=micro_batches, protected=False, most_passes=_SEARCHED
+    )
     numbers = {site.worker: number for number, site in enumerate(sites)}
     return Shape(tuple(numbers[worker] for _, worker in found.placement.owners), found.seconds)
 

@@ -211,7 +211,7 @@ class PlannedPolicy(AlarmedPolicy):
         self._copy_until(max(now, self._copying_until) + to_milliseconds(self._received(missing)))
 
     def _protected(self, placement: Placement) -> Placement:
-        held = {c: () if w is None else (w,) for c in placement.grid for w in (dict(placement.shadows).get(c),)}
+        held = {c: (worker,) for c, worker in placement.shadows}
         return self._planned.with_shadows(placement, Sites.of(self._sites(self._members)), held)
 
     def _protect(self) -> None:
