@@ -10,10 +10,10 @@ reports that in the agreement of the iteration. Looking costs no message. The sa
 structure, ``requires_grad`` and parameter groups (a script that unfreezes layers one after the other): shadows of
 stages that have changed are rebuilt before the next step. Hooks are looked at before the first steps only.
 
-Numbers and words in attributes of layers are followed likewise (``stock/plain_values.py``). And after each of the
-first steps shadows are compared with their owners: what took the same step with the same gradients and is different
-will not be the same after a loss either, so the job is refused. What hooks keep in their closures and move is not
-followed; a line says so.
+Numbers and words in attributes of layers are followed likewise (``stock/plain_values.py``), and what hooks keep in
+closures and objects (``stock/hook_values.py``). And after each of the first steps shadows are compared with their
+owners: what took the same step with the same gradients and is different will not be the same after a loss either, so
+the job is refused. So it is where hooks change what can't be sent; where they do so later, a line says it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,16 @@ from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.membership.starting import refuse_unlike
 from deepspeed_bamboo.runtime.recovery.stage_state import checksum
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
-from deepspeed_bamboo.runtime.stock.description import function_forms
 from deepspeed_bamboo.runtime.stock.gradients import master_weights
+from deepspeed_bamboo.runtime.stock.hook_values import (
+    HookReading,
+    HookState,
+    accept_hook_state,
+    hook_state,
+    read_hooks,
+    separate_hooks,
+    unsendable_changes,
+)
 from deepspeed_bamboo.runtime.stock.hosting import StageHost
 from deepspeed_bamboo.runtime.stock.outline import Outline, outline_of
 from deepspeed_bamboo.runtime.stock.plain_values import PlainValues, accept_plain_values
@@ -44,8 +52,12 @@ VALUES = "changed values"
 """The name under which a worker reports that its script has changed attributes of layers between two steps."""
 _BY_HAND = "the script changes weights, buffers or the scheduler itself between two steps"
 HOOKS = "changed in hooks"
-"""The name under which a worker reports that hooks of its stages keep values that their calls have changed."""
-_VALUES = "the script changes attributes of layers between two steps"
+"""The name under which a worker reports what hooks of its stages have changed that can't be sent."""
+_VALUES = "the script changes attributes of layers, or what hooks keep, between two steps"
+_UNSENDABLE = (
+    "hooks change what other workers can't be sent ({}); keep it in an attribute or a buffer of the layer, or as "
+    "numbers, lists, dictionaries or tensors in the hook's own closure or object"
+)
 _LOOKS = 3  # before the first steps; a script that changes weights after each step does so after the first one
 
 
@@ -73,8 +85,10 @@ class OwnerChanges:
         self._outlines: dict[Coordinate, Outline] = {}
         self._reshaped: set[Coordinate] = set()  # here, since the shadows were made
         self._anew = False  # somewhere
-        self._hooks: dict[Coordinate, str] = {}  # what they are, with what they keep, before one of the first steps
-        self._told_of_hooks = False
+        self._held: set[Coordinate] = set()  # of which hooks have changed here, and shadows have not got it yet
+        self._separated = False
+        self._hooks: dict[Coordinate, HookReading | None] = {}  # before one of the first steps, with global variables
+        self._unsendable: list[str] = []  # changed by hooks anywhere
 
     def note(self) -> None:
         """Owners and shadows are alike now."""
@@ -86,12 +100,17 @@ class OwnerChanges:
         if not self._looks:
             for replica in worker.host.owned.values():
                 replica.moving.look(replica.module)
+                replica.moving_hooks.look(replica.module)
 
     def follow(self) -> None:
         """Before a step, on every worker: bring shadows to what their owners have become; collective at first."""
         worker = self._worker
+        if not self._separated:
+            self._separated = True
+            separate_hooks(replica.module for replica in worker.host.owners())
         if not worker.protects:
             return
+        self._refuse_unsendable()
         self._look_at_values()
         if self._looks >= _LOOKS:
             self._look_at_outlines()
@@ -111,6 +130,7 @@ class OwnerChanges:
             structure.update(value["structure"])
         self._refuse_strayed([value["state"] for value in agreed.values()])
         self._values.clear()
+        self._held.clear()
         self._anew = self._anew or (bool(structure) and not first)  # a script that does it once may do it again
         self._reshaped.clear()
         self._outlines.clear()
@@ -124,15 +144,17 @@ class OwnerChanges:
         for value in agreed.values():
             for coordinate, values in value["values"].items():
                 self._accept(coordinate, values, first=first)
+            for coordinate, held in value["held"].items():
+                self._accept_held(coordinate, held, first=first)
         self.note()
-        if self._looks <= _LOOKS and not self._told_of_hooks:
-            self._hooks = {c: self._hooks_of(replica) for c, replica in worker.host.owned.items()}
+        if self._looks <= _LOOKS:
+            self._hooks = {c: read_hooks(r.module, globals_too=True) for c, r in worker.host.owned.items()}
 
     def contribution(self) -> dict[str, Any]:
         """What this worker contributes to the agreement of an iteration."""
         by_hand = bool(self._stale) and not self.by_hand
         reshaped = {RESHAPED: sorted(map(str, self._reshaped))} if self._reshaped else {}
-        values = {VALUES: True} if self._values else {}
+        values = {VALUES: True} if self._values or self._held else {}
         return {**({CHANGED: True} if by_hand else {}), **reshaped, **values, **self._moved_hooks()}
 
     def learn(self, agreed: Mapping[str, Mapping[str, Any]]) -> None:
@@ -150,13 +172,12 @@ class OwnerChanges:
             tell_once(
                 self._worker, f"{_VALUES}: from now on shadows get them before each step (not before the last one)"
             )
-        hooks = sorted({stage for value in agreed.values() for stage in value.get(HOOKS, ())})
-        if hooks and not self._told_of_hooks:
-            self._told_of_hooks = True
+        hooks = sorted({what for value in agreed.values() for what in value.get(HOOKS, ())})
+        if hooks and self._looks <= _LOOKS:
+            self._unsendable = hooks
+        elif hooks:
             tell_once(
-                self._worker,
-                f"hooks of {' '.join(hooks)} keep values of their own that change as they are called: after a loss "
-                "they begin anew. If a hook's result depends on them, keep them in attributes or buffers of its layer",
+                self._worker, f"{_UNSENDABLE.format('; '.join(hooks))}: after a loss of that stage it is not there"
             )
         reshaped = sorted({stage for value in agreed.values() for stage in value.get(RESHAPED, ())})
         if reshaped:
@@ -168,15 +189,21 @@ class OwnerChanges:
                 "brought back what was before; engine.refresh_shadows() on every rank excludes that)",
             )
 
-    def _hooks_of(self, replica: StageReplica) -> str:
-        return repr(list(function_forms(self._worker.host.description(replica))))
-
     def _moved_hooks(self) -> dict[str, Any]:
-        """Of the iteration that ends, one of the first: what hooks keep was looked at when it began."""
+        """What hooks have changed that can't be sent; in the first iterations global variables, too."""
         before, self._hooks = self._hooks, {}
-        owned = self._worker.host.owned
-        moved = sorted(str(c) for c, hooks in before.items() if c in owned and self._hooks_of(owned[c]) != hooks)
+        owned, moved = self._worker.host.owned, []
+        for coordinate, replica in owned.items():
+            found = replica.moving_hooks.take_unsendable()
+            if coordinate in before:
+                found += unsendable_changes(before[coordinate], read_hooks(replica.module, globals_too=True))
+            moved += [f"{coordinate}: {what}" for what in dict.fromkeys(found)]
         return {HOOKS: moved} if moved else {}
+
+    def _refuse_unsendable(self) -> None:
+        """Raise ConfigError, on all workers alike, where one of the first steps has changed what shadows can't get."""
+        found, self._unsendable = self._unsendable, []
+        refuse_unlike(self._worker, [_UNSENDABLE.format("; ".join(found))] if found else [])
 
     def to_json(self) -> dict[str, Any]:
         """What a worker that joins has to know."""
@@ -195,15 +222,23 @@ class OwnerChanges:
     def _changes(self) -> dict[str, Any]:
         owned = self._worker.host.owned
         values = {str(c): its for c, its in self._values.items() if c in owned}
+        held = {str(c): hook_state(owned[c].module, host=True) for c in self._held if c in owned}
         if self._looks > _LOOKS:
             weights = sorted({*self._changed_since(), *(self._stale & owned.keys())})
-            return {"structure": sorted(self._reshaped), "weights": weights, "values": values, "state": {}}
+            return {
+                "structure": sorted(self._reshaped),
+                "weights": weights,
+                "values": values,
+                "held": held,
+                "state": {},
+            }
         now = {c: self._now(replica) for c, replica in owned.items()}
         known = {c: self._known.get(c, now[c]) for c in now}
         return {
             "structure": [c for c in now if now[c][0] != known[c][0]],
             "weights": [c for c in now if now[c][1:] != known[c][1:]],
             "values": values,
+            "held": held,
             "state": self._state_after_step() if self._looks > 1 else {},
         }
 
@@ -230,6 +265,8 @@ class OwnerChanges:
             changed = replica.moving.look(replica.module)
             for path, values in changed.items():
                 self._values.setdefault(coordinate, {}).setdefault(path, {}).update(values)
+            if replica.moving_hooks.look(replica.module):
+                self._held.add(coordinate)
 
     def _accept(self, coordinate: str, values: PlainValues, *, first: bool) -> None:
         if not first and self._looks <= _LOOKS and not self._values_by_hand:
@@ -239,6 +276,13 @@ class OwnerChanges:
             if str(known) == coordinate:
                 shadow.finish_step()
                 accept_plain_values(shadow.module, values)
+
+    def _accept_held(self, coordinate: str, state: HookState, *, first: bool) -> None:
+        self._accept(coordinate, {}, first=first)
+        for known, shadow in self._worker.host.shadows.items():
+            if str(known) == coordinate:
+                accept_hook_state(shadow.module, state)
+                shadow.moving_hooks.include(state)
 
     def _now(self, replica: StageReplica) -> tuple[str, int, int, str]:
         replica.finish_step()
@@ -273,7 +317,7 @@ class OwnerChanges:
         refuse_unlike(worker, problems)
 
     def _described(self, replica: StageReplica) -> str:
-        described = self._worker.host.description(replica)
+        described = {**self._worker.host.description(replica), "held": None}
         for module in described["modules"].values():
             # A forward may change them (a counter, a cache); hooks and structure it does not.
             module.pop("attributes")

@@ -13,6 +13,7 @@ import torch
 from deepspeed_bamboo.runtime.comm.encoding import Slot
 from deepspeed_bamboo.runtime.stock.attributes import COUNTERS
 from deepspeed_bamboo.runtime.stock.gradients import accept_scale_state, master_weights, scale_state
+from deepspeed_bamboo.runtime.stock.hook_values import accept_hook_state, hook_state
 from deepspeed_bamboo.runtime.stock.plain_values import (
     accept_plain_of_the_script,
     accept_plain_values,
@@ -65,6 +66,7 @@ def pack_rest(replica: StageReplica) -> dict[str, Any]:
         "norm": attributes.get("_global_grad_norm"),
         "micro_offset": replica.micro_offset,
         "values": plain_values(attributes["module"]),
+        "hooks": hook_state(attributes["module"]),
         "clip": getattr(attributes["optimizer"], "clip_grad", None),
         "own": [plain_of_the_script(holder) for holder in (attributes["basic_optimizer"], scheduler)],
     }
@@ -79,6 +81,7 @@ def unpack_rest(replica: StageReplica, state: dict[str, Any]) -> None:
     else:
         replica.scheduler_state = state["scheduler"]
     accept_plain_values(attributes["module"], state["values"])
+    accept_hook_state(attributes["module"], state.get("hooks"))
     if state["clip"] is not None:
         attributes["optimizer"].clip_grad = state["clip"]
     holders = (attributes["basic_optimizer"], attributes["lr_scheduler"] or replica.script_scheduler)

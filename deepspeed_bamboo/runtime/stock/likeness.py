@@ -16,16 +16,8 @@ from typing import Any
 
 import torch
 
-from deepspeed_bamboo.runtime.stock.description import (
-    EMPTY,
-    MODULE_HOOKS,
-    PARAMETER_HOOKS,
-    Description,
-    hook_options,
-    hooks_of,
-    noted_attributes,
-    own_attributes,
-)
+from deepspeed_bamboo.runtime.stock.description import EMPTY, Description, noted_attributes, own_attributes
+from deepspeed_bamboo.runtime.stock.hook_values import examples_of, made_hooks
 from deepspeed_bamboo.runtime.stock.plain_forms import (
     CodeOfTheScript,
     Form,
@@ -35,6 +27,7 @@ from deepspeed_bamboo.runtime.stock.plain_forms import (
     is_known,
     value_of,
 )
+from deepspeed_bamboo.runtime.stock.script_hooks import MODULE_HOOKS, PARAMETER_HOOKS, hook_options, hooks_of
 from deepspeed_bamboo.runtime.stock.separate import shell
 
 REGISTER = {
@@ -60,18 +53,24 @@ def liken(module: Any, description: Description, *, examples: Iterable[torch.nn.
     code = CodeOfTheScript(function for own in owns for function in _functions(own))
     parts = Parts.of(module)
     others = _by_class(owns)
+    held = description["held"]
+    examples_too = [*owns, module]
+    hooks = {} if held is None else made_hooks(held, parts=parts, examples=examples_of(examples_too), device=device)
     for path, has in description["modules"].items():
         part = parts.modules.get(path)
         if part is not None:
             _fit_attributes(part, has["attributes"], own_attributes(part), others.get(has["class"], ()), parts, code)
-            options = has["options of hooks"]
-            _fit_hooks(part, has["hooks"], MODULE_HOOKS, _REGISTER_ON_MODULE, parts, code, options=options)
+            fit = HookFitting(path, hooks, options=has["options of hooks"])
+            fit.fit(part, MODULE_HOOKS, _REGISTER_ON_MODULE)
+    HookFitting("", hooks, options={kind: hook_options(module, kind) for kind in MODULE_HOOKS}).fit(
+        module, MODULE_HOOKS, _REGISTER_ON_MODULE
+    )
     alike = [parameter for own in owns for parameter in own.parameters()]
     for name, has in description["parameters"].items():
         parameter = parts.tensors.get(name)
         if parameter is not None:
             _fit_attributes(parameter, has["attributes"], noted_attributes(parameter), alike, parts, code)
-            _fit_hooks(parameter, has["hooks"], PARAMETER_HOOKS, REGISTER, parts, code)
+            HookFitting(name, hooks).fit(parameter, PARAMETER_HOOKS, REGISTER)
     for index, form in enumerate(description["forward"]):
         if index < len(module.forward_funcs) and repr(form_of(module.forward_funcs[index], parts)) != repr(form):
             module.forward_funcs[index] = _made(form, parts, code, module.forward_funcs[index])
@@ -268,29 +267,40 @@ def _made(form: Form, parts: Parts, code: CodeOfTheScript, otherwise: Any) -> An
         return otherwise
 
 
-def _fit_hooks(
-    holder: Any,
-    wanted: dict[str, list[Form]],
-    kinds: Iterable[str],
-    register: dict[str, str],
-    parts: Parts,
-    code: CodeOfTheScript,
-    *,
-    options: Mapping[str, list[dict[str, bool]]] = types.MappingProxyType({}),
-) -> None:
-    for kind in kinds:
-        held, forms = hooks_of(holder, kind), wanted.get(kind, [])
-        given = options.get(kind) or [{} for _ in forms]
-        alike = repr([form_of(hook, parts) for hook in held]) == repr(forms)
-        if alike and hook_options(holder, kind) == given:
-            continue
-        registered = getattr(holder, kind, None) or {}
-        for key in [key for key, hook in registered.items() if any(hook is own for own in held)]:
-            del registered[key]
-        for form, its in zip(forms, given, strict=True):
-            hook = _made(form, parts, code, None)
-            if hook is not None:
-                _register(holder, register[kind], hook, its)
+class HookFitting:
+    """The hooks of one module or parameter.
+
+    Args:
+        path: its.
+        made: new hooks by path and kind, None where one could not be made.
+        options: of the owner's hooks, by kind.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        made: Mapping[tuple[str, str], list[Any]],
+        *,
+        options: Mapping[str, list[dict[str, bool]]] = types.MappingProxyType({}),
+    ) -> None:
+        self._path, self._made, self._options = path, made, options
+
+    def fit(self, holder: Any, kinds: Iterable[str], register: Mapping[str, str]) -> None:
+        """Give ``holder`` the hooks; those that can't be made stay what they are, if there are as many."""
+        for kind in kinds:
+            made = self._made.get((self._path, kind), [])
+            registered = getattr(holder, kind, None) or {}
+            own = hooks_of(holder, kind)
+            keys = [key for key, hook in registered.items() if any(hook is one for one in own)]
+            given = self._options.get(kind) or [{} for _ in made]
+            if len(keys) == len(made) and hook_options(holder, kind) == given:
+                registered.update({key: hook for key, hook in zip(keys, made, strict=True) if hook is not None})
+                continue
+            for key in keys:
+                del registered[key]
+            for hook, its in zip(made, given, strict=True):
+                if hook is not None:
+                    _register(holder, register[kind], hook, its)
 
 
 def _register(holder: Any, method: str, hook: Any, options: Mapping[str, bool]) -> None:

@@ -15,6 +15,7 @@ A receiver makes functions from code that its own script has, never from bytes.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import types
 import zlib
@@ -103,7 +104,7 @@ def _function_form(function: types.FunctionType, parts: Parts) -> Form:
     code = function.__code__
     held = [cell_contents(cell) for cell in function.__closure__ or ()]
     defaults = [list(function.__defaults__ or ()), dict(function.__kwdefaults__ or {})]
-    where = [function.__module__, function.__qualname__, code.co_firstlineno, _sum(code)]
+    where = [function.__module__, function.__qualname__, code.co_firstlineno, checksum_of(code)]
     return ["function", *where, form_of(defaults, parts), form_of(held, parts)]
 
 
@@ -131,9 +132,10 @@ def is_known(form: Form) -> bool:
     return bool(kind != "other")
 
 
-def _sum(code: types.CodeType) -> int:
+@functools.lru_cache(maxsize=4096)
+def checksum_of(code: types.CodeType) -> int:
     """Tells two functions on one line apart."""
-    inner = [_sum(const) if isinstance(const, types.CodeType) else repr(const) for const in code.co_consts]
+    inner = [checksum_of(const) if isinstance(const, types.CodeType) else repr(const) for const in code.co_consts]
     return zlib.crc32(repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, inner)).encode())
 
 
@@ -150,9 +152,9 @@ class CodeOfTheScript:
     def find(self, module: str, name: str, line: int, checksum: int) -> tuple[types.CodeType, dict[str, Any]] | None:
         """The code and the globals of function ``name`` that begins on ``line`` of ``module``; None if not found."""
         held = [(code, names) for where, code, names in self._held if where == module]
-        for code, names in (*held, *_all_code(module)):
+        for code, names in itertools.chain(held, _all_code(module)):
             same_name = code.co_name == name.split(".")[-1]
-            if same_name and code.co_firstlineno == line and _sum(code) == checksum:
+            if same_name and code.co_firstlineno == line and checksum_of(code) == checksum:
                 return code, names
         return None
 
@@ -212,7 +214,7 @@ def _function(form: Form, parts: Parts, code: CodeOfTheScript) -> Any:
     _, module, name, line, checksum, defaults, held = form
     loaded = sys.modules.get(module)
     at_the_top = None if loaded is None else getattr(loaded, name, None)
-    if isinstance(at_the_top, types.FunctionType) and _sum(at_the_top.__code__) == checksum:
+    if isinstance(at_the_top, types.FunctionType) and checksum_of(at_the_top.__code__) == checksum:
         return at_the_top
     found = code.find(module, name, line, checksum)
     if found is None:

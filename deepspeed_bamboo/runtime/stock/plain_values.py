@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from deepspeed_bamboo.runtime.stock.description import LOSS, is_foreign, is_of_stage
+from deepspeed_bamboo.runtime.stock.description import is_foreign
+from deepspeed_bamboo.runtime.stock.script_hooks import LOSS, is_of_stage
 
 PlainValues = dict[str, dict[str, Any]]
 """By the path of a module (``loss_fn`` for a loss that is none) its values by name."""
@@ -35,6 +36,11 @@ class MovingValues:
         for path, values in changed.items():
             self._moving.setdefault(path, set()).update(values)
         return changed
+
+    def include(self, values: PlainValues) -> None:
+        """These move at the owner, so they will here, when this replica is an owner."""
+        for path, its in values.items():
+            self._moving.setdefault(path, set()).update(its)
 
     def values(self, module: torch.nn.Module) -> PlainValues:
         """Of all that has ever changed, what it is now."""

@@ -19,6 +19,7 @@ from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.runtime.stock.buffers import BufferName
+from deepspeed_bamboo.runtime.stock.hook_values import HookState, MovingHooks
 from deepspeed_bamboo.runtime.stock.hyperparameters import Values
 from deepspeed_bamboo.runtime.stock.likeness import take_root_hooks
 from deepspeed_bamboo.runtime.stock.logical import Exchange, GroupKey, LogicalGrid, LogicalGroup
@@ -56,6 +57,8 @@ class StageReplica:
     pending_buffers: dict[BufferName, torch.Tensor] | None = None
     pending_values: PlainValues = field(default_factory=dict)
     moving: MovingValues = field(default_factory=MovingValues)
+    pending_hooks: HookState | None = None
+    moving_hooks: MovingHooks = field(default_factory=MovingHooks)
     before_reduction: Callable[[], None] | None = None
     made: Values = ()  # what the optimizer's groups held when it was made
     built_scheduler: Any = None  # made for this stage; another one in ``attributes`` is the script's object
@@ -89,6 +92,7 @@ class StageReplica:
         self.mirrored = False
         self.pending_buffers = None
         self.pending_values = {}
+        self.pending_hooks = None
         self.before_reduction = None
 
 

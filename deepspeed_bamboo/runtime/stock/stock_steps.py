@@ -14,6 +14,7 @@ from deepspeed_bamboo.runtime.stock.gradients import (
     gradient_tensors,
     remember_gradients,
 )
+from deepspeed_bamboo.runtime.stock.hook_values import HookState, accept_hook_state
 from deepspeed_bamboo.runtime.stock.hyperparameters import accept_values, values_of
 from deepspeed_bamboo.runtime.stock.plain_values import PlainValues, accept_plain_values
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
@@ -21,10 +22,11 @@ from deepspeed_bamboo.runtime.stock.replica import StageReplica
 if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 
-Mirrored = tuple[list[bool], Any, Any, list[BufferName], PlainValues]
-"""Which parameters are trained, flags of their gradients, values of the optimizer's groups; buffers; values of layers.
+Mirrored = tuple[list[bool], Any, Any, list[BufferName], PlainValues, HookState | None]
+"""Which parameters are trained, flags of their gradients, values of the optimizer's groups; buffers; values of layers;
+what hooks keep, with the number of its tensors, None for none that move.
 
-The tensors are the gradients, and then the buffers.
+The tensors are the gradients, then the buffers, and then those of hooks.
 """
 
 
@@ -63,7 +65,7 @@ class StockSteps:
 
     def mirrored(self, replica: StageReplica) -> tuple[Mirrored, list[torch.Tensor]]:
         """What a shadow of ``replica``, the active one, needs to take the same step: gradients and buffers, as they
-        are on this device, and what forwards have changed of layers."""
+        are on this device, and what forwards have changed of layers and hooks."""
         engine = self._engine
         gradients = gradient_tensors(engine.optimizer, engine.module)
         buffers = named_buffers(engine.module)
@@ -72,13 +74,23 @@ class StockSteps:
         replica.moving.look(engine.module)
         values = replica.moving.values(engine.module)
         flags, groups = gradient_flags(engine.optimizer), values_of(engine.basic_optimizer)
-        return (trained, flags, groups, [*buffers], values), tensors
+        replica.moving_hooks.look(engine.module)
+        held = replica.moving_hooks.state()
+        if held is not None and held["tensors"] is not None:
+            tensors += [tensor.to(engine.device) for tensor in held["tensors"]]
+            held["tensors"] = len(held["tensors"])
+        return (trained, flags, groups, [*buffers], values, held), tensors
 
     def accept(self, replica: StageReplica, data: Mirrored, tensors: Sequence[torch.Tensor]) -> None:
         """Put what an owner has mirrored where the step of ``replica``, the active one, looks for it."""
         engine = self._engine
-        trained, flags, values_now, names, replica.pending_values = data
+        trained, flags, values_now, names, replica.pending_values, held = data
         values = [tensor.to(engine.device) for tensor in tensors]
+        if held is not None and held["tensors"] is not None:
+            first = len(values) - held["tensors"]
+            held = {**held, "tensors": values[first:]}
+            del values[first:]
+        replica.pending_hooks = held
         count = len(values) - len(names)
         for parameter, its in zip(engine.module.parameters(), trained, strict=False):
             if parameter.requires_grad != its:  # the script has frozen or thawed it since the last step
@@ -107,7 +119,11 @@ class StockSteps:
 def apply_buffers(replica: StageReplica) -> None:
     """With the step, the module's buffers and layers' values become those that its owner has mirrored."""
     accept_plain_values(replica.module, replica.pending_values)
+    replica.moving.include(replica.pending_values)
+    replica.moving_hooks.include(replica.pending_hooks)
     replica.pending_values = {}
+    accept_hook_state(replica.module, replica.pending_hooks)
+    replica.pending_hooks = None
     if replica.pending_buffers is None:
         return
     accept_buffers(replica.module, replica.pending_buffers)

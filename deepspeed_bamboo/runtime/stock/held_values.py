@@ -1,0 +1,242 @@
+"""What functions and objects of the script hold, as plain data: closures, attributes, lists, tensors; who shares what.
+
+A hook may keep a count, or an average, in its closure or in an object. Whoever takes its stage over needs that as it is
+now, and two hooks that share a list must share one there, too. So the values make a graph: ``nodes``, of which each
+names others by their place, and ``tensors`` beside it. An item is ``["plain", value]`` or ``["ref", place]``. Nodes:
+
+- ``["list" | "tuple" | "set" | ..., items, extra]``: a container; a dictionary's items are keys and values in turn;
+- ``["tensor", place, class, shape, dtype, device, requires_grad]``; ``["noted"]``: a tensor with a graph, made by a
+  forward and made again by the next one;
+- ``["module", path]``, ``["parameter", name]``: parts of the stage; ``["own", class]``: what every worker has one of;
+- ``["function", module, name, line, checksum, defaults, cells]``, ``["cell", item]``, ``["method", item, name]``,
+  ``["partial", items...]``, ``["object", class, items]``, ``["class", name]``, ``["named", module, name]`` and others;
+- ``["other", class]``: what can't be sent.
+
+``held_fitting.py`` is the inverse.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import operator
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepspeed_bamboo.runtime.stock.plain_forms import Form, Parts, checksum_of, class_name
+
+ATOMS = frozenset({type(None), bool, int, float, str, bytes, torch.dtype})
+MAPPINGS: Mapping[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter, "default": defaultdict}
+CONTAINERS: Mapping[str, type] = {
+    "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque, **MAPPINGS,
+}  # fmt: skip
+_NAMES = {kind: name for name, kind in CONTAINERS.items()}
+NAMED_IN = {"torch": torch, "torch.nn.functional": torch.nn.functional, "math": math, "operator": operator}
+"""Where functions without code of their own are looked for, by name."""
+_LIBRARIES = frozenset({"torch", "deepspeed", "numpy"})
+_MOST_NODES = 20_000
+
+
+@dataclass
+class Graph:
+    """See the module. ``roots`` are items, in the order in which they were read."""
+
+    nodes: list[Form] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    roots: list[Form] = field(default_factory=list)
+
+    def reachable(self, item: Form) -> Iterator[Form]:
+        """The nodes of ``item`` and of all that it holds."""
+        waiting, seen = [item], set()
+        while waiting:
+            item = waiting.pop()
+            if item[0] != "ref" or item[1] in seen:
+                continue
+            seen.add(item[1])
+            node = self.nodes[item[1]]
+            yield node
+            waiting += _items(node)
+
+    def unknown(self, item: Form) -> list[str]:
+        """The classes of what can't be sent in ``item``."""
+        return sorted({node[1] for node in self.reachable(item) if node[0] == "other"})
+
+
+def _items(node: Form) -> Iterator[Form]:
+    for value in node[1:]:
+        if not isinstance(value, list) or not value:
+            continue
+        if value[0] in ("plain", "ref") and len(value) == 2:
+            yield value
+        else:
+            yield from (item for item in value if isinstance(item, list) and len(item) == 2 and item[0] == "ref")
+
+
+class Reader:
+    """Reads values of one stage into ``graph``. What is read twice is one node.
+
+    Args:
+        parts: of the stage.
+        globals_too: read also what functions find in global variables, if it is data.
+    """
+
+    def __init__(self, parts: Parts, *, globals_too: bool = False) -> None:
+        self.graph = Graph()
+        self.objects: list[Any] = []  # of the nodes; so no other object gets the id of one that is gone
+        self._parts = parts
+        self._globals_too = globals_too
+        self._places: dict[int, int] = {}
+
+    def root(self, value: Any) -> Form:
+        """Read ``value`` as one more root; returns its item."""
+        self.graph.roots.append(self.item(value))
+        return self.graph.roots[-1]
+
+    def item(self, value: Any) -> Form:
+        """``value``, and all that it holds."""
+        if value.__class__ in ATOMS or isinstance(value, np.generic):
+            return ["plain", value]
+        place = self._places.get(id(value))
+        if place is None:
+            place = self._places[id(value)] = len(self.objects)
+            self.objects.append(value)
+            self.graph.nodes.append(["other", class_name(type(value))])
+            if place < _MOST_NODES:
+                self.graph.nodes[place] = self._node(value)
+        return ["ref", place]
+
+    def _node(self, value: Any) -> Form:
+        kind = value.__class__
+        if kind in _NAMES:
+            return self._container(value, _NAMES[kind])
+        read = _READ.get(kind)
+        if read is not None:
+            return read(self, value)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, torch.nn.Module) and self._parts.path(value) is not None:
+            return ["module", self._parts.path(value)]
+        if isinstance(value, type):
+            return ["class", class_name(value)]
+        return self._object(value)
+
+    def _container(self, value: Any, name: str) -> Form:
+        extra: Any = ["plain", value.maxlen] if name == "deque" else ["plain", None]
+        if name == "default":
+            extra = self.item(value.default_factory)
+        inner = (part for pair in value.items() for part in pair) if name in MAPPINGS else value
+        return [name, [self.item(item) for item in inner], extra]
+
+    def _tensor(self, value: torch.Tensor) -> Form:
+        name = self._parts.name(value)
+        if name is not None:
+            return ["parameter", name]
+        if not value.is_leaf:
+            return ["noted"]
+        if value.layout is not torch.strided:
+            return ["other", class_name(type(value))]
+        self.graph.tensors.append(value)
+        what = [class_name(type(value)), list(value.shape), value.dtype, value.device.type, value.requires_grad]
+        return ["tensor", len(self.graph.tensors) - 1, *what]
+
+    def function(self, value: types.FunctionType) -> Form:
+        """A function, with what it keeps from call to call."""
+        code = value.__code__
+        where = [value.__module__, value.__qualname__, code.co_firstlineno, checksum_of(code)]
+        if _is_of_a_library(value.__module__):
+            return ["function", *where, ["plain", None], []]
+        defaults = self.item((value.__defaults__, value.__kwdefaults__))
+        cells = [self.item(cell) for cell in value.__closure__ or ()]
+        node = ["function", *where, defaults, cells]
+        return [*node, self._globals_of(value)] if self._globals_too else node
+
+    def _globals_of(self, value: types.FunctionType) -> list[Form]:
+        names = value.__globals__
+        held = ((name, names[name]) for name in _global_names(value.__code__) if name in names)
+        return [part for name, its in held if _is_data(its) for part in (self.item(name), self.item(its))]
+
+    def cell(self, value: types.CellType) -> Form:
+        """What a closure holds."""
+        try:
+            return ["cell", self.item(value.cell_contents)]
+        except ValueError:
+            return ["cell", ["empty"]]
+
+    def partial(self, value: functools.partial[Any]) -> Form:
+        """A partial."""
+        return ["partial", self.item(value.func), self.item(list(value.args)), self.item(dict(value.keywords))]
+
+    def method(self, value: types.MethodType) -> Form:
+        """A bound method."""
+        return ["method", self.item(value.__self__), value.__name__]
+
+    def _object(self, value: Any) -> Form:
+        kind = type(value)
+        if _is_of_a_library(kind.__module__):
+            one_a_worker = kind.__module__.startswith("deepspeed") and not isinstance(value, torch.optim.Optimizer)
+            return ["own" if one_a_worker else "other", class_name(kind)]
+        if not is_plain_class(kind) or isinstance(value, torch.nn.Module):
+            return ["other", class_name(kind)]
+        attributes = list(vars(value).items())
+        return ["object", class_name(kind), [self.item(part) for pair in attributes for part in pair]]
+
+
+_READ: Mapping[type, Callable[[Reader, Any], Form]] = {
+    types.FunctionType: Reader.function,
+    types.CellType: Reader.cell,
+    types.MethodType: Reader.method,
+    functools.partial: Reader.partial,
+    types.ModuleType: lambda reader, value: ["import", value.__name__],
+    types.BuiltinFunctionType: lambda reader, value: _named(value),
+    type(torch.tanh): lambda reader, value: _named(value),
+    torch.device: lambda reader, value: ["device", value.type],
+    torch.Generator: lambda reader, value: ["generator", value.device.type, bytes(value.get_state().numpy())],
+    logging.Logger: lambda reader, value: ["logger", value.name],
+    np.ndarray: lambda reader, value: _array(value),
+}
+
+
+def _named(value: Any) -> Form:
+    name = value.__name__
+    found = [module for module, its in NAMED_IN.items() if getattr(its, name, None) is value]
+    return ["named", found[0], name] if found else ["other", f"{type(value).__name__} {name}"]
+
+
+def _array(value: np.ndarray[Any, Any]) -> Form:
+    if value.dtype.kind not in "biufc":
+        return ["other", class_name(type(value))]
+    return ["array", value.dtype.str, list(value.shape), value.tobytes()]
+
+
+def is_plain_class(kind: type) -> bool:
+    """Whether an object of ``kind`` is what its attributes are: no slots, no rules of its own for making it."""
+    made_plainly = getattr(kind, "__new__", None) is vars(object)["__new__"]
+    has_attributes = getattr(kind, "__dictoffset__", 0) != 0
+    odd = any(vars(base).get("__slots__") or "__del__" in vars(base) for base in kind.__mro__[:-1])
+    return made_plainly and has_attributes and not odd
+
+
+def _is_of_a_library(module: str | None) -> bool:
+    own = "deepspeed_bamboo.runtime"
+    return module is None or module.partition(".")[0] in _LIBRARIES or module.startswith(own)
+
+
+def _is_data(value: Any) -> bool:
+    kind = type(value)
+    if kind in _NAMES or kind in ATOMS or isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+        return True
+    script = not _is_of_a_library(kind.__module__) and not isinstance(value, (torch.nn.Module, type))
+    return script and is_plain_class(kind)
+
+
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in _global_names(const)]
+    return tuple(dict.fromkeys([*code.co_names, *inner]))
