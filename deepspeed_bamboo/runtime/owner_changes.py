@@ -6,9 +6,9 @@ their shadows were made from, and rebuild those that have changed.
 
 If a script changes weights itself after each step, workers see that before its second one. From then on shadows get the
 changed weights before each step. It may also be seen later: a worker that finds weights changed since the last step
-reports that in the agreement of the iteration. Looking costs no message. The same goes for changes of
-structure, ``requires_grad`` and parameter groups (a script that unfreezes layers one after the other): shadows of
-stages that have changed are rebuilt before the next step. Hooks are looked at before the first steps only.
+reports that in the agreement of the iteration. Looking costs no message. The same goes for changes of structure, hooks,
+``requires_grad`` and parameter groups (a script that unfreezes layers one after the other): shadows of stages that have
+changed are rebuilt before the next step.
 
 Numbers and words in attributes of layers are followed likewise (``stock/plain_values.py``), and what hooks keep in
 closures and objects (``stock/hook_values.py``). And after each of the first steps shadows are compared with their
@@ -184,7 +184,7 @@ class OwnerChanges:
             self._anew = True
             tell_once(
                 self._worker,
-                "the script has changed layers, requires_grad or parameter groups between two steps (of "
+                "the script has changed layers, hooks, requires_grad or parameter groups between two steps (of "
                 f"{' '.join(reshaped)}): shadows are made anew before the next step (a loss in the last one would have "
                 "brought back what was before; engine.refresh_shadows() on every rank excludes that)",
             )

@@ -102,15 +102,50 @@ class RatesByHand(Habit):
 
 
 class CountingHooks(Habit):
-    """Hooks that count their calls, which is said since shadows don't get the count; here nothing depends on it."""
+    """Hooks that share what they keep: forwards count, gradients are scaled by the average of their norms."""
 
     def built(self, module: PipelineModule) -> None:
-        def counting() -> Any:
-            calls: list[int] = []
-            return lambda gradient: calls.append(len(calls))
+        calls, norms = {"forwards": 0}, torch.zeros(2)
+
+        def forward(_: nn.Module, inputs: Any, output: Any) -> Any:
+            calls["forwards"] += 1
+            return output * (1 - 0.001 * calls["forwards"])
+
+        def gradient(value: Tensor) -> Tensor:
+            norms.mul_(0.9).add_(0.1 * value.norm())
+            return value * (0.5 / (1 + norms[0]))
 
         for parameter in module.parameters():
-            parameter.register_hook(counting())
+            parameter.register_hook(gradient)
+        for layer in module.modules():
+            if isinstance(layer, nn.Linear):
+                layer.register_forward_hook(forward)
+
+
+class LateHooks(CountingHooks):
+    """The same, registered after the first three steps."""
+
+    def built(self, module: PipelineModule) -> None:
+        pass
+
+    def stepped(self, engine: Any, step: int) -> None:
+        if step == 3:
+            super().built(engine.module)
+
+
+NOTED: list[float] = []
+
+
+class GlobalHooks(Habit):
+    """Hooks that count in a global variable, of which a worker has one for all its stages."""
+
+    def built(self, module: PipelineModule) -> None:
+        def noting(gradient: Tensor) -> Tensor:
+            NOTED.append(1.0)
+            return gradient / len(NOTED)
+
+        for parameter in module.parameters():
+            parameter.register_hook(noting)
 
 
 class Adapter(nn.Module):
@@ -439,7 +474,20 @@ class Pruned(Habit):
 
 
 _KINDS = (
-    *(Habit, RatesByHand, CountingHooks, Everything, Objects, Late, Gradual, OneModel, Unknown, UncallableObject),
+    *(
+        Habit,
+        RatesByHand,
+        CountingHooks,
+        LateHooks,
+        GlobalHooks,
+        Everything,
+        Objects,
+        Late,
+        Gradual,
+        OneModel,
+        Unknown,
+        UncallableObject,
+    ),
     *(Moving, Shifting, Wrapped, HookedOptimizer, Pruned),
 )
 HABITS: dict[str, type[Habit]] = {kind.__name__: kind for kind in _KINDS}

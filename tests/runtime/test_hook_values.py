@@ -219,7 +219,7 @@ def test_what_can_not_be_sent_is_named_when_it_changes() -> None:
         f"the global variable SEEN of {__name__}",
     ]
     (problem,) = differences(describe(owner, None), describe(Stage(), None))[:1]
-    assert "Locked" in problem and "_thread.lock" in problem and "nothing in a replica" in problem
+    assert "holding" in problem and "_thread.lock" in problem and "nothing in a replica" in problem
 
 
 def test_no_class_with_rules_of_its_own_and_no_code_that_is_not_here_is_made() -> None:

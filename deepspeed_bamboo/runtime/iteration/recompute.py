@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
+from deepspeed_bamboo.runtime.stock.script_state import ScriptState, restore_script_state, script_state
 
 
 class RunningTotals(Protocol):
@@ -26,10 +27,11 @@ _COUNTED_NUMBERS = 1 << 16
 
 @dataclass(frozen=True)
 class BufferState:
-    """A module's buffers at one moment, with the count of changes that torch keeps for each."""
+    """A module's buffers at one moment, with the count of changes that torch keeps for each; and what else moves."""
 
     values: tuple[torch.Tensor, ...]
     versions: tuple[int, ...]
+    script: ScriptState | None = None
 
 
 def buffer_state(module: torch.nn.Module, *, previous: BufferState | None) -> BufferState:
@@ -49,8 +51,7 @@ def _is_counted(buffer: torch.Tensor) -> bool:
 
 def keep_only_input(replica: StageReplica, micro_batch: int, forward: Callable[[], None]) -> None:
     """Run ``forward`` of ``micro_batch`` without a graph, and note what the module's buffers were before it."""
-    previous = next(reversed(replica.without_graph.values()), None)
-    state = buffer_state(replica.module, previous=previous)
+    state = state_before(replica, previous=next(reversed(replica.without_graph.values()), None))
     with torch.no_grad():
         forward()
     replica.without_graph[micro_batch] = state
@@ -66,20 +67,33 @@ def recompute_if_dropped(
     progress = replica.progress
     totals = engine.total_loss, engine.total_additional_losses, engine.fwd_outputs
     engine.total_loss, engine.total_additional_losses, engine.fwd_outputs = None, None, []
-    with _buffers_as_in(state, replica.module):
+    with _as_in(state, replica):
         forward()
     engine.total_loss, engine.total_additional_losses, engine.fwd_outputs = totals
     replica.progress = progress
 
 
+def state_before(replica: StageReplica, *, previous: BufferState | None) -> BufferState:
+    """What a forward of ``replica`` may change; see :func:`buffer_state`."""
+    buffers = buffer_state(replica.module, previous=previous)
+    return replace(buffers, script=script_state(replica))
+
+
+def restore_state(state: BufferState, replica: StageReplica) -> None:
+    """Make it what it was at ``state``."""
+    restore_buffers(state, replica.module)
+    if state.script is not None:
+        restore_script_state(state.script, replica)
+
+
 @contextmanager
-def _buffers_as_in(state: BufferState, module: torch.nn.Module) -> Iterator[None]:
-    current = buffer_state(module, previous=None)
-    restore_buffers(state, module)
+def _as_in(state: BufferState, replica: StageReplica) -> Iterator[None]:
+    current = state_before(replica, previous=None)
+    restore_state(state, replica)
     try:
         yield
     finally:
-        restore_buffers(current, module)
+        restore_state(current, replica)
 
 
 def restore_buffers(state: BufferState, module: torch.nn.Module) -> None:

@@ -25,9 +25,10 @@ from deepspeed_bamboo.errors import ExpelledError, JobFailedError
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, Interruption, PeerLostError
 from deepspeed_bamboo.runtime.comm.nccl import Arrival
 from deepspeed_bamboo.runtime.iteration.pass_engine import PassEngine
-from deepspeed_bamboo.runtime.iteration.recompute import BufferState, RunningTotals, buffer_state, restore_buffers
+from deepspeed_bamboo.runtime.iteration.recompute import BufferState, RunningTotals, restore_state, state_before
 from deepspeed_bamboo.runtime.stock.hosting import StageHost
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
+from deepspeed_bamboo.runtime.stock.script_state import ScriptState, restore_script_state, script_state
 
 # A pass is launched in some ten milliseconds. One that takes this long after an interruption waits for the device,
 # because the model asks for a value, or the queue of launches is full.
@@ -43,6 +44,7 @@ class _Unit:
     arrival: Arrival
     receive: Op
     progress: CoordinateProgress  # before the receive
+    script: ScriptState  # then
     totals: tuple[Any, Any, list[Any]] | None = None  # before the forward, once that is launched
     went_backward: bool = False
 
@@ -75,7 +77,7 @@ class Deferral:
 
     def begin(self, replica: StageReplica, micro_batch: int, *, receive: Op, arrival: Arrival) -> None:
         """``receive`` of ``micro_batch`` is posted, and nothing else has been done about it."""
-        self._unit = _Unit(replica, micro_batch, arrival, receive, replica.progress)
+        self._unit = _Unit(replica, micro_batch, arrival, receive, replica.progress, script_state(replica))
 
     def covers(self, instruction: Instruction, replica: StageReplica) -> bool:
         """True for a pass that consumes the message (or what was computed from it), and can be undone."""
@@ -138,7 +140,7 @@ class Deferral:
         if not torch.is_grad_enabled() or (self._engine.device.type == "cpu" and not self.on_host):
             return
         previous = next(reversed(replica.buffers_before.values()), None)
-        replica.buffers_before[micro_batch] = buffer_state(replica.module, previous=previous)
+        replica.buffers_before[micro_batch] = state_before(replica, previous=previous)
 
     # For tests: there are no lanes on a CPU.
     on_host = False
@@ -153,6 +155,7 @@ class Deferral:
         replica.progress = unit.progress
         if unit.went_backward:
             self._host.gradient_updates.drop(replica.module)
+            restore_script_state(unit.script, replica)
             replica.retained_gradients.pop(micro_batch, None)
             self._engine.grad_layer = None
         if unit.receive is Op.RECV_GRAD:
@@ -173,7 +176,7 @@ class Deferral:
         replica.losses.pop(micro_batch, None)
         before: BufferState | None = replica.buffers_before.get(micro_batch)
         if before is not None:
-            restore_buffers(before, replica.module)
+            restore_state(before, replica)
 
     def _give_up_if_stuck(self) -> None:
         """An interruption was announced. If the main thread waits for the device in a pass, nothing else frees it."""

@@ -75,6 +75,7 @@ class Fitting:
         device: torch.device,
     ) -> None:
         self.examples = examples
+        self.new_tensors = False
         self._nodes, self._tensors, self._parts, self._device = nodes, tensors, parts, device
         self._made: dict[int, Any] = {}
         self._used: set[int] = set()
@@ -149,7 +150,7 @@ class Fitting:
         _, which, kind, shape, dtype, device, requires_grad = node
         fits = isinstance(existing, torch.Tensor) and class_name(type(existing)) == kind and existing.is_leaf
         alike = fits and (list(existing.shape), existing.dtype) == (shape, dtype)
-        target = self._reused(existing, alike)
+        target = self._reused(existing, alike and not (self.new_tensors and self._tensors is not None))
         if target is None:
             target = torch.zeros(shape, dtype=dtype, device="cpu" if device == "cpu" else self._device)
             if kind == class_name(torch.nn.Parameter):

@@ -38,7 +38,7 @@ class HookReading:
         item = self.graph.roots[place]
         unknown = self.graph.unknown(item)
         sign = _signature(self.graph, item)
-        return [*sign, "holding", *unknown] if unknown and sign[0] != "other" else sign
+        return ["holding", *unknown, "in", *sign] if unknown and sign[0] != "other" else sign
 
     def signatures(self) -> dict[str, dict[str, list[Form]]]:
         """Of all hooks, by path and kind."""
@@ -109,14 +109,18 @@ def made_hooks(
     return made
 
 
-def accept_hook_state(module: torch.nn.Module, state: HookState | None) -> None:
-    """Bring the hooks of a replica to what ``state`` says; what it has not is left out."""
+def accept_hook_state(module: torch.nn.Module, state: HookState | None, *, new_tensors: bool = False) -> None:
+    """Bring the hooks of a replica to what ``state`` says; what it has not is left out.
+
+    ``new_tensors``: in the place of tensors come others, with these values; else tensors are changed in place.
+    """
     reading = None if state is None else read_hooks(module)
     if state is None or reading is None:
         return
     parts, known = Parts.of(module), {(hook.path, hook.kind, hook.place): hook for hook in reading.hooks}
     examples, device = Examples(reading.objects), _device_of(module)
     fitting = Fitting(state["nodes"], state["tensors"], parts=parts, examples=examples, device=device)
+    fitting.new_tensors = new_tensors
     for path, kind, place, item in state["where"]:
         hook = known.get((path, kind, place))
         if hook is not None and item is not None:
@@ -162,11 +166,18 @@ class MovingHooks:
         self._known: HookReading | None = None
         self._moving = self._tensors_move = False
         self._unsendable: list[str] = []
+        self._looks = 0
+
+    @property
+    def at_risk(self) -> bool:
+        """Whether anything has ever changed, or nobody has looked twice."""
+        return self._moving or self._looks < 2
 
     def look(self, module: torch.nn.Module) -> bool:
         """Whether it has changed since the last look; not in the first one."""
         before, now = self._known, read_hooks(module)
         self._known = now
+        self._looks += 1
         if before is None or now is None:
             return False
         tensors = before.versions != now.versions
@@ -183,6 +194,7 @@ class MovingHooks:
 
     def include(self, state: HookState | None) -> None:
         """It moves at the owner, so it will here, when this replica is an owner."""
+        self._looks += 2
         if state is not None:
             self._moving, self._tensors_move = True, self._tensors_move or state["tensors"] is not None
 

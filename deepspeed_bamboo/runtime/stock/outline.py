@@ -5,21 +5,35 @@ from __future__ import annotations
 from typing import Any
 
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
+from deepspeed_bamboo.runtime.stock.script_hooks import MODULE_HOOKS
 
 Outline = tuple[Any, ...]
 
 
 def outline_of(replica: StageReplica) -> Outline:
-    """Classes of modules, types and ``requires_grad`` of parameters, sizes of parameter groups; no hooks."""
+    """Classes of modules, types and ``requires_grad`` of parameters, the code of hooks, sizes of parameter groups."""
     parts: list[Any] = []
     for part in replica.module.modules():
         kept = part.__dict__
         parts.append(part.__class__)
+        for kind in MODULE_HOOKS:
+            if kept[kind]:
+                parts += map(_code, kept[kind].values())
         for name, parameter in kept["_parameters"].items():
             if parameter is None:
                 parts.append(name)
                 continue
             parts += (name, parameter.requires_grad, parameter.dtype)
+            if parameter._backward_hooks:
+                parts += map(_code, parameter._backward_hooks.values())
+            if parameter._post_accumulate_grad_hooks:
+                parts += map(_code, parameter._post_accumulate_grad_hooks.values())
     optimizer = replica.attributes["basic_optimizer"]
     parts += [len(group["params"]) for group in (() if optimizer is None else optimizer.param_groups)]
     return tuple(parts)
+
+
+def _code(hook: Any) -> Any:
+    """What tells hooks apart: not the object, which a script may make anew for each step."""
+    function = getattr(hook, "__func__", hook)
+    return getattr(function, "__code__", function.__class__)

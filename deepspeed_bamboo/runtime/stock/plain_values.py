@@ -27,9 +27,11 @@ class MovingValues:
     def __init__(self) -> None:
         self._known: PlainValues | None = None
         self._moving: dict[str, set[str]] = {}
+        self._looks = 0
 
     def look(self, module: torch.nn.Module) -> PlainValues:
         """What has changed since the last look; nothing in the first one."""
+        self._looks += 1
         now = plain_values(module)
         before, self._known = self._known, now
         changed = {} if before is None or before == now else changes(before, now)
@@ -39,8 +41,13 @@ class MovingValues:
 
     def include(self, values: PlainValues) -> None:
         """These move at the owner, so they will here, when this replica is an owner."""
+        self._looks += 2
         for path, its in values.items():
             self._moving.setdefault(path, set()).update(its)
+
+    def at_risk(self, module: torch.nn.Module) -> PlainValues:
+        """What has ever changed; all, as long as nobody has looked twice."""
+        return self.values(module) if self._looks > 1 else plain_values(module)
 
     def values(self, module: torch.nn.Module) -> PlainValues:
         """Of all that has ever changed, what it is now."""
