@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
-from deepspeed_bamboo.runtime.stock.script_hooks import MODULE_HOOKS
+from deepspeed_bamboo.runtime.stock.script_hooks import MODULE_HOOKS, PARAMETER_HOOKS
 
 Outline = tuple[Any, ...]
 
@@ -24,10 +24,8 @@ def outline_of(replica: StageReplica) -> Outline:
                 parts.append(name)
                 continue
             parts += (name, parameter.requires_grad, parameter.dtype)
-            if parameter._backward_hooks:
-                parts += map(_code, parameter._backward_hooks.values())
-            if parameter._post_accumulate_grad_hooks:
-                parts += map(_code, parameter._post_accumulate_grad_hooks.values())
+            for kind in PARAMETER_HOOKS:
+                parts += map(_code, (getattr(parameter, kind, None) or {}).values())
     optimizer = replica.attributes["basic_optimizer"]
     parts += [len(group["params"]) for group in (() if optimizer is None else optimizer.param_groups)]
     return tuple(parts)
