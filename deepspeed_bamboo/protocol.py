@@ -13,6 +13,7 @@ WORKER = "BAMBOO_WORKER"  # the worker's identity in the job
 GENERATION = "BAMBOO_GENERATION"  # how often all workers have started again before training
 JOINING = "BAMBOO_JOINING"  # "1" for a worker that joins a running job
 PIPELINES = "BAMBOO_PIPELINES"  # topology.pipelines, where it is set
+REACHED = "BAMBOO_REACHED"  # how many steps the job had complete, in workers that start it anew
 AGENT_PID = "BAMBOO_AGENT_PID"  # the worker ends when this process does
 ERROR_FILE = "BAMBOO_ERROR_FILE"  # where the worker writes its traceback
 PULSE_FILE = "BAMBOO_PULSE_FILE"  # where the worker notes what it does, see pulse.py

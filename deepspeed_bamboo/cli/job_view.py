@@ -69,7 +69,8 @@ class Checkpoint:
 class JobView:
     """A job at one moment. Ages are in seconds by this machine's clock; None for what isn't known.
 
-    ``state``: starting, running, stopping, finished, failed, or dead (nobody runs it any more).
+    ``state``: starting, running, waiting (for machines, since nobody is left who can train), stopping, finished,
+    failed, or dead (nobody runs it any more).
     """
 
     job: str
@@ -170,7 +171,9 @@ def look(coordinator: JobCoordinator) -> JobView:
         failovers=failovers(events, now=now),
         checkpoint=last_checkpoint(events, now=now),
         slots=slots,
-        missing_slots=tuple(rank for rank in range(slots) if rank not in agents) if state == "starting" else (),
+        missing_slots=tuple(rank for rank in range(slots) if rank not in agents)
+        if epoch is None and state == "starting"
+        else (),
         works={
             worker: WorkFacts.from_json(facts) for worker, facts in coordinator.works().items() if worker in members
         },
@@ -240,7 +243,19 @@ def _state(coordinator: JobCoordinator, *, alive: bool, epoch: EpochRecord | Non
         return "dead", "it has ended" if epoch is None else "nobody runs it any more"
     if stop is not None:
         return "stopping", stop
-    return ("starting", "") if epoch is None else ("running", "")
+    if epoch is None:
+        return "starting", ""
+    return ("running", "") if epoch.trains else _idle(epoch)
+
+
+def _idle(epoch: EpochRecord) -> tuple[str, str]:
+    """State and detail of a job in which nobody trains."""
+    if epoch.roster is not None:
+        return "starting", f"anew, with {len(epoch.roster.slots)} workers, from the newest checkpoint"
+    return "waiting", (
+        f"nobody is left who can train: {epoch.reason}; it waits {epoch.waits_seconds:g} s for a machine or a replaced "
+        "worker, to start anew from the newest checkpoint"
+    )
 
 
 def _workers(

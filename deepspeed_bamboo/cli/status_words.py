@@ -80,7 +80,7 @@ def event_in_words(event: Mapping[str, Any]) -> str:
     elif kind == "fatal_restore":
         what = f"continued from {event.get('path', '?')}"
     elif kind == "restored":
-        lost = ", ".join(map(str, event.get("workers", ())))
+        lost = ", ".join(map(str, event.get("workers", ()))) or "all workers"
         source = f" from the {event['source']}" if event.get("source") == "store" else ""
         back = f"{event.get('from_step', '?')}{source}"
         what = f"lost {lost}, went back to step {back}{_pause(number(event.get('seconds')))}"

@@ -180,6 +180,10 @@ class TopologyConfig(Section):
     restart_seconds: Seconds = 5.0
     """How long after the first loss of a slot its worker is replaced; twice as long after each further one."""
 
+    wait_for_machines_seconds: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 300.0
+    """How long the agents of a job with ``checkpoint.dir`` stay where nobody is left who can train. Slots that replace
+    their workers, and machines that come meanwhile, start anew from the newest checkpoint; 0: the job ends at once."""
+
 
 class NoticesConfig(Section):
     """Who warns that this machine is about to be taken. Its workers then leave in time, and nothing is lost."""
@@ -320,6 +324,11 @@ class BambooConfig(Section):
     def goes_back(self) -> bool:
         """True where survivors go back to a checkpoint, in memory or in ``checkpoint.dir``, after a fatal loss."""
         return self.remembers or (self.checkpoint.dir is not None and self.redundancy.mode != "off")
+
+    @property
+    def waits_seconds(self) -> float:
+        """How long agents wait for machines where nobody is left who can train; 0 where the job ends then."""
+        return self.topology.wait_for_machines_seconds if self.checkpoint.dir is not None else 0.0
 
     @field_validator("faults")
     @classmethod

@@ -15,7 +15,7 @@ from deepspeed_bamboo.coordination.guard import EtcdGuard
 from deepspeed_bamboo.coordination.job import DEFAULT_PREFIX, JobCoordinator, running_jobs
 from deepspeed_bamboo.coordination.losing import fatal_loss
 from deepspeed_bamboo.coordination.memory import MemoryStore
-from deepspeed_bamboo.coordination.records import AgentRecord, Change, Drain, EpochRecord, JobFailure, Member
+from deepspeed_bamboo.coordination.records import AgentRecord, Change, Drain, EpochRecord, JobFailure, Member, Roster
 from deepspeed_bamboo.coordination.registration import Registration
 from deepspeed_bamboo.coordination.shared_registration import SharedRegistration
 from deepspeed_bamboo.coordination.store import Entry, KeyValueStore, Snapshot, StoreEvent, WatchHandle
@@ -41,6 +41,7 @@ __all__ = [
     "MemoryStore",
     "NoEpoch",
     "Registration",
+    "Roster",
     "ServerStartError",
     "SharedRegistration",
     "Snapshot",

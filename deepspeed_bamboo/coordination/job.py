@@ -12,8 +12,8 @@ from typing import Any
 from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable, JobNameTaken, NoEpoch
 from deepspeed_bamboo.coordination.job_news import JobNews
 from deepspeed_bamboo.coordination.keys import jobs_root
-from deepspeed_bamboo.coordination.losing import fatal_loss, without_lost
-from deepspeed_bamboo.coordination.records import AgentRecord, Change, EpochRecord, Member
+from deepspeed_bamboo.coordination.losing import fatal_loss, starting_anew, waiting, without_lost
+from deepspeed_bamboo.coordination.records import AgentRecord, Change, EpochRecord, Member, Roster
 from deepspeed_bamboo.coordination.registration import Registration
 from deepspeed_bamboo.coordination.shared_registration import SharedRegistration, conditions_for
 from deepspeed_bamboo.coordination.store import KeyValueStore
@@ -46,6 +46,11 @@ class JobCoordinator(JobNews):
         self._own_generation = generation
         self._lock = threading.Lock()
         self._latest: EpochRecord | None = None
+
+    @property
+    def own_generation(self) -> int:
+        """Of the worker that uses this."""
+        return self._own_generation or 0
 
     # -- who is there ------------------------------------------------------------------------------
 
@@ -133,7 +138,8 @@ class JobCoordinator(JobNews):
         """Make ``record`` the current epoch if the current one is still ``expected`` (None: none yet).
 
         The first proposer wins; False for everybody else, and for a first epoch of workers that are being
-        started again. Raises ValueError unless ``record.number`` follows ``expected``.
+        started again. Workers that start anew follow the epoch that says so. Raises ValueError unless
+        ``record.number`` follows ``expected``.
         """
         if record.number != (0 if expected is None else expected + 1):
             raise ValueError(f"epoch {record.number} cannot follow epoch {expected}; numbers go up by one from 0")
@@ -153,8 +159,8 @@ class JobCoordinator(JobNews):
         """Make the job continue without the workers in ``lost``; returns the current epoch, which has none of them.
 
         If that loses a coordinate for good, the survivors bring the state back from a checkpoint, where the job makes
-        such; else this records a ``fatal_loss`` failure naming it and returns the current epoch as it is. Raises
-        NoEpoch before the first epoch.
+        such; where nobody is left who could, agents wait for machines, if that is wanted; else this records a
+        ``fatal_loss`` failure naming it and returns the current epoch as it is. Raises NoEpoch before the first epoch.
         """
         gone = frozenset(lost)
         while True:
@@ -171,6 +177,15 @@ class JobCoordinator(JobNews):
                 return current
             if self._swap(record, revision):
                 return record
+
+    def wait_for_machines(self, current: EpochRecord, *, reason: str, proposer: str) -> None:
+        """Have all agents wait for machines, if ``current`` is still the epoch. Whoever trains or starts is ended."""
+        record = waiting(current, current.members, reason=reason, proposer=proposer)
+        self.propose(record, expected=current.number)
+
+    def start_anew(self, current: EpochRecord, roster: Roster, *, proposer: str) -> None:
+        """Have the workers of ``roster`` start, if ``current``, in which agents wait, is still the epoch."""
+        self.propose(starting_anew(current, roster, proposer=proposer), expected=current.number)
 
     def hand_in_report(self, epoch_number: int, worker: WorkerId, report: dict[str, Any]) -> None:
         """Write the report of ``worker`` at the start of an epoch, for :meth:`reports`. Watches do not deliver it."""

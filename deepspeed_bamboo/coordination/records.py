@@ -10,7 +10,15 @@ from deepspeed_bamboo.core.placement import Placement, WorkerId
 
 # stopped: as it was asked to, before it had begun to train.
 FailureKind = Literal[
-    "user_error", "fatal_loss", "slots_lost", "no_start", "no_coordinator", "interrupted", "stopped", "hang"
+    "user_error",
+    "fatal_loss",
+    "slots_lost",
+    "no_start",
+    "no_coordinator",
+    "no_machines",
+    "interrupted",
+    "stopped",
+    "hang",
 ]
 ChangeKind = Literal[
     "epoch",
@@ -56,6 +64,36 @@ class Member:
         return cls(**value)
 
 
+START = "start"
+"""The reason of an epoch with which training begins."""
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The slots whose workers start anew together, in the order of their ranks in this start.
+
+    ``generation``: of these workers. They meet at ``port`` of ``address``, the first one's machine. ``reached``: how
+    many steps the job had complete, as far as their agents know.
+    """
+
+    slots: tuple[int, ...]
+    generation: int
+    address: str
+    port: int
+    reached: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "slots": list(self.slots)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Roster:
+        """Inverse of :meth:`to_json`. Raises ValueError, KeyError or TypeError for anything else."""
+        numbers = (*value["slots"], value["generation"], value["port"], value["reached"])
+        if not all(type(number) is int for number in numbers) or not isinstance(value["address"], str):
+            raise ValueError("numbers or an address")
+        return cls(**{**value, "slots": tuple(value["slots"])})
+
+
 @dataclass(frozen=True)
 class EpochRecord:
     """One agreed membership and placement. ``lost`` are the workers that the epoch before still had.
@@ -66,6 +104,10 @@ class EpochRecord:
     ``goes_back``: there are checkpoints, in workers' host memory or in a store, so that a loss of the last live copy of
     a stage need not end the job. ``restoring``: the number of the epoch from which on they are bringing the state back
     from one; -1 when they are not. The shadows of such an epoch are yet to be made.
+
+    ``waits_seconds``: how long agents wait for machines where nobody is left who can train, to start workers anew from
+    the store; 0: the job ends then. ``generation``: of the workers that began the training, or began it anew.
+    ``roster``: who starts anew now. An epoch without members says that agents wait, with a roster that workers start.
     """
 
     number: int
@@ -77,6 +119,19 @@ class EpochRecord:
     time_seconds: float
     goes_back: bool = False
     restoring: int = -1
+    waits_seconds: float = 0.0
+    generation: int = 0
+    roster: Roster | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether anybody takes part; if not, agents wait for machines, or their workers start anew."""
+        return bool(self.members)
+
+    @property
+    def waits(self) -> bool:
+        """Whether agents wait for machines, and nobody starts yet."""
+        return not self.members and self.roster is None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -89,6 +144,9 @@ class EpochRecord:
             "time_seconds": self.time_seconds,
             **({"goes_back": True} if self.goes_back else {}),
             **({"restoring": self.restoring} if self.restoring >= 0 else {}),
+            **({"waits_seconds": self.waits_seconds} if self.waits_seconds else {}),
+            **({"generation": self.generation} if self.generation else {}),
+            **({} if self.roster is None else {"roster": self.roster.to_json()}),
         }
 
     @classmethod
@@ -103,6 +161,9 @@ class EpochRecord:
             time_seconds=value["time_seconds"],
             goes_back=bool(value.get("goes_back", False)),
             restoring=int(value.get("restoring", -1)),
+            waits_seconds=float(value.get("waits_seconds", 0.0)),
+            generation=int(value.get("generation", 0)),
+            roster=None if value.get("roster") is None else Roster.from_json(value["roster"]),
         )
 
 

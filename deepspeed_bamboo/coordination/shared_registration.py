@@ -48,19 +48,23 @@ def conditions_for(
 ) -> Conditions:
     """``worker`` stays while the current ``epoch`` has it, or there is none, or it was in none so far.
 
-    One that joins waits for as long as it takes.
+    One that joins waits for as long as it takes. An epoch in which nobody trains is none for those that start anew.
     """
     joined = threading.Event()
 
-    def may_stay() -> bool:
+    def now() -> EpochRecord | None:
         current = epoch()
+        return None if current is not None and not current.trains and not joined.is_set() else current
+
+    def may_stay() -> bool:
+        current = now()
         if current is not None and worker in current.members:
             joined.set()
             return True
         return current is None or not joined.is_set()
 
     def may_return() -> bool:
-        current = epoch()
+        current = now()
         if current is not None and not joining:
             return worker in current.members
         return may_stay()

@@ -17,7 +17,6 @@ from torch.distributed.elastic.agent.server.api import RunResult, Worker, Worker
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from deepspeed_bamboo import protocol
 from deepspeed_bamboo.coordination import (
     AgentRecord,
     Change,
@@ -31,10 +30,11 @@ from deepspeed_bamboo.coordination.ended import ended_folder, note_end
 from deepspeed_bamboo.coordination.machine_identity import own_machine
 from deepspeed_bamboo.coordination.machine_token import MachineToken
 from deepspeed_bamboo.coordination.process_state import is_running
+from deepspeed_bamboo.coordination.server import free_ports
 from deepspeed_bamboo.coordination.values import member_text
 from deepspeed_bamboo.elastic import decisions
-from deepspeed_bamboo.elastic.address import advertised_address, interfaces_of
 from deepspeed_bamboo.elastic.agent_settings import AgentHooks, AgentSettings
+from deepspeed_bamboo.elastic.assembly import Offer
 from deepspeed_bamboo.elastic.boot import Boot
 from deepspeed_bamboo.elastic.error_report import ErrorReport
 from deepspeed_bamboo.elastic.hang_watch import Hang, HangWatch
@@ -47,8 +47,9 @@ from deepspeed_bamboo.elastic.outcome import FINISHED, LEFT, SlotNote
 from deepspeed_bamboo.elastic.processes import DeathWatch
 from deepspeed_bamboo.elastic.rendezvous import LauncherRendezvous
 from deepspeed_bamboo.elastic.slot import Slot, generation_of
-from deepspeed_bamboo.elastic.starting import QuietLogs, WorkerStarter, quiet_grpc
+from deepspeed_bamboo.elastic.starting import QuietLogs, WorkerStarter
 from deepspeed_bamboo.elastic.supervisor import Supervisor
+from deepspeed_bamboo.elastic.worker_environment import meeting_port, own_address, worker_environment
 from deepspeed_bamboo.elastic.worker_pulse import WorkerPulse
 from deepspeed_bamboo.news import tell
 
@@ -158,6 +159,7 @@ class BambooElasticAgent(LocalElasticAgent):
             self._mailbox,
             lease_seconds=self._settings.lease_seconds,
             say=self._say,
+            make_offer=self._offer,
         )
         watch = self._coordinator.watch(self._on_change)
         others = DeathWatch(self._needed_processes(), self._on_death)
@@ -185,7 +187,15 @@ class BambooElasticAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._report, self._pulse = ErrorReport(), WorkerPulse()
         self._hang_watch = HangWatch(self._settings.rules.hangs)
-        self._pcontext = self._starter.start({**self._environment(self._report.path), **self._pulse.environment})
+        environment = worker_environment(
+            self._slot,
+            self._boot,
+            self._start_action,
+            settings=self._settings,
+            error_file=self._report.path,
+            notice_signals=self._notice_signals,
+        )
+        self._pcontext = self._starter.start({**environment, **self._pulse.environment})
         self._take_signals()  # starting has put handlers of torch's own in place
         pid = self._pcontext.pids()[0]
         worker = self._start_action.worker
@@ -286,7 +296,7 @@ class BambooElasticAgent(LocalElasticAgent):
             worker_pid=pid,
             rank=self._slot.rank,
             master_addr=self._boot.master_addr,
-            master_port=self._boot.master_ports[generation_of(event.worker)],
+            master_port=meeting_port(self._boot, generation_of(event.worker)),
         )
 
     def _kill(self, number: signal.Signals) -> None:
@@ -411,33 +421,10 @@ class BambooElasticAgent(LocalElasticAgent):
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _environment(self, error_file: str) -> dict[str, str]:
-        slot, boot, action = self._slot, self._boot, self._start_action
-        address = advertised_address(os.environ, master_addr=boot.master_addr, endpoints=boot.endpoints)
-        return {
-            "RANK": str(slot.rank),
-            "LOCAL_RANK": str(slot.local_rank),
-            "WORLD_SIZE": str(max(slot.workers, slot.rank + 1)),
-            "LOCAL_WORLD_SIZE": str(min(slot.local_world_size, slot.workers)),
-            "MASTER_ADDR": boot.master_addr,
-            "MASTER_PORT": str(boot.master_ports[action.generation]),
-            protocol.JOB: boot.job,
-            protocol.ENDPOINTS: ",".join(boot.endpoints),
-            protocol.PREFIX: boot.prefix,
-            protocol.SECRET: boot.secret,
-            protocol.WORKER: action.worker,
-            protocol.GENERATION: str(action.generation),
-            protocol.JOINING: "1" if action.joining else "",
-            protocol.ADDRESS: address,
-            protocol.NOTICE_SIGNALS: ",".join(str(int(number)) for number in sorted(self._notice_signals)),
-            protocol.NODE: slot.node,
-            protocol.ZONE: slot.zone,
-            protocol.AGENT_PID: str(os.getpid()),
-            protocol.ERROR_FILE: error_file,
-            **interfaces_of(os.environ, address),
-            **quiet_grpc(os.environ),
-            **dict(self._settings.environment),
-        }
+    def _offer(self) -> Offer:
+        """What workers that start anew have to know of this slot. For the messenger's thread."""
+        port = free_ports("", count=1)[0]
+        return Offer(self._slot.rank, own_address(self._boot), port, self._step)
 
     def _say(self, text: str) -> None:
         tell(text, who=f"rank {self._slot.rank}")

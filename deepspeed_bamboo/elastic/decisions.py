@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_bamboo.coordination import Change, EpochRecord, JobFailure
+from deepspeed_bamboo.coordination import Change, EpochRecord, JobFailure, Roster
 from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.elastic.assembly import Seat
 from deepspeed_bamboo.elastic.hang_watch import Hang
 
 # -- events ----------------------------------------------------------------------------------------
@@ -67,7 +68,7 @@ class LossSettled:
 
 @dataclass(frozen=True)
 class SlotsChecked:
-    """Of the slots that were checked before the first epoch, ``absent`` are certainly gone."""
+    """Of the slots that were checked while workers start, ``absent`` are certainly gone."""
 
     absent: tuple[int, ...]
 
@@ -135,11 +136,15 @@ Event = (
 
 @dataclass(frozen=True)
 class StartWorker:
-    """Start a worker of this generation, with the id ``worker``; ``joining``: into a job that runs."""
+    """Start a worker of this generation, with the id ``worker``; ``joining``: into a job that runs.
+
+    ``seat``: where it starts anew with others.
+    """
 
     worker: WorkerId
     generation: int
     joining: bool = False
+    seat: Seat | None = None
 
 
 @dataclass(frozen=True)
@@ -172,9 +177,32 @@ class CheckVanished:
 
 @dataclass(frozen=True)
 class CheckSlots:
-    """The agents of these slots are gone before there was an epoch: find out whether they come back."""
+    """The agents of these slots are gone while workers start: find out whether they come back."""
 
     ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class OfferSlot:
+    """Tell all agents that this slot could start a worker, in the epoch of this number, in which they wait."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class StartAnew:
+    """Make the epoch after ``epoch``, in which agents wait, in which the workers of ``roster`` start."""
+
+    epoch: EpochRecord
+    roster: Roster
+
+
+@dataclass(frozen=True)
+class AssembleAgain:
+    """Have agents wait again, for some of those that start in ``epoch`` are gone."""
+
+    epoch: EpochRecord
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -273,6 +301,9 @@ Action = (
     | ReportLoss
     | CheckVanished
     | CheckSlots
+    | OfferSlot
+    | StartAnew
+    | AssembleAgain
     | CheckSuspect
     | MarkEnded
     | Withdraw

@@ -12,7 +12,7 @@ from deepspeed_bamboo.protocol import EXIT_TRY_AGAIN, EXIT_USER_ERROR
 
 # Nothing that another start would mend.
 _SCRIPTS_FAULT = ("user_error", "no_start", REFUSED)
-_MACHINES_WANTING = ("fatal_loss", "slots_lost", "no_coordinator", "hang")
+_MACHINES_WANTING = ("fatal_loss", "slots_lost", "no_coordinator", "no_machines", "hang")
 _LAUNCHER_LOST = 128 + signal.SIGHUP  # what agents end with whose launcher is gone
 
 

@@ -19,12 +19,15 @@ def settle_loss(
     """Make the job continue without ``worker``, whose process is certainly gone. The caller removes its key.
 
     Returns the epoch that does. Before the first epoch nothing is trained, so all workers start again, a few times:
-    then the generation that they start as. After that, and with a fatal loss, the job ends: then None.
+    then the generation that they start as. After that, and with a fatal loss, the job ends: then None. Where nobody is
+    left who can train, and in a start anew that has lost a worker, it is an epoch in which agents wait.
     Raises CoordinatorUnavailable; then it may be called again.
     """
     while True:
         try:
             epoch = coordinator.propose_loss([worker], reason=f"{worker}: {reason}", proposer=proposer)
+            if epoch.roster is not None and epoch.generation == generation:
+                coordinator.wait_for_machines(epoch, reason=f"{worker}: {reason}", proposer=proposer)
             return epoch if worker not in epoch.members else None
         except NoEpoch:
             if generation >= MAX_RESTARTS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 
 from deepspeed_bamboo.coordination import (
     AgentRecord,
@@ -19,6 +20,7 @@ from deepspeed_bamboo.coordination.machine_identity import own_machine
 from deepspeed_bamboo.coordination.process_state import process_state
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.elastic import decisions
+from deepspeed_bamboo.elastic.assembly import Offer
 from deepspeed_bamboo.elastic.courier import Courier, Errand
 from deepspeed_bamboo.elastic.gathering import GONE
 from deepspeed_bamboo.elastic.losses import Presence, probe, settle_loss
@@ -47,8 +49,11 @@ class Messenger:
         *,
         lease_seconds: float,
         say: Callable[[str], None] = logger.info,
+        make_offer: Callable[[], Offer] | None = None,
     ) -> None:
         """``registration`` is the agent's own: it tells whether the coordinator was out of reach lately.
+
+        ``make_offer`` describes this slot to those with whom its worker may start anew.
 
         ``say`` is called, from another thread, with a loss that can't be reported to the coordinator yet.
         """
@@ -58,6 +63,7 @@ class Messenger:
         self._mailbox = mailbox
         self._lease_seconds = lease_seconds
         self._say = say
+        self._make_offer = make_offer
         self._waiting: WorkerId | None = None  # the lost worker of which it was said that its loss waits
         self._unjudged: dict[WorkerId, float] = {}  # gone worker -> since when its own agent is to judge
         self._proposer = f"agent of rank {slot.rank}"
@@ -72,6 +78,10 @@ class Messenger:
             self._losses.send(Errand(f"check of {action.worker}", lambda: self._check(action), _AS_LONG_AS_IT_TAKES))
         elif isinstance(action, decisions.CheckSlots):
             self._losses.send(Errand("check of slots", lambda: self._check_slots(action), _AS_LONG_AS_IT_TAKES))
+        elif isinstance(action, decisions.OfferSlot):
+            self._losses.send(Errand("offer", lambda: self._publish_offer(action), _AS_LONG_AS_IT_TAKES))
+        elif isinstance(action, decisions.StartAnew | decisions.AssembleAgain):
+            self._losses.send(Errand("start anew", lambda: self._anew(action), _AS_LONG_AS_IT_TAKES))
         elif isinstance(action, decisions.CheckSuspect):
             self._losses.send(Errand(f"probe of {action.worker}", lambda: self._probe(action), _AS_LONG_AS_IT_TAKES))
         elif isinstance(action, decisions.MarkEnded):
@@ -166,9 +176,20 @@ class Messenger:
         if grace > 0:
             self._mailbox.put_later(decisions.Woken(GONE), after_seconds=max(0.1, grace))
             return
-        begun = job.epoch() is not None or job.failure() is not None or job.finished() is not None
+        epoch = job.epoch()
+        begun = (epoch is not None and epoch.trains) or job.failure() is not None or job.finished() is not None
         absent = () if begun else tuple(rank for rank in action.ranks if rank not in agents)
         self._mailbox.put(decisions.SlotsChecked(absent))
+
+    def _publish_offer(self, action: decisions.OfferSlot) -> None:
+        if self._make_offer is not None:
+            self._coordinator.publish_progress(action.epoch, f"slot-{self._slot.rank}", asdict(self._make_offer()))
+
+    def _anew(self, action: decisions.StartAnew | decisions.AssembleAgain) -> None:
+        if isinstance(action, decisions.StartAnew):
+            self._coordinator.start_anew(action.epoch, action.roster, proposer=self._proposer)
+        else:
+            self._coordinator.wait_for_machines(action.epoch, reason=action.reason, proposer=self._proposer)
 
     def _grace_seconds(self, agents: Mapping[int, AgentRecord]) -> float:
         """How long the others still have to come back after an outage; ``agents`` are those known a moment ago.
@@ -236,8 +257,10 @@ class Messenger:
             self._mailbox.put(decisions.FailureRecorded(failure, first=self._coordinator.fail(failure)))
 
     def _is_starting_again(self, worker: WorkerId) -> bool:
-        """Whether ``worker`` failed only because another was lost before there was an epoch."""
-        return generation_of(worker) != self._coordinator.generation()
+        """Whether ``worker`` failed only because another was lost before there was an epoch, or in a start anew."""
+        epoch = self._coordinator.epoch()
+        started = max(self._coordinator.generation(), 0 if epoch is None else epoch.generation)
+        return (epoch is not None and epoch.waits) or generation_of(worker) != started
 
     def _unrecorded(self) -> None:
         """Nobody will hear that the job is complete, so nobody may wait for it."""

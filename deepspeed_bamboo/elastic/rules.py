@@ -14,12 +14,12 @@ from deepspeed_bamboo.protocol import EXIT_TRY_AGAIN
 MAX_RESTARTS = 3
 
 # Ends of a job that the agent which records them tells of on its machine.
-TOLD_BY_ONE: frozenset[FailureKind] = frozenset({"interrupted", "slots_lost", "stopped"})
+TOLD_BY_ONE: frozenset[FailureKind] = frozenset({"interrupted", "slots_lost", "no_machines", "stopped"})
 
 
 def exit_code(failure: FailureKind, *, if_interrupted: int | None) -> int:
     """The exit code of an agent of a job that ended with such a failure. ``if_interrupted``: after a signal."""
-    if failure in ("fatal_loss", "slots_lost", "no_coordinator", "hang"):
+    if failure in ("fatal_loss", "slots_lost", "no_coordinator", "no_machines", "hang"):
         return if_interrupted or EXIT_TRY_AGAIN
     return (if_interrupted or 1) if failure == "interrupted" else 1
 

@@ -68,7 +68,10 @@ class SlotState:
         return self._finished or self._failure is not None
 
     def _was_expelled(self) -> bool:
-        return self._was_member and self._epoch is not None and self.worker not in self._epoch.members
+        """Whether the job continues without the current worker. Where agents wait, it does so without any."""
+        if self._epoch is None or self.worker in self._epoch.members:
+            return False
+        return self._was_member or self._epoch.waits
 
     def _end_before_training(self, kind: FailureKind, message: str) -> list[Action]:
         """End the job, for all, if it has no epoch yet and this agent acts for it."""

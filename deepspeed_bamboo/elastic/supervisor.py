@@ -10,6 +10,8 @@ import signal
 
 from deepspeed_bamboo.coordination import Change, Drain, EpochRecord, JobFailure, Member
 from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.elastic.anew import AnewSlot
+from deepspeed_bamboo.elastic.assembly import EVERYBODY, MACHINES
 from deepspeed_bamboo.elastic.decisions import (
     Action,
     Changed,
@@ -47,7 +49,6 @@ from deepspeed_bamboo.elastic.interruptions import before_training, by_lost_laun
 from deepspeed_bamboo.elastic.own import Own
 from deepspeed_bamboo.elastic.replacing import RESTART, replace_later
 from deepspeed_bamboo.elastic.rules import TOLD_BY_ONE, Entry, exit_code
-from deepspeed_bamboo.elastic.slot_state import SlotState
 from deepspeed_bamboo.elastic.standing_still import ending, in_words, on_stuck, on_went_on
 from deepspeed_bamboo.elastic.wording import of_drain, of_early_end, of_loss
 from deepspeed_bamboo.protocol import EXIT_DRAINED, EXIT_EXPELLED, EXIT_JOB_FAILED
@@ -60,7 +61,7 @@ _WAIT_FOR_EPOCH_SECONDS = 2.0
 _WAIT_FOR_EXPULSION_SECONDS = 10.0
 
 
-class Supervisor(SlotState):
+class Supervisor(AnewSlot):
     """The decisions of one slot's agent."""
 
     def start(self) -> list[Action]:
@@ -182,6 +183,8 @@ class Supervisor(SlotState):
         if self._rules.entry is Entry.JOIN and self._epoch is None and self._own is Own.WAITING:
             self._leaves_alone = 1
             return [Say("the job has ended before this machine could join it")]
+        if self._epoch is not None and not self._epoch.trains:
+            return self._offer_if_due()
         if self._epoch is None or self._over or self._stopping or self._draining or self._leaves_alone is not None:
             return []
         if self._own is Own.LOST:
@@ -229,9 +232,14 @@ class Supervisor(SlotState):
         if change.kind == "drain" and change.worker == self._slot.node:
             return self._on_drain(change.value)
         if change.kind == "agent":
-            return self._gathering.note(int(change.worker), change.value)
+            return self._on_agent(int(change.worker), change.value)
+        if change.kind == "progress" and change.value is not None:
+            self._assembly.note_offer(change.epoch, change.value)
+            return self._start_if_complete()
         if change.kind == "stop" and change.value is not None:
             self._stopping = True
+            if self._epoch is not None and self._epoch.waits:
+                return self._stop_waiting()
             return self._end_before_training("stopped", before_training(change.value))
         if change.kind == "hang":
             return self._on_hang(change)
@@ -254,18 +262,23 @@ class Supervisor(SlotState):
             self._was_member = True
         if self._was_expelled() and self._own is Own.RUNNING and self._failure is None:
             # One that was not lost leaves by itself, as it was asked to.
-            sure = self.worker in epoch.lost
+            sure = self.worker in epoch.lost or not epoch.trains
             actions += self._end_expelled() if sure else [WakeAfter(self._lease_seconds, "expelled")]
         if self._own is Own.UNEXPLAINED and self._exit is not None and self._exit.code == EXIT_DRAINED:
             actions += self._on_left_node(self._exit) if self.worker not in epoch.members else []
         if self._own is Own.UNEXPLAINED and self._exit is not None and self._exit.code == EXIT_EXPELLED:
             actions += self._on_expelled(self._exit) if self._was_expelled() else []
+        if not epoch.trains:
+            return actions + self._on_idle_epoch(epoch)
+        self._next_generation = max(self._next_generation, epoch.generation)
         absent = [worker for worker in epoch.members if worker not in self._members and worker != self.worker]
         if absent and not self._finished:
             actions.append(WakeAfter(self._lease_seconds, "absent"))
         return actions + self._join_if_due() + self._finish_if_all_ended()
 
     def _end_expelled(self) -> list[Action]:
+        if self._epoch is not None and not self._epoch.trains:
+            return [KillWorker("workers start anew")]
         reason = "" if self._epoch is None else f" ({self._epoch.reason})"
         return [
             Say(f"the job continues without worker {self.worker}{reason}; ending it"),
@@ -301,6 +314,8 @@ class Supervisor(SlotState):
     def _finish_if_all_ended(self) -> list[Action]:
         if self._finished or self._failure is not None or not self._ended:
             return []
+        if self._epoch is not None and not self._epoch.trains:
+            return []
         if self._epoch is None:
             current = [worker for worker, generation in self._ended.items() if generation == self._generation]
             complete = len(current) >= self._slot.workers
@@ -320,29 +335,10 @@ class Supervisor(SlotState):
 
     def _on_hang(self, change: Change) -> list[Action]:
         """Whoever looks at the output of the worker that reports for all finds it there, too."""
-        reports = self._epoch is not None and self._epoch.members[0] == self.worker
+        reports = self._epoch is not None and self._epoch.members[:1] == (self.worker,)
         if change.value is None or change.worker == self.worker or not reports:
             return []
         return [Say(in_words(change.worker, change.value))]
-
-    # -- starting over -----------------------------------------------------------------------------
-
-    def _on_generation(self, generation: int) -> list[Action]:
-        if generation <= self._next_generation or self._failure is not None:
-            return []
-        self._next_generation = generation
-        if self._own in (Own.WAITING, Own.REPLACED):
-            return []
-        if self._own is Own.RUNNING:
-            self._own = Own.REPLACED
-            return [KillWorker(f"all workers start again (attempt {generation + 1})")]
-        self._exit = None
-        return [Withdraw(self.worker), *self._start_again()]
-
-    def _start_again(self) -> list[Action]:
-        self._generation = self._next_generation
-        self._own = Own.RUNNING
-        return [StartWorker(self.worker, self._generation)]
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -360,6 +356,8 @@ class Supervisor(SlotState):
         return self._interrupt(by_signal(number, self._slot), number)
 
     def _on_slots_checked(self, event: SlotsChecked) -> list[Action]:
+        if self._epoch is not None:
+            return self._on_roster_checked(event)
         reason = self._gathering.checked(event.absent)
         return self._gathering.go_on() if reason is None else self._end_before_training("slots_lost", reason)
 
@@ -402,6 +400,8 @@ class Supervisor(SlotState):
             actions.append(Say(f"the job ends: {event.failure.message}\n{event.failure.traceback}".rstrip()))
         elif event.first and event.failure.kind in TOLD_BY_ONE:
             actions.append(Say(f"the job ends: {event.failure.message}", once=True))
+        if not event.first and self._own is Own.FAILED and self._epoch is not None and not self._epoch.trains:
+            actions += self._lose_failed()
         return actions + (self._end_worker() if event.first else [])
 
     def _on_loss_settled(self, event: LossSettled) -> list[Action]:
@@ -411,6 +411,10 @@ class Supervisor(SlotState):
         if event.reason == "explanation" and self._own is Own.UNEXPLAINED and self._exit is not None:
             exited, self._exit = self._exit, None
             return self._conclude(exited)
+        if event.reason.startswith((MACHINES, EVERYBODY)):
+            return self._on_time_over(event.reason)
+        if event.reason == GONE and self._epoch is not None:
+            return self._check_roster()
         if event.reason in (GONE, MISSING):
             return [] if self._over or self._offered else self._gathering.woken(event.reason)
         if event.reason == RESTART and self._own is Own.LOST:

@@ -20,6 +20,8 @@ def of_loss(event: LossSettled) -> list[str]:
         ]
     if epoch is None:
         return []
+    if not epoch.trains:
+        return [f"lost {names} ({event.reason or epoch.reason})"]
     if not set(event.workers) & set(epoch.lost):
         return [f"lost {names}, which had no part in the job; the job continues in epoch {epoch.number}"]
     return [f"lost {names} ({epoch.reason.removeprefix(f'{names}: ')}); the job continues in epoch {epoch.number}"]

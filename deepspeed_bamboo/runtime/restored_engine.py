@@ -7,14 +7,17 @@ first run did before that step, as on a worker that joins late.
 from __future__ import annotations
 
 import math
+import os
 import time
 from typing import Any
 
 from deepspeed_bamboo.core.grid import Grid
+from deepspeed_bamboo.protocol import REACHED
 from deepspeed_bamboo.runtime.catching_up import CatchingUpEngine, Phase
 from deepspeed_bamboo.runtime.checkpoint.beginning import BEGAN, Loaded
 from deepspeed_bamboo.runtime.checkpoint.safe_loading import no_code_from_files
 from deepspeed_bamboo.runtime.job.news import tell_once
+from deepspeed_bamboo.runtime.recovery.sources import STORE
 
 
 class RestoredEngine(CatchingUpEngine):
@@ -26,8 +29,13 @@ class RestoredEngine(CatchingUpEngine):
         super()._begin(grid)
         if self.checkpoints is None:
             return
-        tag = self.checkpoints.find()
-        if tag is None:
+        started, tag = time.perf_counter(), self.checkpoints.find()
+        if tag is not None:
+            self._restore(tag)
+        self._tell_what_is_redone(time.perf_counter() - started)
+
+    def _restore(self, tag: str) -> None:
+        if self.checkpoints is None:
             return
         started, written = time.perf_counter(), self.script_writes.written()
         state = self.checkpoints.restore(tag, self._load_without_code)
@@ -49,6 +57,15 @@ class RestoredEngine(CatchingUpEngine):
         self.script_writes.go_back(written)
         self._phase = Phase.OUTSIDE
         self._answers = True
+
+    def _tell_what_is_redone(self, seconds: float) -> None:
+        """In workers that start a job anew, of which nobody was left: how far it had come."""
+        before = int(os.environ.get(REACHED) or 0)
+        if before:
+            steps = max(0, before - self._reached)
+            tell_once(self, f"nobody was left after {before} steps; {steps} of them are done again")
+            fields = {"from_step": self._reached, "source": STORE, "redone": steps, "workers": [], "seconds": seconds}
+            self.session.log("restored", step=before, reason="workers start anew", **fields)
 
     def _enter(self, *, counts_by_itself: bool) -> None:
         super()._enter(counts_by_itself=counts_by_itself)

@@ -53,17 +53,20 @@ class FakeTraining:
             while len(members := self.job.members()) < world_size:
                 time.sleep(0.005)
             workers = sorted(members, key=lambda worker: members[worker].rank)
+            before = self.job.epoch()
             self.job.propose(
                 EpochRecord(
-                    number=0,
+                    number=0 if before is None else before.number + 1,
                     members=tuple(workers),
                     placement=Placement.initial(Grid(1, world_size), workers),
                     reason="start",
                     lost=(),
                     proposer=self.worker,
                     time_seconds=time.time(),
+                    waits_seconds=float(os.environ.get("TEST_WAITS_SECONDS", "0")),
+                    generation=self.job.own_generation,
                 ),
-                expected=None,
+                expected=None if before is None else before.number,
             )
         self._epoch_seen.wait()
         self._was_member = True
@@ -127,7 +130,7 @@ class FakeTraining:
         return True
 
     def _on_change(self, change: Change) -> None:
-        if change.kind == "epoch" and change.value is not None:
+        if change.kind == "epoch" and change.value is not None and change.value.trains:
             self._epoch_seen.set()
             self.job.publish_progress(change.epoch, self.worker, {"seen": time.monotonic()})
         if change.kind in ("finished", "failure") and change.value is not None:

@@ -22,6 +22,7 @@ from typing import Any
 from deepspeed.utils import logger
 
 from deepspeed_bamboo.coordination import EpochRecord, Member
+from deepspeed_bamboo.coordination.records import START
 from deepspeed_bamboo.core.contributions import merged
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.peers import peers_of, tensor_peers, tree_neighbours
@@ -115,7 +116,7 @@ class Reconfiguration:
             return None
         movable = worker.protects
         # The launcher's ranks know nothing of zones; once, at the start of a job, that is put right.
-        first, self._arranged = not self._arranged and record.number == 0, True
+        first, self._arranged = not self._arranged and record.reason == START, True
         profile = self.balancing.profile
         target = next_target(
             worker.placement,
@@ -285,6 +286,8 @@ class Reconfiguration:
             proposer=session.worker,
             time_seconds=time.time(),
             goes_back=base.goes_back,
+            waits_seconds=base.waits_seconds,
+            generation=base.generation,
         )
         if not session.with_retries(lambda: session.coordinator.propose(record, expected=number)):
             newest = session.with_retries(session.coordinator.epoch)

@@ -13,6 +13,7 @@ from deepspeed import comm as deepspeed_comm
 
 from deepspeed_bamboo.config.section import BambooConfig
 from deepspeed_bamboo.coordination import EpochRecord, Member
+from deepspeed_bamboo.coordination.records import START
 from deepspeed_bamboo.core.job_facts import JobFacts
 from deepspeed_bamboo.core.peers import peers_of, tensor_peers
 from deepspeed_bamboo.core.placement import Placement, WorkerId
@@ -140,17 +141,21 @@ def _build_initial_shadows(
     Raises BambooError when a worker dies meanwhile: nothing has been trained, so nothing is lost.
     """
     session = worker.session
+    before = session.with_retries(session.coordinator.epoch)
+    anew = before if before is not None and not before.trains else None
     # Without shadows too: where another pipeline holds the same, nothing has to be kept for a loss.
     placement = Placement.initial(worker.grid, order, protected=worker.protects, alike=built.alike)
     record = EpochRecord(
-        number=0,
+        number=0 if anew is None else anew.number + 1,
         members=order,
         placement=placement,
-        reason="start",
+        reason=START,
         lost=(),
         proposer=session.worker,
         time_seconds=time.time(),
         goes_back=session.config.goes_back,
+        waits_seconds=0.0 if is_standalone(os.environ) else session.config.waits_seconds,
+        generation=session.coordinator.own_generation,
     )
     worker.links.enter(members=members, order=order, name=f"{session.identity.job}/start")
     try:
@@ -170,7 +175,8 @@ def _build_initial_shadows(
         _say_what_recounts(worker, {other: recounts for other, (_, recounts) in told.items()})
         if order[0] == session.worker:
             session.coordinator.publish_facts(common.to_json())
-        if order[0] == session.worker and not session.coordinator.propose(record, expected=None):
+        expected = None if anew is None else anew.number
+        if order[0] == session.worker and not session.coordinator.propose(record, expected=expected):
             raise BambooError(f"job {session.identity.job} has an epoch already; give this job another name (--job)")
         agree(None, links=worker.links, me=session.worker, workers=order, label="start/proposed")
         worker.links.drain()
