@@ -20,6 +20,7 @@ from deepspeed_bamboo.elastic.decisions import (
     StartWorker,
     WakeAfter,
     Withdraw,
+    WorkerExited,
 )
 from deepspeed_bamboo.elastic.own import Own
 from deepspeed_bamboo.elastic.replacing import replace_later
@@ -62,8 +63,21 @@ class AnewSlot(SlotState):
         return [*self._gathering.note(slot, agent), *self._start_if_complete(), *self._check_roster()]
 
     def _on_idle_epoch(self, epoch: EpochRecord) -> list[Action]:
-        """Agents wait, or the workers of a roster start."""
-        return self._on_waiting(epoch) if epoch.waits else self._on_roster(epoch)
+        """Agents wait, or the workers of a roster start. A worker that is left of those before ends."""
+        actions: list[Action] = []
+        if self._own is Own.RUNNING and self._failure is None and (epoch.waits or epoch.generation != self._generation):
+            self._own = Own.RENEWED
+            actions = [KillWorker("all workers start anew")]
+        return actions + (self._on_waiting(epoch) if epoch.waits else self._on_roster(epoch))
+
+    def _on_renewed(self, event: WorkerExited) -> list[Action]:
+        """That it ended was no fault of its slot, which may replace workers as often as before."""
+        self._own = Own.LOST
+        self._spared += 1
+        return [Withdraw(event.worker), *([] if self._leaves_alone is not None else self._replace_later())]
+
+    def _replace_later(self) -> list[Action]:
+        return replace_later(self._rules, self.worker, attempt=max(0, self._attempt - self._spared))
 
     def _on_waiting(self, epoch: EpochRecord) -> list[Action]:
         self._assembly.begin(epoch)
@@ -83,7 +97,8 @@ class AnewSlot(SlotState):
     def _lose_failed(self) -> list[Action]:
         """The own worker failed in a start in which another was lost, which is why."""
         self._own = Own.LOST
-        return replace_later(self._rules, self.worker, attempt=self._attempt)
+        self._spared += 1
+        return self._replace_later()
 
     def _offer_if_due(self) -> list[Action]:
         """Offer this slot, once, where it could start a worker now."""

@@ -11,6 +11,7 @@ class Own(Enum):
     WAITING = "waiting"  # not started yet: there is no job to join
     RUNNING = "running"
     UNEXPLAINED = "unexplained"  # gone; what for is about to be known
+    RENEWED = "renewed"  # killed, to start anew with others, since nobody is left who can train
     REPLACED = "replaced"  # killed, to be started again
     ENDING = "ending"  # told to end, because the job ends
     ENDED = "ended"  # its script is over, without an error

@@ -22,6 +22,7 @@ class SlotState:
         self._generation = 0
         self._next_generation = 0
         self._attempt = 0  # how many workers this slot has replaced since the job began
+        self._spared = 0  # how many of these were ended only to start anew with others
         self._joining = self._rules.entry is not Entry.START
         self._join_due = self._joining
         self._own = Own.WAITING if self._joining else Own.RUNNING
@@ -68,10 +69,7 @@ class SlotState:
         return self._finished or self._failure is not None
 
     def _was_expelled(self) -> bool:
-        """Whether the job continues without the current worker. Where agents wait, it does so without any."""
-        if self._epoch is None or self.worker in self._epoch.members:
-            return False
-        return self._was_member or self._epoch.waits
+        return self._was_member and self._epoch is not None and self.worker not in self._epoch.members
 
     def _end_before_training(self, kind: FailureKind, message: str) -> list[Action]:
         """End the job, for all, if it has no epoch yet and this agent acts for it."""
@@ -101,7 +99,7 @@ class SlotState:
         return [Fail(failure)]
 
     def _end_worker(self) -> list[Action]:
-        if self._own in (Own.RUNNING, Own.REPLACED):
+        if self._own in (Own.RUNNING, Own.REPLACED, Own.RENEWED):
             self._own = Own.ENDING
             return [EndWorker()]
         if self._own is Own.UNEXPLAINED:

@@ -47,7 +47,7 @@ from deepspeed_bamboo.elastic.error_report import last_line
 from deepspeed_bamboo.elastic.gathering import GONE, MISSING
 from deepspeed_bamboo.elastic.interruptions import before_training, by_lost_launcher, by_signal
 from deepspeed_bamboo.elastic.own import Own
-from deepspeed_bamboo.elastic.replacing import RESTART, replace_later
+from deepspeed_bamboo.elastic.replacing import RESTART
 from deepspeed_bamboo.elastic.rules import TOLD_BY_ONE, Entry, exit_code
 from deepspeed_bamboo.elastic.standing_still import ending, in_words, on_stuck, on_went_on
 from deepspeed_bamboo.elastic.wording import of_drain, of_early_end, of_loss
@@ -100,8 +100,10 @@ class Supervisor(AnewSlot):
     # -- the own worker ----------------------------------------------------------------------------
 
     def _on_exit(self, event: WorkerExited) -> list[Action]:
-        if event.worker != self.worker or self._own not in (Own.RUNNING, Own.ENDING, Own.REPLACED):
+        if event.worker != self.worker or self._own not in (Own.RUNNING, Own.ENDING, Own.REPLACED, Own.RENEWED):
             return []
+        if self._own is Own.RENEWED:
+            return self._on_renewed(event)
         if self._own is Own.REPLACED:
             return [Withdraw(event.worker), *self._start_again()]
         if self._own is Own.ENDING or self._failure is not None:
@@ -127,6 +129,8 @@ class Supervisor(AnewSlot):
         return self._conclude(event)
 
     def _on_expelled(self, event: WorkerExited) -> list[Action]:
+        if self._epoch is not None and not self._epoch.trains:
+            return self._on_renewed(event)
         self._own = Own.LOST
         return [Withdraw(event.worker), *self._plan_restart()]
 
@@ -174,7 +178,7 @@ class Supervisor(AnewSlot):
 
     def _plan_restart(self) -> list[Action]:
         """After a loss: replace the worker in a while, if it may be replaced."""
-        return [] if self._leaves_alone is not None else replace_later(self._rules, self.worker, attempt=self._attempt)
+        return [] if self._leaves_alone is not None else self._replace_later()
 
     def _join_if_due(self) -> list[Action]:
         """Start a worker that joins, once the job runs and has settled the loss of the one before."""
@@ -260,9 +264,9 @@ class Supervisor(AnewSlot):
         actions = self._gathering.end(epoch, self._members)
         if self.worker in epoch.members:
             self._was_member = True
-        if self._was_expelled() and self._own is Own.RUNNING and self._failure is None:
+        if epoch.trains and self._was_expelled() and self._own is Own.RUNNING and self._failure is None:
             # One that was not lost leaves by itself, as it was asked to.
-            sure = self.worker in epoch.lost or not epoch.trains
+            sure = self.worker in epoch.lost
             actions += self._end_expelled() if sure else [WakeAfter(self._lease_seconds, "expelled")]
         if self._own is Own.UNEXPLAINED and self._exit is not None and self._exit.code == EXIT_DRAINED:
             actions += self._on_left_node(self._exit) if self.worker not in epoch.members else []
@@ -277,8 +281,6 @@ class Supervisor(AnewSlot):
         return actions + self._join_if_due() + self._finish_if_all_ended()
 
     def _end_expelled(self) -> list[Action]:
-        if self._epoch is not None and not self._epoch.trains:
-            return [KillWorker("workers start anew")]
         reason = "" if self._epoch is None else f" ({self._epoch.reason})"
         return [
             Say(f"the job continues without worker {self.worker}{reason}; ending it"),
@@ -428,7 +430,7 @@ class Supervisor(AnewSlot):
         return []
 
     def _leave_if_done(self) -> list[Action]:
-        if self._offer_pending or self._own in (Own.RUNNING, Own.ENDING, Own.REPLACED, Own.UNEXPLAINED):
+        if self._offer_pending or self._own in (Own.RUNNING, Own.ENDING, Own.REPLACED, Own.RENEWED, Own.UNEXPLAINED):
             return []
         if self._failure is not None:
             code = exit_code(self._failure.kind, if_interrupted=self._code_if_interrupted)

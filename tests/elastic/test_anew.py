@@ -185,8 +185,21 @@ def test_a_loss_while_workers_start_makes_all_wait_again() -> None:
     assert made.handle(SlotsChecked(())) == []
     second = waiting(roster(0, 1), (), reason="slot 0", proposer="test")
     assert only(made.handle(told(second)), KillWorker)
-    assert made.handle(WorkerExited("n-1-1.1", -9, "")) == [Withdraw("n-1-1.1"), WakeAfter(10.0, "restart")]
+    assert made.handle(WorkerExited("n-1-1.1", -9, "")) == [Withdraw("n-1-1.1"), WakeAfter(5.0, "restart")]
     assert made.handle(Woken("restart")) == [OfferSlot(3)]
+
+
+def test_a_worker_that_joins_as_all_others_are_lost_starts_anew_and_counts_for_nothing() -> None:
+    made = agent(RESYNC, WorkerExited(OWN, -9, ""), max_restarts=1)
+    made.handle(told(replace(FIRST, number=1, members=("n-0-0",), lost=(OWN,))))
+    assert made.handle(Woken("restart")) == [StartWorker("n-1-0.1", 0, joining=True)]
+    idle = waiting(replace(FIRST, number=1), ("n-0-0",), reason="the last one", proposer="test")
+    assert only(made.handle(told(idle)), KillWorker)
+    made.handle(told(replace(roster(0), number=3)))
+    assert made.handle(WorkerExited("n-1-0.1", -9, "")) == [Withdraw("n-1-0.1"), WakeAfter(5.0, "restart")]
+    again = waiting(replace(roster(0), number=3), (), reason="", proposer="test")
+    made.handle(told(again))
+    assert made.handle(Woken("restart")) == [OfferSlot(4)]
 
 
 @pytest.mark.parametrize("recorded_first", [True, False])
@@ -196,7 +209,7 @@ def test_a_worker_that_fails_because_another_was_lost_meanwhile_starts_again(rec
     (fail,) = made.handle(WorkerExited("n-1-1.1", 1, "a worker was lost before training began"))
     news = [FailureRecorded(fail.failure, first=False), told(second)]
     actions = [action for event in (news if recorded_first else news[::-1]) for action in made.handle(event)]
-    assert WakeAfter(10.0, "restart") in actions
+    assert WakeAfter(5.0, "restart") in actions, "that was no fault of this slot"
     assert made.handle(Woken("restart")) == [OfferSlot(3)]
 
 

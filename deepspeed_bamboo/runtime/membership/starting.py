@@ -128,6 +128,25 @@ def refuse_unlike(worker: Worker, problems: Sequence[str]) -> None:
         )
 
 
+def _first_epoch(worker: Worker, *, order: tuple[WorkerId, ...], alike: bool) -> EpochRecord:
+    """The epoch with which workers in this ``order`` begin, the same on each. In a start anew it follows the last."""
+    session = worker.session
+    before = session.with_retries(session.coordinator.epoch)
+    return EpochRecord(
+        number=0 if before is None or before.trains else before.number + 1,
+        members=order,
+        # Without shadows too: where another pipeline holds the same, nothing has to be kept for a loss.
+        placement=Placement.initial(worker.grid, order, protected=worker.protects, alike=alike),
+        reason=START,
+        lost=(),
+        proposer=session.worker,
+        time_seconds=time.time(),
+        goes_back=session.config.goes_back,
+        waits_seconds=0.0 if is_standalone(os.environ) else session.config.waits_seconds,
+        generation=session.coordinator.own_generation,
+    )
+
+
 def _build_initial_shadows(
     worker: Worker,
     *,
@@ -141,22 +160,8 @@ def _build_initial_shadows(
     Raises BambooError when a worker dies meanwhile: nothing has been trained, so nothing is lost.
     """
     session = worker.session
-    before = session.with_retries(session.coordinator.epoch)
-    anew = before if before is not None and not before.trains else None
-    # Without shadows too: where another pipeline holds the same, nothing has to be kept for a loss.
-    placement = Placement.initial(worker.grid, order, protected=worker.protects, alike=built.alike)
-    record = EpochRecord(
-        number=0 if anew is None else anew.number + 1,
-        members=order,
-        placement=placement,
-        reason=START,
-        lost=(),
-        proposer=session.worker,
-        time_seconds=time.time(),
-        goes_back=session.config.goes_back,
-        waits_seconds=0.0 if is_standalone(os.environ) else session.config.waits_seconds,
-        generation=session.coordinator.own_generation,
-    )
+    record = _first_epoch(worker, order=order, alike=built.alike)
+    placement = record.placement
     worker.links.enter(members=members, order=order, name=f"{session.identity.job}/start")
     try:
         worker.links.connect(
@@ -175,7 +180,7 @@ def _build_initial_shadows(
         _say_what_recounts(worker, {other: recounts for other, (_, recounts) in told.items()})
         if order[0] == session.worker:
             session.coordinator.publish_facts(common.to_json())
-        expected = None if anew is None else anew.number
+        expected = record.number - 1 if record.number else None
         if order[0] == session.worker and not session.coordinator.propose(record, expected=expected):
             raise BambooError(f"job {session.identity.job} has an epoch already; give this job another name (--job)")
         agree(None, links=worker.links, me=session.worker, workers=order, label="start/proposed")

@@ -210,7 +210,10 @@ class Restoring:
         )
 
     def _give_up(self, record: EpochRecord, before: Placement) -> None:
-        """End the job: nobody has what was lost. Raises JobFailedError."""
+        """Nobody has what was lost: all start anew, where agents wait for that (then ExpelledError), or the job ends.
+
+        Then JobFailedError.
+        """
         session = self._worker.session
         gone = [c for c in before.grid if not {before.owner(c), before.shadow(c)} & set(record.members)]
         store = self._way_back.store()
@@ -220,8 +223,23 @@ class Restoring:
             "left could go back to"
         )
         failure = fatal_loss(record.lost[0], gone or tuple(before.grid), why)
+        if record.waits_seconds:
+            self._start_anew(record, why)
         session.with_retries(lambda: session.coordinator.fail(failure))
         session.interruption.announce_failure(failure)
+        session.interruption.check()
+
+    def _start_anew(self, record: EpochRecord, why: str) -> None:
+        """Raises ExpelledError: this worker ends, and its agent starts another. EpochChangedError if there is news."""
+        session = self._worker.session
+        reason = f"nobody has a state to go back to in place, {why}"
+        wait = session.coordinator.wait_for_machines
+        session.with_retries(lambda: wait(record, reason=reason, proposer=session.worker))
+        newest = session.with_retries(session.coordinator.epoch)
+        if newest is not None and not newest.trains:
+            session.interruption.announce_expulsion()
+        elif newest is not None:
+            session.interruption.announce_epoch(newest)
         session.interruption.check()
 
     # -- the epoch that ends it --------------------------------------------------------------------

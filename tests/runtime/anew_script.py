@@ -1,0 +1,57 @@
+"""A training script under real agents: what the workers of ``test_anew.py`` run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.pipe import PipelineModule
+
+from tests.runtime import models
+from tests.runtime.scenarios import Training, settings_of
+
+
+def worker(argv: list[str]) -> None:
+    """``argv``: a Training's fields as JSON, and the folder in which each worker writes what its script has seen."""
+    from deepspeed_bamboo.runtime.main import supervised
+
+    training, folder = Training(**json.loads(argv[0])), Path(argv[1])
+    sys.exit(supervised(lambda: run(training, folder)))
+
+
+def run(training: Training, folder: Path) -> None:
+    """Train, by the engine's own step; each checkpoint is complete before the next step begins."""
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo")
+    torch.manual_seed(11)
+    module = PipelineModule(
+        layers=models.plain(training.count, dropout=training.dropout),
+        loss_fn=models.squared_error,
+        num_stages=training.stages,
+        partition_method="uniform",
+    )
+    engine, *_ = deepspeed.initialize(
+        model=module, model_parameters=list(module.parameters()), config=settings_of(training)
+    )
+
+    def source(pipeline: int, step: int) -> Any:
+        return models.micro_batches(models.vectors, pipeline=pipeline, first_step=step, count=training.micro_batches)
+
+    engine.set_data_source(source)
+    iterator, losses = source(engine.home, 0), {}
+    while engine.global_steps < training.steps:
+        engine.checkpoints.wait()
+        step = engine.global_steps
+        losses[step] = float(engine.train_batch(iterator))
+    found = {
+        "losses": losses,
+        "digest": engine.state_digest(),
+        "members": len(engine.session.interruption.active.members),
+    }
+    engine.close()
+    (folder / f"{os.environ['BAMBOO_WORKER']}.json").write_text(json.dumps(found), encoding="utf-8")
