@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from tests.runtime.test_checkpoints import SCHEDULE
 from tests.runtime.test_losses import CLIPPED, kill
 
 ONE_BY_FOUR = Training("anew-1x4", 4, steps=8, dropout=0.3, settings={**CLIPPED, **SCHEDULE}, faults=[])
+ONE_BY_TWO = replace(ONE_BY_FOUR, name="anew-1x2", stages=2, count=4, steps=5)
+Undisturbed = Callable[..., dict[str, Any]]
 EVERYWHERE = ("idle", "forward", "backward", "reduce", "commit", "step")
 
 
@@ -48,23 +51,49 @@ def check(found: tuple[Outcome, list[dict[str, Any]], list[dict[str, Any]]], who
 
 
 @pytest.fixture(scope="module")
-def whole(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    outcome, seen, _ = trained(fork_server, tmp_path_factory.mktemp("whole") / "job", ONE_BY_FOUR, world=4)
-    assert set(outcome.exit_codes.values()) == {0} and len(seen) == 4, outcome.output
-    return seen[0]
+def undisturbed(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """What the workers of a job have seen in which nobody is lost; the same one is run once."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def run(training: Training, *, world: int) -> dict[str, Any]:
+        if training.name not in known:
+            folder = tmp_path_factory.mktemp("undisturbed") / "job"
+            outcome, seen, _ = trained(fork_server, folder, training, world=world)
+            assert set(outcome.exit_codes.values()) == {0} and seen, outcome.output
+            known[training.name] = seen[0]
+        return known[training.name]
+
+    return run
 
 
-@pytest.mark.parametrize(
-    "at", ["forward", *(pytest.param(at, marks=pytest.mark.sweep) for at in EVERYWHERE if at != "forward")]
-)
-def test_all_workers_are_killed_while_their_agents_live(
-    fork_server: ForkServer, whole: dict[str, Any], tmp_path: Path, at: str
+def check_restored(events: list[dict[str, Any]], *, after: int) -> None:
+    """The workers that started anew say from where, and how many steps were done again."""
+    restored = [event for event in events if event["event"] == "restored" and not event["workers"]]
+    assert restored and all(0 < e["from_step"] <= e["step"] and e["source"] == "store" for e in restored), restored
+    assert all(e["step"] >= after and e["redone"] == e["step"] - e["from_step"] for e in restored), restored
+
+
+def all_of(stages: int, step: int, at: str) -> list[dict[str, Any]]:
+    return [kill(step, 0, stage, at, 1 if at in ("forward", "backward") else None) for stage in range(stages)]
+
+
+def test_both_workers_are_killed_while_their_agents_live(
+    fork_server: ForkServer, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    faults = [kill(5, 0, stage, at, 1 if at in ("forward", "backward") else None) for stage in range(4)]
-    killed = replace(ONE_BY_FOUR, faults=faults)
+    whole = undisturbed(ONE_BY_TWO, world=2)
+    killed = replace(ONE_BY_TWO, faults=all_of(2, 3, "forward"))
+    found = trained(fork_server, tmp_path / "job", killed, world=2, max_restarts=2)
+    check(found, whole)
+    check_restored(found[2], after=3)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("at", EVERYWHERE)
+def test_all_workers_are_killed_while_their_agents_live(
+    fork_server: ForkServer, undisturbed: Undisturbed, tmp_path: Path, at: str
+) -> None:
+    whole = undisturbed(ONE_BY_FOUR, world=4)
+    killed = replace(ONE_BY_FOUR, faults=all_of(4, 5, at))
     found = trained(fork_server, tmp_path / "job", killed, world=4, max_restarts=2)
     check(found, whole)
-    events = found[2]
-    restored = [event for event in events if event["event"] == "restored" and not event["workers"]]
-    assert {(e["step"], e["redone"]) for e in restored} <= {(n, n - e["from_step"]) for n in (5, 6) for e in restored}
-    assert restored and all(0 < e["from_step"] <= e["step"] and e["source"] == "store" for e in restored), restored
+    check_restored(found[2], after=5)

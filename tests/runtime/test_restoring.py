@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from deepspeed_bamboo.protocol import EXIT_EXPELLED, EXIT_JOB_FAILED
 from tests.runtime.jobs import JobResult, Jobs
 from tests.runtime.scenarios import Training, train, train_remembering
 from tests.runtime.test_checkpoints import SCHEDULE
@@ -281,11 +282,17 @@ def test_a_damaged_newest_one_in_the_store_is_passed_over(jobs: Jobs, undisturbe
 
 
 @pytest.mark.sweep
-def test_without_a_good_checkpoint_in_the_store_the_job_ends(jobs: Jobs, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("seconds", "code"), [(0.0, EXIT_JOB_FAILED), (60.0, EXIT_EXPELLED)])
+def test_without_a_good_checkpoint_in_the_store_all_start_anew_or_the_job_ends(
+    jobs: Jobs, tmp_path: Path, seconds: float, code: int
+) -> None:
     early = dataclasses.replace(STORED, name="early-stored-1x4", faults=pair(1, "forward", 1))
+    bamboo = {**early.bamboo, "topology": {"wait_for_machines_seconds": seconds}}
+    early = dataclasses.replace(early, bamboo=bamboo)
     result = jobs.run(train_remembering, world=4, training=early, stored=str(tmp_path / "kept"))
-    assert result.survivors == [] and "no live worker holds the state of 0.1" in result.transcript()
-    assert f"and none in {tmp_path / 'kept'}" in result.transcript()
+    assert sorted(code for code in result.codes if code is not None) == [-9, -9, code, code], result.transcript()
+    words = "all workers start anew" if seconds else "no live worker holds the state of 0.1"
+    assert words in result.transcript() and f"and none in {tmp_path / 'kept'}" in result.transcript()
 
 
 def check_losses(result: JobResult, whole: JobResult) -> None:

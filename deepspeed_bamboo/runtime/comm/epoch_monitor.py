@@ -39,7 +39,7 @@ class Interruption:
         self._record: EpochRecord | None = None
         self._seen_seconds = 0.0
         self._failure: JobFailure | None = None
-        self._expelled = False
+        self._expelled = ""  # why
         self._active: EpochRecord | None = None
         self._changes = 0
         self._expected: tuple[tuple[str, ...], Placement] | None = None
@@ -105,10 +105,10 @@ class Interruption:
             self.condition.notify_all()
         self._release_if_set()
 
-    def announce_expulsion(self) -> None:
-        """This worker's own lease is gone: it is no longer part of the job."""
+    def announce_expulsion(self, why: str = "its lease ran out or a peer reported it dead") -> None:
+        """This worker is no longer part of the job; mostly since its own lease is gone."""
         with self.condition:
-            self._expelled = True
+            self._expelled = self._expelled or why
             self.condition.notify_all()
         self._release_if_set()
 
@@ -182,7 +182,7 @@ class Interruption:
         if self._failure is not None:
             raise JobFailedError(self._failure.message, origin=self._failure.worker)
         if self._expelled:
-            raise ExpelledError("this worker was expelled from the job: its lease ran out or a peer reported it dead")
+            raise ExpelledError(f"this worker was expelled from the job: {self._expelled}")
         if self._record is not None and self._record.number > self.epoch and not self._is_foreseen():
             raise EpochChangedError(f"epoch {self._record.number} replaces epoch {self.epoch}")
 

@@ -262,7 +262,7 @@ class WorkerSession:
             if record is not None and (self.interruption.epoch >= 0 or taken_in):
                 self.interruption.announce_epoch(record)
                 if self.worker not in record.members and not self.interruption.foresees(record):
-                    self.interruption.announce_expulsion()
+                    self.interruption.announce_expulsion(*([] if record.trains else [record.reason]))
         self._note_who_comes_and_goes(change)
         if change.kind in ("failure", "resync"):
             failure = self.coordinator.failure()

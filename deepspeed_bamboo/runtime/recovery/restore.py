@@ -232,12 +232,12 @@ class Restoring:
     def _start_anew(self, record: EpochRecord, why: str) -> None:
         """Raises ExpelledError: this worker ends, and its agent starts another. EpochChangedError if there is news."""
         session = self._worker.session
-        reason = f"nobody has a state to go back to in place, {why}"
+        reason = f"all workers start anew {why}"
         wait = session.coordinator.wait_for_machines
         session.with_retries(lambda: wait(record, reason=reason, proposer=session.worker))
         newest = session.with_retries(session.coordinator.epoch)
         if newest is not None and not newest.trains:
-            session.interruption.announce_expulsion()
+            session.interruption.announce_expulsion(newest.reason)
         elif newest is not None:
             session.interruption.announce_epoch(newest)
         session.interruption.check()
