@@ -5,8 +5,9 @@
 
 Models BERT and GPT-2, fp32 and bf16, odds of 0.01 to 0.5 an hour and all traces of a folder, rivals with generous and
 with fair costs (deepspeed_bamboo/sim/rivals.py). `own` is the best of this project's modes (redundancy.mode); in bf16
-mode off survives nothing. The last columns say what lacks to the oracle: hours that were not useful, in points of all
-hours, and slower steps (bubbles, uneven loads, reducing gradients), which are the rest.
+mode off survives nothing. The last columns say what lacks to the oracle, in points of all hours: in steps reducing
+gradients, bubbles and uneven loads, none of which the oracle has, then replicas, work that was done again, pauses and
+too few machines. The rest is machines that boot or start, and steps while shadows are copied.
 Traces that are not there are left out, and named. Step times are of V100s whatever machines a trace is of.
 """
 
@@ -22,21 +23,21 @@ from typing import Any
 
 from rich.table import Table
 
-from deepspeed_bamboo.sim.build import available_policies
+from deepspeed_bamboo.sim.build import OWN_POLICIES, available_policies
 from deepspeed_bamboo.sim.console import print_whole, table_console
 from deepspeed_bamboo.sim.jobs import build_job
 from deepspeed_bamboo.sim.results import Summary
 from deepspeed_bamboo.sim.rivals import RIVAL_COSTS, RivalCosts, with_rival_costs
-from deepspeed_bamboo.sim.runner import run_seeds
 from deepspeed_bamboo.sim.scenario import load_preset, validated
+from deepspeed_bamboo.sim.shared_runs import SharedRuns
 from deepspeed_bamboo.sim.traces import Trace, read_trace, segment
 
 ODDS = (0.01, 0.05, 0.1, 0.25, 0.5)
-OWN = ("deepspeed-bamboo-eager", "deepspeed-bamboo", "deepspeed-bamboo-off")
 # As published, it is another simulator's account of Bamboo.
-LEFT_OUT = ("bamboo-published", "on-demand", "oracle", *OWN)
+LEFT_OUT = ("bamboo-published", "on-demand", "oracle", *OWN_POLICIES)
 # Grids that start with the batch; the best one is taken, as a user would.
 GRIDS = {"bert": ((6, 24), (12, 24)), "gpt2": ((4, 24), (8, 24))}
+POINTS = ("reducing", "bubble", "uneven", "redundant", "wasted", "paused", "idle")
 SEGMENTS = {"aws-p3-us-east.csv": ((5.5, 6.5), (1.5, 2.5), (8.0, 9.0), (10.0, 11.0))}
 
 
@@ -55,10 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     traces = dict(_traces(arguments.traces))
     if not traces:
         console.print("no traces: give --traces a folder of *.csv or *.txt files; odds only")
-    rows = []
+    rows, shared = [], SharedRuns()
     for preset in arguments.presets.split(","):
         for precision in arguments.precisions.split(","):
-            for row in _rows(preset, precision, traces, arguments):
+            for row in _rows(preset, precision, traces, shared, arguments):
                 rows.append(row)
                 print(json.dumps(row), file=sys.stderr, flush=True)
     print_whole(_table(rows), console)
@@ -80,7 +81,7 @@ def _traces(folder: Path | None) -> Iterator[tuple[str, Trace]]:
 
 
 def _rows(
-    preset: str, precision: str, traces: dict[str, Trace], arguments: argparse.Namespace
+    preset: str, precision: str, traces: dict[str, Trace], shared: SharedRuns, arguments: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     data = load_preset(preset).model_dump(exclude_none=True)
     data["model"]["precision"] = precision
@@ -89,11 +90,12 @@ def _rows(
     where = {"model": preset, "precision": precision}
     for costs in RIVAL_COSTS:
         for name, trace in traces.items():
-            yield where | _row(data, costs, trace, name, grids=grids, seeds=1)
+            yield where | _row(data, costs, trace, name, grids=grids, seeds=1, shared=shared)
         for odds in ODDS:
             data["market"]["removal_probability"] = odds
             by_odds = data | {"run": {"duration_hours": arguments.hours}}
-            yield where | _row(by_odds, costs, None, f"odds {odds:g}", grids=grids, seeds=arguments.seeds)
+            name = f"odds {odds:g}"
+            yield where | _row(by_odds, costs, None, name, grids=grids, seeds=arguments.seeds, shared=shared)
 
 
 def _row(
@@ -104,20 +106,23 @@ def _row(
     *,
     grids: Sequence[tuple[int, int]],
     seeds: int,
+    shared: SharedRuns,
 ) -> dict[str, Any]:
     scenario = with_rival_costs(validated(data, where="table"), costs)
     live = scenario.policies.live
-    numbers = range(1, seeds + 1)
+    numbers, machines = range(1, seeds + 1), name if trace is not None else ""
     found: dict[str, Summary] = {}
     owned: list[tuple[Summary, str]] = []
     for pipelines, stages in grids:
         own_grid = None if live is None else live.model_copy(update={"pipelines": pipelines, "stages": stages})
         policies = scenario.policies.model_copy(update={"live": own_grid})
         job = build_job(scenario.model_copy(update={"policies": policies}), trace=trace)
-        owned += [(one, f"{pipelines}x{stages}") for one in run_seeds(job, policies=OWN, seeds=numbers)]
+        of_grid = shared.summaries(job, machines=machines, policies=OWN_POLICIES, seeds=numbers)
+        owned += [(one, f"{pipelines}x{stages}") for one in of_grid]
         if not found:
             rivals = [policy for policy in available_policies(job.scenario) if policy not in LEFT_OUT]
-            others = run_seeds(job, policies=[*rivals, "on-demand", "oracle"], seeds=numbers)
+            asked = [*rivals, "on-demand", "oracle"]
+            others = shared.summaries(job, machines=machines, policies=asked, seeds=numbers)
             found = {summary.policy: summary for summary in others}
     own, grid = max(owned, key=lambda pair: _value(pair[0]))
     lazy = max(_value(one) for one, _ in owned if one.policy == "deepspeed-bamboo")
@@ -149,13 +154,11 @@ def _mode(summary: Summary) -> str:
 
 
 def _points(own: Summary, oracle: float) -> dict[str, float]:
-    """What lacks to the oracle, in points: hours that were not useful, and slower steps, which are the rest."""
+    """What lacks to the oracle, in points of all hours, from the ledger; and the rest."""
     hours = own.mean("duration_hours")
-    parts = {
-        name: round(100.0 * own.mean(f"{name}_hours") / hours, 1) for name in ("redundant", "wasted", "paused", "idle")
-    }
+    parts = {name: round(100.0 * own.mean(f"{name}_hours") / hours, 1) for name in POINTS}
     lacking = 100.0 * (1.0 - _value(own) / oracle) if oracle else 0.0
-    return {**parts, "uneven_and_bubbles": round(lacking - sum(parts.values()), 1)}
+    return {**parts, "rest": round(lacking - sum(parts.values()), 1)}
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -164,7 +167,8 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
         "model": "model", "precision": "", "machines": "machines", "costs": "rivals", "own": "own", "mode": "mode",
         "lazy": "lazy",
         "best_rival": "best rival", "rival": "", "oracle": "oracle", "share": "share", "fatal": "fatal",
-        "redundant": "replicas", "wasted": "again", "paused": "paused", "idle": "idle", "uneven_and_bubbles": "steps",
+        "reducing": "reduce", "bubble": "bubbles", "uneven": "uneven", "redundant": "replicas", "wasted": "again",
+        "paused": "paused", "idle": "idle", "rest": "rest",
     }  # fmt: skip
     for key, heading in names.items():
         table.add_column(heading, justify="left" if key in ("model", "precision", "machines", "rival") else "right")

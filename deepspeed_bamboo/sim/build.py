@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable
 from typing import TypeVar
 
+from pydantic import BaseModel
+
 from .clock import to_milliseconds
 from .engine import Policy
 from .errors import ScenarioError
@@ -21,33 +23,42 @@ from .policies.proactive import ProactivePolicy
 from .policies.restarting import CheckpointPolicy, RestartCosts, VarunaPolicy
 from .policies.rivals import ReinstantiatingPolicy, ReroutingPolicy
 from .progress import Progress
-from .scenario import BambooSpec, CheckpointSpec, ReinstantiatingSpec, Scenario
+from .scenario import BambooSpec, CheckpointSpec, PoliciesSpec, ReinstantiatingSpec, Scenario
 
-__all__ = ["available_policies", "build_policy"]
+__all__ = ["OWN_POLICIES", "available_policies", "build_policy", "parameters_of"]
 
 _Spec = TypeVar("_Spec")
 
 
+OWN_POLICIES = ("deepspeed-bamboo-eager", "deepspeed-bamboo", "deepspeed-bamboo-off")
+"""This project's, one for each `redundancy.mode`."""
+
+
+def _specs(policies: PoliciesSpec) -> dict[str, BaseModel | None]:
+    """The parameters of every policy, in the order in which they are shown."""
+    return {
+        "on-demand": policies.on_demand,
+        "checkpoint": policies.checkpoint,
+        "varuna": policies.varuna,
+        "dropping": policies.dropping,
+        "bamboo-published": policies.bamboo,
+        "bamboo": policies.bamboo,
+        **dict.fromkeys(OWN_POLICIES, policies.live),
+        "proactive": policies.proactive,
+        "oobleck-like": policies.oobleck,
+        "checkfree-like": policies.checkfree,
+        "recycle-like": policies.recycle,
+    }
+
+
+def parameters_of(scenario: Scenario, policy: str) -> BaseModel | None:
+    """A policy's parameters; None for one that has none, as the oracle."""
+    return _specs(scenario.policies).get(policy)
+
+
 def available_policies(scenario: Scenario) -> list[str]:
     """The policies that the scenario has parameters for, in the order in which they are shown."""
-    policies = scenario.policies
-    found = [
-        ("on-demand", policies.on_demand),
-        ("checkpoint", policies.checkpoint),
-        ("varuna", policies.varuna),
-        ("dropping", policies.dropping),
-        ("bamboo-published", policies.bamboo),
-        ("bamboo", policies.bamboo),
-        ("deepspeed-bamboo-eager", policies.live),
-        ("deepspeed-bamboo", policies.live),
-        ("deepspeed-bamboo-off", policies.live),
-        ("proactive", policies.proactive),
-        ("oobleck-like", policies.oobleck),
-        ("checkfree-like", policies.checkfree),
-        ("recycle-like", policies.recycle),
-        ("oracle", policies),
-    ]
-    return [name for name, spec in found if spec is not None]
+    return [*(name for name, spec in _specs(scenario.policies).items() if spec is not None), "oracle"]
 
 
 def build_policy(job: Job, ledger: Ledger, *, policy: str, seed: int) -> Policy:

@@ -59,6 +59,10 @@ class Ledger:
         self.reconfigurations = 0
         self.failovers = 0
         self.ended_lifetimes_milliseconds = 0
+        # Of running time: what steps take longer than all work shared evenly. Filled by policies that plan their steps.
+        self.reducing_milliseconds = 0.0
+        self.uneven_milliseconds = 0.0
+        self.bubble_milliseconds = 0.0
 
     @property
     def machines(self) -> int:

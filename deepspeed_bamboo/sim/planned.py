@@ -110,6 +110,12 @@ class PlannedGrid:
         profile = self.profile
         return _Timed(self.grid, profile.forward, profile.backward, profile.handover, self.micro_batches)
 
+    @property
+    def work_seconds(self) -> float:
+        """Of all passes of an iteration, one after the other."""
+        stages = range(self.grid.stages)
+        return sum(self.profile.work(stage) for stage in stages) * self.grid.pipelines * self.micro_batches
+
     def least_seconds_of(self, placement: Placement) -> float:
         """An iteration with any placement takes no less: the busiest worker's work."""
         busy: dict[WorkerId, float] = {}

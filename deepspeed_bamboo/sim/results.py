@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from statistics import NormalDist
 from typing import Literal
 
-from .clock import hours
+from .clock import MILLISECONDS_PER_HOUR, hours
 from .engine import Policy
 from .ledger import Mode
 
@@ -42,6 +42,10 @@ class RunResult:
         wasted_hours: running time whose results were lost.
         paused_hours: recovering, reconfiguring, restarting, migrating.
         idle_hours: too few machines.
+        reducing_hours: of the hours run, those that reducing gradients takes; like the next two 0 for policies whose
+            steps come from a table, which doesn't tell.
+        uneven_hours: by which the busiest worker's work is longer than all work shared evenly.
+        bubble_hours: in which the busiest worker waits.
         wasted_steps: completed, then rolled back.
         dropped_samples: left out of steps.
         completed: 1 if the target of steps was reached, else 0.
@@ -69,6 +73,9 @@ class RunResult:
     wasted_hours: float
     paused_hours: float
     idle_hours: float
+    reducing_hours: float
+    uneven_hours: float
+    bubble_hours: float
     wasted_steps: float
     dropped_samples: float
     completed: float
@@ -119,6 +126,9 @@ def summed_up(
         wasted_hours=wasted,
         paused_hours=hours(ledger.mode_milliseconds[Mode.PAUSED]),
         idle_hours=hours(ledger.mode_milliseconds[Mode.IDLE]),
+        reducing_hours=ledger.reducing_milliseconds / MILLISECONDS_PER_HOUR,
+        uneven_hours=ledger.uneven_milliseconds / MILLISECONDS_PER_HOUR,
+        bubble_hours=ledger.bubble_milliseconds / MILLISECONDS_PER_HOUR,
         wasted_steps=float(progress.wasted_steps),
         dropped_samples=float(progress.dropped_samples),
         completed=float(progress.finished),

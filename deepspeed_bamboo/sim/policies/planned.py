@@ -41,7 +41,11 @@ class IterationCosts:
 
     def seconds(self, passes_seconds: float, *, most_hosted: int) -> float:
         """Of an iteration whose passes take so long."""
-        return (passes_seconds + self._fixed + self._reduce * most_hosted) * (1.0 + self.overhead)
+        return (passes_seconds + self._fixed + self.reducing_seconds(most_hosted)) * (1.0 + self.overhead)
+
+    def reducing_seconds(self, most_hosted: int) -> float:
+        """Of one iteration, on the worker that hosts most."""
+        return self._reduce * most_hosted
 
 
 class PlannedPolicy(AlarmedPolicy):
@@ -83,6 +87,9 @@ class PlannedPolicy(AlarmedPolicy):
         # Of the iteration in flight, or of what is left of an interrupted one.
         self._iteration_seconds = 0.0
         self._rest_seconds: float | None = None
+        # Of an iteration of now: reducing, uneven loads, bubbles. And the steps that are accounted for.
+        self._longer_seconds = (0.0, 0.0, 0.0)
+        self._accounted_steps = 0
         self.record: list[tuple[str, float]] | None = None
 
     # -- machines ----------------------------------------------------------------------------------
@@ -184,7 +191,9 @@ class PlannedPolicy(AlarmedPolicy):
         self.ledger.fatal_losses += 1
         spec = self._spec
         in_memory = spec.fatal == "in-place" and self._memory_survives(before, set(lost))
+        self._account()
         self.progress.roll_back(now, in_memory=in_memory)
+        self._accounted_steps = self.progress.steps
         self._placement, self._rest_seconds, self._look = None, None, False
         if in_memory:
             self._pause(now, spec.detect_seconds + spec.regroup_seconds + spec.in_place_seconds)
@@ -242,12 +251,27 @@ class PlannedPolicy(AlarmedPolicy):
         self.ledger.enter(now, Mode.RUNNING)
         self._start(now)
 
+    def _account(self) -> None:
+        """Book what the steps since the last time took longer than all work shared evenly."""
+        steps, ledger = self.progress.steps - self._accounted_steps, self.ledger
+        reducing, uneven, bubbles = self._longer_seconds
+        ledger.reducing_milliseconds += steps * reducing * MILLISECONDS_PER_SECOND
+        ledger.uneven_milliseconds += steps * uneven * MILLISECONDS_PER_SECOND
+        ledger.bubble_milliseconds += steps * bubbles * MILLISECONDS_PER_SECOND
+        self._accounted_steps = self.progress.steps
+
+    def ended(self, now: int) -> None:
+        """See Policy."""
+        self._account()
+
     def _start(self, now: int) -> None:
+        self._account()
         if self._rest_seconds is not None:
             seconds, self._rest_seconds = self._rest_seconds, None
             self.wants_step_end = True
         else:
             seconds = self._costs.seconds(self._passes_seconds(), most_hosted=self._most_hosted)
+            self._longer_seconds = self._longer()
             self.wants_step_end = bool(self._waiting or self._draining or self._look)
         if now < self._copying_until:
             seconds *= self._spec.copying_slowdown
@@ -261,6 +285,14 @@ class PlannedPolicy(AlarmedPolicy):
         if self._seconds is None:
             self._seconds = self._planned.seconds_of(self._placement)
         return self._seconds
+
+    def _longer(self) -> tuple[float, float, float]:
+        """By how much reducing, uneven loads and bubbles make an iteration longer."""
+        if self._placement is None:
+            raise RuntimeError("nothing is placed yet")
+        busiest = self._planned.least_seconds_of(self._placement)
+        uneven = busiest - self._planned.work_seconds / len(self._members)
+        return self._costs.reducing_seconds(self._most_hosted), uneven, self._passes_seconds() - busiest
 
     def _arrange(self, workers: list[WorkerId]) -> None:
         """Make a new placement, with few moves."""
