@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
@@ -139,29 +139,43 @@ def _loss_costs(events: Sequence[Event]) -> dict[str, float]:
         detect.append(heard - max(struck) if struck else parts["detect"])
         first = report.get("first_recomputed_t") or regrouped
         regroup.append(parts["abort"] + parts["regroup"] + max(0.0, first - regrouped))
-    return {"detect_seconds": median(detect), "regroup_seconds": median(regroup)} if detect else {}
+    return {"detect_seconds": mean(detect), "regroup_seconds": mean(regroup)} if detect else {}
 
 
 def _move_costs(events: Sequence[Event]) -> dict[str, float]:
-    """Of each reconfiguration the longest of those who took part; by least squares what a coordinate's state takes."""
+    """Of each reconfiguration what those waited who stayed, and the longest transfer of all who took part.
+
+    By least squares what the state of a coordinate takes; who joins takes longer, since all is new to it.
+    """
+    whole: list[float] = []
+    points: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    for reports in moves_of(events):
+        waited, transfer = move_seconds(reports)
+        whole.append(max(0.0, waited - transfer))
+        points[bool(reports[0]["joining"])].append((max(event.get("received", 0) for event in reports), transfer))
+    if not whole:
+        return {}
+    costs = {"handover_seconds": mean(whole)}
+    base, each = _line(points[False] or points[True])
+    costs |= {"transfer_seconds": max(0.0, base), "coordinate_copy_seconds": each}
+    if points[False] and points[True]:
+        longer = mean(taken - base - each * received for received, taken in points[True])
+        costs["join_transfer_seconds"] = max(0.0, longer)
+    return costs
+
+
+def moves_of(events: Iterable[Event]) -> list[list[Event]]:
+    """The reports of each reconfiguration, by all who took part."""
     moves: dict[int, list[Event]] = {}
     for event in _of(events, "reconfigured", "joined"):
         moves.setdefault(event["epoch"], []).append(event)
-    whole, points = [], []
-    for reports in moves.values():
-        stayed = [event for event in reports if event["event"] == "reconfigured"] or reports
-        seconds = max(event["seconds"] for event in stayed)
-        transfer = max(event["transfer_seconds"] for event in stayed)
-        whole.append(seconds - transfer)
-        points.append((max(event.get("received", 0) for event in reports), transfer))
-    if not whole:
-        return {}
-    base, each = _line(points)
-    return {
-        "handover_seconds": max(0.0, median(whole)),
-        "transfer_seconds": max(0.0, base),
-        "coordinate_copy_seconds": max(0.0, each),
-    }
+    return list(moves.values())
+
+
+def move_seconds(reports: Sequence[Event]) -> tuple[float, float]:
+    """For how long those waited who stayed, and what the longest transfer took, that of a worker who joins included."""
+    stayed = [event for event in reports if event["event"] == "reconfigured"] or reports
+    return max(event["seconds"] for event in stayed), max(event["transfer_seconds"] for event in reports)
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

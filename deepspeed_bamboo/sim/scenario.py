@@ -232,6 +232,8 @@ class LiveSpec(_Spec):
     """What a machine receives state at: half of 10 Gb/s."""
     transfer_seconds: NonNegative = 0.0
     """Of a reconfiguration or a copy, besides what the state of each coordinate takes."""
+    join_transfer_seconds: NonNegative = 0.0
+    """What a transfer takes longer where somebody joins, to whom all is new."""
     coordinate_copy_seconds: NonNegative | None = None
     """What the state of one coordinate takes; None: by its bytes and link_bytes_per_second."""
     copying_slowdown: Annotated[float, Field(ge=1.0)] = 1.1

@@ -16,7 +16,7 @@ from statistics import mean, median
 from typing import Any
 
 from deepspeed_bamboo.errors import BambooError
-from deepspeed_bamboo.eventlog.costs import MeasuredJob, measured_job, step_ends
+from deepspeed_bamboo.eventlog.costs import MeasuredJob, measured_job, move_seconds, moves_of, step_ends
 from deepspeed_bamboo.eventlog.files import Event, read_worker_files
 from deepspeed_bamboo.sim.build import build_policy
 from deepspeed_bamboo.sim.engine import RunLimits, simulate
@@ -194,21 +194,19 @@ def compare(job: SleepingJob, happened: Happened, profile: Path, *, join_seconds
 
 
 def _measured(events: Sequence[Event]) -> dict[str, list[float]]:
-    """Of losses the pause of who took over, of joins and of all moves what the slowest survivor took."""
+    """Of losses the pause of who took over, of joins how long survivors waited, of all moves the longest transfer."""
     pauses: dict[int, float] = {}
-    moves: dict[int, list[Event]] = {}
+    moves = moves_of(events)
     for event in events:
         if event["event"] == "failover" and event.get("taken_over"):
             parts = event["pause_seconds"]
             began = event["regrouped_t"] - parts["regroup"] - parts["abort"] - parts["detect"]
             first = event.get("first_recomputed_t") or event["regrouped_t"]
             pauses[event["epoch"]] = max(first - began, pauses.get(event["epoch"], 0.0))
-        if event["event"] == "reconfigured":
-            moves.setdefault(event["epoch"], []).append(event)
     return {
         "pause": list(pauses.values()),
-        "join": [max(e["seconds"] for e in its) for its in moves.values() if its[0]["joining"]],
-        "transfer": [max(e["transfer_seconds"] for e in its) for its in moves.values()],
+        "join": [move_seconds(its)[0] for its in moves if its[0]["joining"]],
+        "transfer": [move_seconds(its)[1] for its in moves],
     }
 
 

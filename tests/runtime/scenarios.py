@@ -350,6 +350,7 @@ def train_with_joiners(
     engine.close()
     events = engine.event_log.recent()[1]
     result["saved"] = [e["step"] for e in events if e["event"] == "checkpoint" and e["action"] == "saved"]
+    result["received"] = [e["received"] for e in events if e["event"] == "joined"]
     return result
 
 

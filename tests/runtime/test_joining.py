@@ -40,6 +40,8 @@ def test_two_join_after_two_were_lost(jobs: Jobs) -> None:
     check_equal(result, expected)
     assert [len(result.values[rank]["hosted"]) for rank in result.survivors] == [1, 1, 1, 1]
     assert result.values[4]["first"] == 5
+    # The event says how many stages' states came: the one that it hosts now, and a shadow.
+    assert [result.values[rank]["received"] for rank in (4, 5)] == [[2], [2]]
 
 
 def test_joiners_fit_in_where_messages_are_used_ahead_and_shadows_step_late(jobs: Jobs) -> None:

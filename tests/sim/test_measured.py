@@ -73,6 +73,29 @@ def test_losses_and_moves_are_measured() -> None:
     assert found.counts == {"losses": 1, "moves": 2}
 
 
+def test_who_joins_takes_longer_than_who_is_there() -> None:
+    """A transfer takes 0.1 s and 0.05 s for each stage, a join 0.2 s more, which its survivors wait for, and 0.1 s."""
+
+    def move(number: int, joining: list[str], received: int) -> list[dict[str, Any]]:
+        transfer = 0.1 + 0.05 * received + (0.2 if joining else 0.0)
+        event = {"t": 107.0 + number, "step": 14 + 2 * number, "epoch": 2 + number, "joining": joining}
+        short = {"worker": "a", "event": "reconfigured", "transfer_seconds": 0.01, "received": 0}
+        long = {"worker": "b", "event": "joined" if joining else "reconfigured", "transfer_seconds": transfer}
+        seconds = transfer + 0.1
+        return [{**event, **short, "seconds": seconds}, {**event, **long, "received": received, "seconds": seconds}]
+
+    events = [*move(0, [], 1), *move(1, [], 3), *move(2, ["b"], 2)]
+    found = measured_job(log(*events)).costs
+    assert found == pytest.approx(
+        {
+            "handover_seconds": 0.1,
+            "transfer_seconds": 0.1,
+            "coordinate_copy_seconds": 0.05,
+            "join_transfer_seconds": 0.2,
+        }
+    )
+
+
 def test_a_log_without_a_profile_says_what_to_do() -> None:
     files = log()
     files["a"] = [event for event in files["a"] if event["event"] != "profile"]

@@ -309,6 +309,7 @@ class Reconfiguration:
         """Send and receive the state that has to move, over channels that are made first."""
         worker, me = self._worker, self._worker.me
         moves = transfers(worker.placement, target.placement)
+        self._received = sum(move.destination == me for move in moves)
         partners = {m.source for m in moves if m.destination == me} | {m.destination for m in moves if m.source == me}
         worker.links.connect(self._peers(record, target, partners), with_lanes=partners)
         worker.host.save()

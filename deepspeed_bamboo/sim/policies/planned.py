@@ -315,6 +315,7 @@ class PlannedPolicy(AlarmedPolicy):
         self._draining.clear()
         self.ledger.reconfigurations += 1
         moving = self._received(move.destination for move in transfers(before, self._placement or before))
+        moving += self._spec.join_transfer_seconds if joined else 0.0
         self._note("join" if joined else "move", self._spec.handover_seconds + moving)
         self._note("transfer", moving)
         # State and shadows are where they belong when the pause is over.
