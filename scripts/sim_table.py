@@ -3,11 +3,13 @@
     python scripts/sim_table.py --traces TRACES            # some minutes; TRACES is a folder of recorded traces
     python scripts/sim_table.py --seeds 5                  # odds only
 
-Models BERT and GPT-2, fp32 and bf16, odds of 0.01 to 0.5 an hour and all traces of a folder, rivals with generous and
+BERT in the published setting (to completion, value as a mean of ratios), then BERT and GPT-2, fp32 and bf16, odds of
+0.01 to 0.5 an hour and all traces of a folder, rivals with generous and
 with fair costs (deepspeed_bamboo/sim/rivals.py). `own` is the best of this project's modes (redundancy.mode); in bf16
 mode off survives nothing. The last columns say what lacks to the oracle, in points of all hours: in steps reducing
 gradients, bubbles and uneven loads, none of which the oracle has, then replicas, work that was done again, pauses and
 too few machines. The rest is machines that boot or start, and steps while shadows are copied.
+After a fatal loss those who are left go on from checkpoints in memory (--fatal restart: all start again).
 Traces that are not there are left out, and named. Step times are of V100s whatever machines a trace is of.
 """
 
@@ -36,7 +38,10 @@ ODDS = (0.01, 0.05, 0.1, 0.25, 0.5)
 # As published, it is another simulator's account of Bamboo.
 LEFT_OUT = ("bamboo-published", "on-demand", "oracle", *OWN_POLICIES)
 # Grids that start with the batch; the best one is taken, as a user would.
-GRIDS = {"bert": ((6, 24), (12, 24)), "gpt2": ((4, 24), (8, 24))}
+GRIDS = {"bert": ((3, 24), (6, 24), (12, 24)), "gpt2": ((2, 24), (4, 24))}
+# The published setting, with its own definition of value and on demand, at the odds at which it is compared.
+PUBLISHED = {"bert-published": ((6, 24), (12, 24))}
+PUBLISHED_ODDS = (0.1,)
 POINTS = ("reducing", "bubble", "uneven", "redundant", "wasted", "paused", "idle")
 SEGMENTS = {"aws-p3-us-east.csv": ((5.5, 6.5), (1.5, 2.5), (8.0, 9.0), (10.0, 11.0))}
 
@@ -45,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, help="folder of recorded traces (*.csv, *.txt)")
-    parser.add_argument("--presets", default="bert,gpt2", help="comma-separated (default bert,gpt2)")
+    parser.add_argument("--presets", default="bert-published,bert,gpt2", help="default: %(default)s")
     parser.add_argument("--precisions", default="fp32,bf16", help="comma-separated (default fp32,bf16)")
-    parser.add_argument("--fatal", choices=("restart", "in-place"), default="restart", help="policies.live.fatal")
+    parser.add_argument("--fatal", choices=("restart", "in-place"), default="in-place", help="policies.live.fatal")
     parser.add_argument("--seeds", type=int, default=10, help="of the odds (default 10)")
     parser.add_argument("--hours", type=float, default=8.0, help="of runs by odds (default 8)")
     parser.add_argument("--output", type=Path, help="also write the rows as JSON")
@@ -58,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print("no traces: give --traces a folder of *.csv or *.txt files; odds only")
     rows, shared = [], SharedRuns()
     for preset in arguments.presets.split(","):
-        for precision in arguments.precisions.split(","):
+        precisions = ["fp32"] if preset in PUBLISHED else arguments.precisions.split(",")
+        for precision in precisions:
             for row in _rows(preset, precision, traces, shared, arguments):
                 rows.append(row)
                 print(json.dumps(row), file=sys.stderr, flush=True)
@@ -86,14 +92,16 @@ def _rows(
     data = load_preset(preset).model_dump(exclude_none=True)
     data["model"]["precision"] = precision
     data["policies"]["live"]["fatal"] = arguments.fatal
-    grids = GRIDS.get(preset, ((data["policies"]["live"]["pipelines"], data["policies"]["live"]["stages"]),))
+    own_grid = (data["policies"]["live"]["pipelines"], data["policies"]["live"]["stages"])
+    grids = {**GRIDS, **PUBLISHED}.get(preset, (own_grid,))
     where = {"model": preset, "precision": precision}
     for costs in RIVAL_COSTS:
-        for name, trace in traces.items():
+        for name, trace in traces.items() if preset not in PUBLISHED else ():
             yield where | _row(data, costs, trace, name, grids=grids, seeds=1, shared=shared)
-        for odds in ODDS:
-            data["market"]["removal_probability"] = odds
-            by_odds = data | {"run": {"duration_hours": arguments.hours}}
+        for odds in PUBLISHED_ODDS if preset in PUBLISHED else ODDS:
+            by_odds = data | {"market": {**data["market"], "removal_probability": odds}}
+            if preset not in PUBLISHED:
+                by_odds |= {"run": {"duration_hours": arguments.hours}}
             name = f"odds {odds:g}"
             yield where | _row(by_odds, costs, None, name, grids=grids, seeds=arguments.seeds, shared=shared)
 
@@ -146,7 +154,7 @@ def _row(
 
 
 def _value(summary: Summary) -> float:
-    return summary.mean("value_ratio_of_means")
+    return summary.mean("value")
 
 
 def _mode(summary: Summary) -> str:

@@ -163,7 +163,9 @@ def _live(job: Job, ledger: Ledger, *, mode: str | None) -> Policy:
     spec, model = _given(job.scenario.policies.live), job.scenario.model
     spec = spec.model_copy(update={"redundancy": effective_mode(spec, mode)})
     planned = planned_grid(job, spec)
-    in_memory = spec.memory_checkpoint_seconds if spec.fatal == "in-place" and planned is not None else 0.0
+    # As the engine: without replicas nothing is kept in memory, and nobody goes back in place.
+    goes_back = spec.fatal == "in-place" and spec.redundancy != "off" and planned is not None
+    in_memory = spec.memory_checkpoint_seconds if goes_back else 0.0
     progress = _progress(job, ledger, spec.checkpoint_seconds, in_memory)
     coordinate_bytes = model.parameters * model.state_bytes_per_parameter / spec.stages
     if planned is None:

@@ -101,9 +101,6 @@ def summed_up(
         "ratio_of_means": throughput / cost if cost else 0.0,
         "mean_of_ratios": progress.ratio_hours / trained if trained else 0.0,
     }
-    running = hours(ledger.mode_milliseconds[Mode.RUNNING])
-    wasted = min(running, hours(progress.wasted_milliseconds))
-    redundant = (running - wasted) * policy.redundancy_share
     return RunResult(
         throughput_samples_per_second=throughput,
         cost_dollars_per_hour=cost,
@@ -121,19 +118,30 @@ def summed_up(
         instance_lifetime_hours=hours(ledger.lifetimes_milliseconds()) / max(1, ledger.additions),
         instances=machine_hours / billed if billed else 0.0,
         machine_hours=hours(ledger.machine_milliseconds),
-        useful_hours=running - wasted - redundant,
-        redundant_hours=redundant,
-        wasted_hours=wasted,
-        paused_hours=hours(ledger.mode_milliseconds[Mode.PAUSED]),
-        idle_hours=hours(ledger.mode_milliseconds[Mode.IDLE]),
-        reducing_hours=ledger.reducing_milliseconds / MILLISECONDS_PER_HOUR,
-        uneven_hours=ledger.uneven_milliseconds / MILLISECONDS_PER_HOUR,
-        bubble_hours=ledger.bubble_milliseconds / MILLISECONDS_PER_HOUR,
+        **_hours_by_use(policy),
         wasted_steps=float(progress.wasted_steps),
         dropped_samples=float(progress.dropped_samples),
         completed=float(progress.finished),
         dollars_per_million_samples=ledger.dollars / progress.samples * 1e6 if progress.samples else math.inf,
     )
+
+
+def _hours_by_use(policy: Policy) -> dict[str, float]:
+    """Where the hours of a run went, by fields of RunResult."""
+    ledger = policy.ledger
+    running = hours(ledger.mode_milliseconds[Mode.RUNNING])
+    wasted = min(running, hours(policy.progress.wasted_milliseconds))
+    redundant = (running - wasted) * policy.redundancy_share
+    return {
+        "useful_hours": running - wasted - redundant,
+        "redundant_hours": redundant,
+        "wasted_hours": wasted,
+        "paused_hours": hours(ledger.mode_milliseconds[Mode.PAUSED]),
+        "idle_hours": hours(ledger.mode_milliseconds[Mode.IDLE]),
+        "reducing_hours": ledger.reducing_milliseconds / MILLISECONDS_PER_HOUR,
+        "uneven_hours": ledger.uneven_milliseconds / MILLISECONDS_PER_HOUR,
+        "bubble_hours": ledger.bubble_milliseconds / MILLISECONDS_PER_HOUR,
+    }
 
 
 def _over_wall_clock(policy: Policy) -> tuple[float, float, float, float]:

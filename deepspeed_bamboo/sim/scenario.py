@@ -218,7 +218,8 @@ class LiveSpec(_Spec):
     """From the first machines' joining to the first step."""
     fatal: Literal["restart", "in-place"] = "restart"
     """After a fatal loss: the job is started again from the checkpoint in the store, or those who are left load the
-    newest checkpoint in memory, and the one in the store only where that is lost, too."""
+    newest checkpoint in memory, and the one in the store only where that is lost, too. Without replicas always the
+    former."""
     restart_seconds: NonNegative = 60.0
     """After a fatal loss, besides loading the checkpoint: 26.6 s were measured for stock's restart on one machine, and
     other machines have to be there, too."""

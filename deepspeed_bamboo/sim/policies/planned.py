@@ -190,23 +190,28 @@ class PlannedPolicy(AlarmedPolicy):
     def _lose_all(self, now: int, before: Placement, lost: list[WorkerId]) -> None:
         self.ledger.fatal_losses += 1
         spec = self._spec
-        in_memory = spec.fatal == "in-place" and self._memory_survives(before, set(lost))
-        self._account()
+        goes_back = spec.fatal == "in-place" and self._planned.protected
+        in_memory = goes_back and self._memory_survives(before, set(lost))
         self.progress.roll_back(now, in_memory=in_memory)
-        self._accounted_steps = self.progress.steps
+        self._account()  # What is lost is wasted, whatever it was.
         self._placement, self._rest_seconds, self._look = None, None, False
         if in_memory:
             self._pause(now, spec.detect_seconds + spec.regroup_seconds + spec.in_place_seconds)
-        elif spec.fatal == "in-place" and self._members:
+        elif goes_back and self._members:
             self._pause(now, spec.detect_seconds + spec.regroup_seconds + spec.restore_seconds)
         else:
             self._pause(now, spec.restart_seconds + spec.restore_seconds)
 
     def _memory_survives(self, before: Placement, lost: set[WorkerId]) -> bool:
-        """Whether every coordinate's checkpoint is with its owner or with the worker half a pipeline away."""
-        owners, stages = dict(before.owners), before.grid.stages
+        """Whether a worker is left for every coordinate that has its checkpoint: owner, shadow, or one more.
+
+        That one is taken to be the worker half a pipeline away.
+        """
+        owners, shadows, stages = dict(before.owners), dict(before.shadows), before.grid.stages
         return all(
-            owner not in lost or owners[Coordinate(c.pipeline, (c.stage + max(1, stages // 2)) % stages)] not in lost
+            owner not in lost
+            or shadows.get(c, owner) not in lost
+            or owners[Coordinate(c.pipeline, (c.stage + max(1, stages // 2)) % stages)] not in lost
             for c, owner in before.owners
         )
 
