@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+
+import pytest
 import torch
 from torch import nn
 
-from deepspeed_bamboo.runtime.iteration.recompute import buffer_state, restore_buffers
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.runtime.iteration.recompute import buffer_state, keep_only_input, restore_buffers
+from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
 
 class Masked(nn.Module):
@@ -62,3 +67,43 @@ def test_a_large_buffer_that_changed_is_copied_and_brought_back() -> None:
     assert module.mask.max() == 1
     restore_buffers(after, module)
     assert module.mask.min() == 2
+
+
+class Scaled(nn.Module):
+    """Saves a tensor for its backward, and notes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(16))
+        self.saved: weakref.ref[torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        between = x.exp()
+        self.saved = weakref.ref(between)
+        return between * self.factor
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.LSTM(16, 16), nn.GRU(16, 16), nn.MultiheadAttention(16, 2, batch_first=True), Scaled()], ids=type
+)
+def test_a_forward_that_keeps_only_its_input_has_the_last_bits_of_the_owners(layer: nn.Module) -> None:
+    """Some kernels give others where no gradient is asked for."""
+    replica = StageReplica(Coordinate(0, 0), {"module": layer}, [])
+    x = torch.randn(5, 3, 16, generator=torch.Generator().manual_seed(0))
+    arguments = (x, x, x) if isinstance(layer, nn.MultiheadAttention) else (x,)
+    results = []
+
+    def forward() -> None:
+        results.append(layer(*arguments))
+
+    forward()
+    keep_only_input(replica, 0, forward)
+    owner, shadow = (result if isinstance(result, torch.Tensor) else result[0] for result in results)
+    assert torch.equal(owner, shadow) and 0 in replica.without_graph
+    with pytest.raises(RuntimeError, match="kept only its input"):
+        shadow.sum().backward()
+    if isinstance(layer, Scaled):
+        results.clear()
+        del owner, shadow
+        keep_only_input(replica, 1, forward)
+        assert layer.saved is not None and layer.saved() is None, "an intermediate result is kept"

@@ -20,6 +20,7 @@ from tests.runtime.scenarios import Training, build_module, hashes, wait_for_joi
 
 STAGES, MICRO_BATCHES, STEPS = 3, 4, 5
 EAGER = {"redundancy": {"mode": "eager", "offload": "recompute"}}
+FULL = {"redundancy": {"mode": "full", "offload": "recompute"}}
 
 
 def kill(step: int, stage: int, at: str, micro_batch: int | None = None) -> dict[str, Any]:
@@ -89,6 +90,7 @@ def all_hashes(result: JobResult) -> dict[str, str]:
         pytest.param("resnet-tiny", {}, {"activation_checkpoint_interval": 1}, marks=pytest.mark.sweep),
         pytest.param("gnmt-tiny", EAGER, {}, marks=pytest.mark.sweep),
         pytest.param("bert-tiny", EAGER, {}, marks=pytest.mark.sweep),
+        pytest.param("gnmt-tiny", FULL, {}, marks=pytest.mark.sweep),
     ],
 )
 def test_every_stage_is_lost_and_workers_join(

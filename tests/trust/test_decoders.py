@@ -160,8 +160,8 @@ def nested(levels: int) -> bytes:
 
 def bombs() -> list[bytes]:
     """Small messages that ask for much."""
-    large_tensor = msgpack.packb(msgpack.ExtType(2, struct.pack("<BBq", 0, 1, 2**62)))
-    endless_tensor = msgpack.packb(msgpack.ExtType(2, struct.pack("<BBqq", 0, 2, 2**40, 2**40)))
+    large_tensor = msgpack.packb(msgpack.ExtType(2, struct.pack("<BBBq", 0, 1, 0, 2**62)))
+    endless_tensor = msgpack.packb(msgpack.ExtType(2, struct.pack("<BBBqq", 0, 2, 0, 2**40, 2**40)))
     return [b"", PICKLED, nested(5000), b"\x91" * 100_000, b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff\xc0",
             b"\xdd\0\1\0\0" * 2000, large_tensor, endless_tensor, msgpack.packb(msgpack.ExtType(99, b"x")),
             msgpack.packb(msgpack.ExtType(5, msgpack.packb("9" * 100_000)))]  # fmt: skip

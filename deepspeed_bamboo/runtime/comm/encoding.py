@@ -19,6 +19,7 @@ import torch
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.errors import MessageError, UnsendableError
+from deepspeed_bamboo.runtime.comm.layout import is_layout, layout_of
 from deepspeed_bamboo.runtime.comm.own_values import OWN_VALUES
 
 _TUPLE, _TENSOR, _COORDINATE, _DTYPE, _LARGE_INT, _SET, _ORDERED, _COUNTER, _SLOT, _NUMBER, _DEVICE, _OWN = range(1, 13)
@@ -136,9 +137,12 @@ _WRITERS: Mapping[type, Callable[[Any], tuple[int, Any]]] = {
 def _tensor_bytes(tensor: torch.Tensor) -> bytes:
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.dtype not in _PLACES:
         raise UnsendableError(f"a tensor of {tensor.dtype} on {tensor.device} can't be sent to another worker as data")
-    shape = tuple(tensor.shape)
-    head = struct.pack("<BB", _PLACES[tensor.dtype], len(shape)) + struct.pack(_EXTENTS.format(len(shape)), *shape)
-    return head + tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    layout = layout_of(tensor)
+    value = tensor.detach().contiguous() if layout is None else tensor.detach()
+    numbers = value.as_strided((value.numel(),), (1,))
+    extents = (*tensor.shape, *(layout or ()))
+    head = struct.pack("<BBB", _PLACES[tensor.dtype], tensor.dim(), layout is not None)
+    return head + struct.pack(_EXTENTS.format(len(extents)), *extents) + numbers.view(torch.uint8).numpy().tobytes()
 
 
 # ---- receiving ---------------------------------------------------------------------------------------
@@ -163,10 +167,12 @@ def _coordinate(content: bytes, level: int) -> Coordinate:
 
 
 def _tensor(content: bytes, level: int) -> torch.Tensor:
-    place, dimensions = content[0], content[1]
-    start = 2 + 8 * dimensions
-    shape = struct.unpack(_EXTENTS.format(dimensions), content[2:start])
-    if place >= len(DTYPES) or any(extent < 0 for extent in shape):
+    place, dimensions, has_layout = content[:3]
+    numbers = dimensions * (2 if has_layout else 1)
+    start = 3 + 8 * numbers
+    extents = struct.unpack(_EXTENTS.format(numbers), content[3:start])
+    shape, strides = extents[:dimensions], extents[dimensions:]
+    if place >= len(DTYPES) or any(extent < 0 for extent in shape) or (has_layout and not is_layout(shape, strides)):
         raise MessageError(f"a message with a tensor of type {place} and shape {shape}")
     dtype = DTYPES[place]
     if math.prod(shape) * dtype.itemsize != len(content) - start:
@@ -174,7 +180,8 @@ def _tensor(content: bytes, level: int) -> torch.Tensor:
     if len(content) == start:
         return torch.empty(shape, dtype=dtype)
     # Of memory of its own, which a tensor may change.
-    return torch.frombuffer(bytearray(content[start:]), dtype=dtype).view(shape)
+    flat = torch.frombuffer(bytearray(content[start:]), dtype=dtype)
+    return flat.as_strided(shape, strides) if has_layout else flat.view(shape)
 
 
 def _number(content: bytes, level: int) -> Any:

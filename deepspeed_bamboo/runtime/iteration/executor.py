@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from deepspeed_bamboo.core.communication import peer
 from deepspeed_bamboo.core.grid import Coordinate
@@ -249,7 +250,17 @@ class Executor:
             outputs = self._host.owned[before].retained_outputs[micro_batch]
             self._engine.pipe_buffers["inputs"][micro_batch] = _as_inputs(outputs)
         self._redundant.run(replica, micro_batch, lambda: self._forward(replica, micro_batch, context))
+        if micro_batch in replica.without_graph:
+            self._drop_graph(replica, micro_batch)
         bubbles.done()
+
+    def _drop_graph(self, replica: StageReplica, micro_batch: int) -> None:
+        """Let go of the graph of a forward that will be done again before its backward."""
+        engine, outputs = self._engine, self._engine.pipe_buffers["outputs"]
+        outputs[micro_batch] = tree_map_only(torch.Tensor, torch.Tensor.detach, outputs[micro_batch])
+        if engine.is_last_stage():
+            engine.loss = tree_map_only(torch.Tensor, torch.Tensor.detach, replica.losses[micro_batch])
+            replica.losses[micro_batch] = engine.loss
 
     def _redundant_backward(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
         """The shadow's backward; its gradient is a message, or the input gradient of a successor hosted here."""
@@ -359,10 +370,11 @@ def _advance(replica: StageReplica, **counts: int) -> None:
 
 
 def _detached(outputs: Any) -> Tensors:
+    """A stage's outputs for the next one: contiguous, as a message has them, whether it is another worker's or not."""
     if isinstance(outputs, torch.Tensor):
-        return outputs.detach()
+        return outputs.detach().contiguous()
     if isinstance(outputs, (tuple, list)):
-        return tuple(output.detach() for output in outputs)
+        return tuple(output.detach().contiguous() for output in outputs)
     raise ModelError(
         f"a stage's output is a {type(outputs).__name__}; the last layer of a stage must return a tensor or a tuple "
         "of tensors, since that is what travels to the next stage"
@@ -395,5 +407,5 @@ def _input_gradients(inputs: Tensors, coordinate: Coordinate) -> list[torch.Tens
                 f"{tuple(tensor.shape)}), so there is no gradient for the stage before it. Use the tensor, or do not "
                 "send it as a floating-point tensor."
             )
-        gradients.append(tensor.grad)
+        gradients.append(tensor.grad.contiguous())
     return gradients

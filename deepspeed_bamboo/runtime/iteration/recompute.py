@@ -50,11 +50,22 @@ def _is_counted(buffer: torch.Tensor) -> bool:
 
 
 def keep_only_input(replica: StageReplica, micro_batch: int, forward: Callable[[], None]) -> None:
-    """Run ``forward`` of ``micro_batch`` without a graph, and note what the module's buffers were before it."""
+    """Run ``forward`` of ``micro_batch``, note what the module's buffers were before it, and keep nothing of its graph.
+
+    Not without gradients: some kernels (an LSTM's, attention's) compute other last bits then than the owner's do.
+    """
     state = state_before(replica, previous=next(reversed(replica.without_graph.values()), None))
-    with torch.no_grad():
+    with torch.autograd.graph.saved_tensors_hooks(_drop, _unused):
         forward()
     replica.without_graph[micro_batch] = state
+
+
+def _drop(_tensor: torch.Tensor) -> None:
+    """In place of a tensor that autograd would keep for a backward that will not be done with this graph."""
+
+
+def _unused(_nothing: None) -> torch.Tensor:
+    raise RuntimeError("a backward through a forward that kept only its input")
 
 
 def recompute_if_dropped(

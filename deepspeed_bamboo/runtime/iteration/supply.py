@@ -14,6 +14,7 @@ import torch
 from deepspeed_bamboo.core.supplying import Delivery, Table, deliveries, feeders, unsafe_ends
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.runtime.comm.channel import Message
+from deepspeed_bamboo.runtime.comm.layout import in_layout, layout_of
 from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData, missing_data
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
@@ -147,7 +148,7 @@ def _form(value: Any, tensors: list[torch.Tensor], *, where: str) -> Any:
     """``value`` as plain data, with its tensors put into ``tensors``. Raises ConfigError for what can't be sent."""
     if isinstance(value, torch.Tensor):
         tensors.append(value.detach())
-        return ["tensor", len(tensors) - 1]
+        return ["tensor", len(tensors) - 1, layout_of(value)]
     if isinstance(value, (list, tuple)):
         kind = "list" if isinstance(value, list) else "tuple"
         return [kind, *(_form(part, tensors, where=where) for part in value)]
@@ -165,7 +166,7 @@ def _value(form: Any, tensors: list[torch.Tensor]) -> Any:
     """Inverse of :func:`_form`."""
     kind, *parts = form
     if kind == "tensor":
-        return tensors[parts[0]]
+        return in_layout(tensors[parts[0]], parts[1])
     if kind == "plain":
         return parts[0]
     if kind == "dict":

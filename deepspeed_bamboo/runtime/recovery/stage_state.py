@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from deepspeed_bamboo.runtime.comm.encoding import Slot
+from deepspeed_bamboo.runtime.comm.layout import in_layout, layout_of
 from deepspeed_bamboo.runtime.stock.attributes import COUNTERS
 from deepspeed_bamboo.runtime.stock.gradients import accept_scale_state, master_weights, scale_state
 from deepspeed_bamboo.runtime.stock.hook_values import accept_hook_state, hook_state
@@ -133,7 +134,7 @@ def unpack_state(replica: StageReplica, packed: PackedState) -> None:
             target.copy_(value)
     if optimizer is not None:
         attributes["basic_optimizer"].load_state_dict(state["optimizer"])
-        _keep_types(attributes["basic_optimizer"], state["optimizer"]["state"])
+        _keep_forms(attributes["basic_optimizer"], state["optimizer"]["state"])
     if hasattr(optimizer, "_hp_optimizer_states_linked"):
         # Stock's links from parameters to optimizer state point to what was there before; it makes them anew.
         optimizer._hp_optimizer_states_linked = False
@@ -141,15 +142,20 @@ def unpack_state(replica: StageReplica, packed: PackedState) -> None:
     unpack_rest(replica, state)
 
 
-def _keep_types(optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:
-    """torch casts state to its parameter's type when it loads; make it again of the type that it had."""
+def _keep_forms(optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:
+    """torch casts state to its parameter's type when it loads; make it again of the type that it had.
+
+    It lies in memory as its parameter does, as optimizers make it; kernels that step several tensors rely on it.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in state.items():
         loaded = optimizer.state.get(parameters[index], {}) if isinstance(index, int) else {}
         for name, value in values.items():
             its = loaded.get(name)
             if isinstance(value, torch.Tensor) and isinstance(its, torch.Tensor) and its.dtype != value.dtype:
-                loaded[name] = value.to(its.device)
+                loaded[name] = its = value.to(its.device)
+            if isinstance(its, torch.Tensor) and isinstance(index, int) and its.shape == parameters[index].shape:
+                loaded[name] = in_layout(its, layout_of(parameters[index]))
 
 
 def checksum(tensors: Sequence[torch.Tensor]) -> int:

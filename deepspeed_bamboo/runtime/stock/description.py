@@ -17,6 +17,7 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from deepspeed_bamboo.runtime.comm.layout import layout_of
 from deepspeed_bamboo.runtime.stock.hook_values import read_hooks
 from deepspeed_bamboo.runtime.stock.hyperparameters import Values, values_of
 from deepspeed_bamboo.runtime.stock.plain_forms import Form, Parts, class_name, form_of
@@ -109,6 +110,7 @@ def _parameter(value: torch.Tensor, parts: Parts, hooks: dict[str, list[Form]]) 
         "class": class_name(type(value)),
         "same as": parts.name(value),
         "shape": list(value.shape),
+        "strides": layout_of(value),
         "dtype": value.dtype,
         "requires_grad": value.requires_grad,
         "attributes": {name: form_of(item, parts) for name, item in noted_attributes(value).items()},
@@ -119,7 +121,12 @@ def _parameter(value: torch.Tensor, parts: Parts, hooks: dict[str, list[Form]]) 
 def _buffer(value: torch.Tensor, module: torch.nn.Module, name: str) -> dict[str, Any]:
     path, _, last = name.rpartition(".")
     kept = last not in module.get_submodule(path)._non_persistent_buffers_set
-    return {"shape": list(value.shape), "dtype": value.dtype, "persistent": kept}
+    return {
+        "shape": list(value.shape),
+        "strides": layout_of(value),
+        "dtype": value.dtype,
+        "persistent": kept,
+    }
 
 
 # ---- optimizers --------------------------------------------------------------------------------------

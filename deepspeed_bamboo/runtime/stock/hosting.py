@@ -20,7 +20,7 @@ from deepspeed_bamboo.runtime.stock.blank import BlankParameters
 from deepspeed_bamboo.runtime.stock.description import Description, describe
 from deepspeed_bamboo.runtime.stock.gradients import clear_gradients, parameters, require_state, require_supported
 from deepspeed_bamboo.runtime.stock.hyperparameters import values_of
-from deepspeed_bamboo.runtime.stock.likeness import liken
+from deepspeed_bamboo.runtime.stock.likeness import lay_out, liken
 from deepspeed_bamboo.runtime.stock.logical import Exchange, LogicalGrid, LogicalGroup
 from deepspeed_bamboo.runtime.stock.optimizers import maker_for
 from deepspeed_bamboo.runtime.stock.patches.compiled_adam import make_independent_of_history
@@ -332,6 +332,8 @@ class StageHost:
         engine = self._engine
         engine.mpu = logical
         engine._configure_distributed_model(module)
+        if description is not None:
+            lay_out(module, description)
         engine.module_forward_pre_hook = engine._create_module_forward_pre_hook()
         engine.module_forward_post_hook = engine._create_module_forward_post_hook()
         engine.param_names = {parameter: name for name, parameter in module.named_parameters()}

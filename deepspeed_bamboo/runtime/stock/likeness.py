@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_bamboo.runtime.comm.layout import in_layout
 from deepspeed_bamboo.runtime.stock.description import EMPTY, Description, noted_attributes, own_attributes
 from deepspeed_bamboo.runtime.stock.hook_values import examples_of, made_hooks
 from deepspeed_bamboo.runtime.stock.plain_forms import (
@@ -84,6 +85,21 @@ def take_root_hooks(module: Any, template: Any) -> None:
     for kind in MODULE_HOOKS:
         for hook, options in zip(hooks_of(template, kind), hook_options(template, kind), strict=True):
             _register(module, _REGISTER_ON_MODULE[kind], hook, options)
+
+
+def lay_out(module: Any, description: Description) -> None:
+    """Make the parameters and buffers of ``module`` lie in memory as the description says; shapes are right already.
+
+    After DeepSpeed has taken the module, which can't broadcast parameters of unusual strides, and before there is an
+    optimizer.
+    """
+    for tensors, wanted in (
+        (module.named_parameters(), description["parameters"]),
+        (module.named_buffers(), description["buffers"]),
+    ):
+        for name, tensor in tensors:
+            if name in wanted and list(tensor.shape) == wanted[name]["shape"]:
+                tensor.data = in_layout(tensor.data, wanted[name]["strides"])
 
 
 class Structure:
