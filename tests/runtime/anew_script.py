@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,23 @@ import deepspeed
 import torch
 from deepspeed.pipe import PipelineModule
 
+from deepspeed_bamboo.faults import Fault
+from deepspeed_bamboo.protocol import AGENT_PID, NODE, WORKER
+from deepspeed_bamboo.runtime.job.session import WorkerSession
 from tests.runtime import models
 from tests.runtime.scenarios import Training, settings_of
 
 
 def worker(argv: list[str]) -> None:
-    """``argv``: a Training's fields as JSON, and the folder in which each worker writes what its script has seen."""
+    """``argv``: a Training's fields as JSON, the folder in which each worker writes what its script has seen, nodes.
+
+    On one of these nodes a fault takes the worker's agent as well, first.
+    """
     from deepspeed_bamboo.runtime.main import supervised
 
     training, folder = Training(**json.loads(argv[0])), Path(argv[1])
+    if os.environ[NODE] in argv[2:]:
+        _vanish_with_the_agent()
     sys.exit(supervised(lambda: run(training, folder)))
 
 
@@ -54,4 +63,14 @@ def run(training: Training, folder: Path) -> None:
         "members": len(engine.session.interruption.active.members),
     }
     engine.close()
-    (folder / f"{os.environ['BAMBOO_WORKER']}.json").write_text(json.dumps(found), encoding="utf-8")
+    (folder / f"{os.environ[WORKER]}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def _vanish_with_the_agent() -> None:
+    stock = WorkerSession.strike
+
+    def strike(session: WorkerSession, fault: Fault, *, step: int) -> None:
+        os.kill(int(os.environ[AGENT_PID]), signal.SIGKILL)
+        stock(session, fault, step=step)
+
+    WorkerSession.strike = strike  # type: ignore[method-assign]
