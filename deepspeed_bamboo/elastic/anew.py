@@ -39,6 +39,10 @@ class AnewSlot(SlotState):
 
     # -- starting over, before there is anything to lose -------------------------------------------
 
+    def _on_ended_to_start(self, event: WorkerExited) -> list[Action]:
+        """The own worker was killed so that another can start."""
+        return self._on_renewed(event) if self._own is Own.RENEWED else [Withdraw(event.worker), *self._start_again()]
+
     def _on_generation(self, generation: int) -> list[Action]:
         if generation <= self._next_generation or self._failure is not None:
             return []
@@ -70,6 +74,11 @@ class AnewSlot(SlotState):
             actions = [KillWorker("all workers start anew")]
         return actions + (self._on_waiting(epoch) if epoch.waits else self._on_roster(epoch))
 
+    @property
+    def _starts_anew(self) -> bool:
+        """Whether the own worker is one of those that start anew and do not train yet."""
+        return self._epoch is not None and not self._epoch.trains and self._epoch.generation == self._generation
+
     def _on_renewed(self, event: WorkerExited) -> list[Action]:
         """That it ended was no fault of its slot, which may replace workers as often as before."""
         self._own = Own.LOST
@@ -88,6 +97,9 @@ class AnewSlot(SlotState):
         if self._slot.local_rank == 0:
             text = f"nobody is left who can train ({epoch.reason}); waiting {epoch.waits_seconds:g} s for machines"
             actions.append(Say(f"{text}; workers start anew from the newest checkpoint as soon as some are there"))
+        if self._own is Own.UNEXPLAINED and self._exit is not None:
+            exited, self._exit = self._exit, None
+            actions += self._on_renewed(exited)
         if self._own is Own.FAILED and self._offered is None:
             actions += self._lose_failed()
         if self._stopping:

@@ -102,10 +102,8 @@ class Supervisor(AnewSlot):
     def _on_exit(self, event: WorkerExited) -> list[Action]:
         if event.worker != self.worker or self._own not in (Own.RUNNING, Own.ENDING, Own.REPLACED, Own.RENEWED):
             return []
-        if self._own is Own.RENEWED:
-            return self._on_renewed(event)
-        if self._own is Own.REPLACED:
-            return [Withdraw(event.worker), *self._start_again()]
+        if self._own in (Own.REPLACED, Own.RENEWED):
+            return self._on_ended_to_start(event)
         if self._own is Own.ENDING or self._failure is not None:
             self._own = Own.LOST
             return [Withdraw(event.worker)]
@@ -117,6 +115,8 @@ class Supervisor(AnewSlot):
             return self._on_expelled(event)
         if event.code == EXIT_EXPELLED:
             return self._wait_for_explanation(event, _WAIT_FOR_EXPULSION_SECONDS)  # the epoch that says so, too
+        if self._starts_anew and event.code > 0:  # another may have been lost, which is known with its lease
+            return self._wait_for_explanation(event, self._lease_seconds + _WAIT_FOR_EPOCH_SECONDS)
         if event.code < 0 and self._finished:
             return [
                 Say(f"worker {event.worker} {how_it_ended(event.code)} after the job was complete"),

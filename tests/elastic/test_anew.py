@@ -202,15 +202,32 @@ def test_a_worker_that_joins_as_all_others_are_lost_starts_anew_and_counts_for_n
     assert made.handle(Woken("restart")) == [OfferSlot(4)]
 
 
-@pytest.mark.parametrize("recorded_first", [True, False])
-def test_a_worker_that_fails_because_another_was_lost_meanwhile_starts_again(recorded_first: bool) -> None:
+FAILED = WorkerExited("n-1-1.1", 1, "a worker was lost before training began")
+AGAIN = waiting(roster(0, 1), ("n-0-1.1",), reason="killed", proposer="test")
+
+
+def test_a_worker_that_fails_because_another_was_lost_meanwhile_starts_again() -> None:
     made = lost(told(roster(0, 1)))
-    second = waiting(roster(0, 1), ("n-0-1.1",), reason="killed", proposer="test")
-    (fail,) = made.handle(WorkerExited("n-1-1.1", 1, "a worker was lost before training began"))
-    news = [FailureRecorded(fail.failure, first=False), told(second)]
-    actions = [action for event in (news if recorded_first else news[::-1]) for action in made.handle(event)]
-    assert WakeAfter(5.0, "restart") in actions, "that was no fault of this slot"
+    assert made.handle(FAILED) == [WakeAfter(5.0, "explanation")]
+    assert WakeAfter(5.0, "restart") in made.handle(told(AGAIN)), "that was no fault of this slot"
     assert made.handle(Woken("restart")) == [OfferSlot(3)]
+
+
+@pytest.mark.parametrize("recorded_first", [True, False])
+def test_the_loss_of_another_may_be_known_late(recorded_first: bool) -> None:
+    made = lost(told(roster(0, 1)), FAILED)
+    (fail,) = made.handle(Woken("explanation"))
+    news = [FailureRecorded(fail.failure, first=False), told(AGAIN)]
+    actions = [action for event in (news if recorded_first else news[::-1]) for action in made.handle(event)]
+    assert WakeAfter(5.0, "restart") in actions
+    assert made.handle(Woken("restart")) == [OfferSlot(3)]
+
+
+def test_a_script_that_fails_as_it_starts_anew_ends_the_job() -> None:
+    made = lost(told(roster(0, 1)), FAILED)
+    (fail,) = made.handle(Woken("explanation"))
+    assert fail.failure.kind == "user_error"
+    assert made.handle(FailureRecorded(fail.failure, first=True))[-1] == Leave(1)
 
 
 def test_where_nobody_comes_the_job_ends_with_75() -> None:

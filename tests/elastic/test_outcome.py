@@ -32,6 +32,7 @@ BEGUN, ENDED_WELL = SlotNote("begun"), SlotNote("finished", 0, 9)
         (1, [SlotNote("interrupted", 1)] * 2, AGAIN, 75),  # and what the other machines see of it
         (75, [SlotNote("fatal_loss", 75, 4)] * 2, AGAIN, 75),
         (75, [SlotNote("hang", 75)], AGAIN, 75),
+        (75, [SlotNote("no_machines", 75)] * 2, AGAIN, 75),
         (1, [SlotNote("user_error", 1, 4), SlotNote("user_error", 1, 4)], GIVE_UP, 1),
         (247, [SlotNote("user_error", 1, 4), BEGUN], GIVE_UP, 1),
         (1, [SlotNote("no_start", 1)], GIVE_UP, 1),
