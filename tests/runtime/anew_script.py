@@ -67,10 +67,12 @@ def run(training: Training, folder: Path) -> None:
 
 
 def _vanish_with_the_agent() -> None:
-    stock = WorkerSession.strike
+    stock = WorkerSession._is_first_to_cause
 
-    def strike(session: WorkerSession, fault: Fault, *, step: int) -> None:
+    def is_first(session: WorkerSession, fault: Fault) -> bool:
+        if not stock(session, fault):
+            return False
         os.kill(int(os.environ[AGENT_PID]), signal.SIGKILL)
-        stock(session, fault, step=step)
+        return True
 
-    WorkerSession.strike = strike  # type: ignore[method-assign]
+    WorkerSession._is_first_to_cause = is_first  # type: ignore[method-assign]
