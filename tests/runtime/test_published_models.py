@@ -159,3 +159,16 @@ def trained(
         waits=waits,
         folder=folder,
     )
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("micro_batch", range(MICRO_BATCHES))
+@pytest.mark.parametrize("bamboo", [EAGER, FULL], ids=["eager", "full"])
+def test_what_a_redundant_forward_gave_is_sent_in_place_of_the_owners(
+    jobs: Jobs, bamboo: dict[str, Any], micro_batch: int
+) -> None:
+    """An LSTM's kernels differ where no gradient is asked for."""
+    plain = trained(jobs, "gnmt-tiny", bamboo, {}, faults=[])
+    disturbed = trained(jobs, "gnmt-tiny", bamboo, {}, faults=[kill(2, 1, "send_activation", micro_batch)])
+    assert disturbed.codes.count(-9) == 1, disturbed.transcript()
+    assert disturbed.common("digest") == plain.common("digest")
