@@ -329,6 +329,7 @@ class JobCoordinator(JobNews):
         self._store.delete_prefix(self._keys.all_reports)
         self._store.delete_prefix(self._keys.all_whereabouts)
         self._store.delete_prefix(self._keys.all_works)
+        self._store.delete_prefix(self._keys.all_past)
         self._store.delete(self._keys.status)
         self._store.delete(self._keys.events)
         self._store.delete(self._keys.last_end)

@@ -128,6 +128,15 @@ class JobNews:
         found, events = self._read.one(self._keys.status, "status"), self._read.one(self._keys.events, "events")
         return None if found is None else {"events": [], **found, **(events or {})}
 
+    def publish_past(self, piece: int, value: dict[str, Any]) -> None:
+        """Publish one piece of what scripts were returned, see ``runtime/job/past_results.py``."""
+        self._store.put(f"{self._keys.all_past}{piece}", encode(value))
+
+    def past(self, piece: int) -> dict[str, Any] | None:
+        """That piece, if it is published."""
+        found: dict[str, Any] | None = self._read.one(f"{self._keys.all_past}{piece}", "past")
+        return found
+
     def compact_history(self) -> None:
         """Make the store forget replaced values, of this job and of all others in it."""
         self._store.compact()

@@ -36,6 +36,7 @@ class JobKeys:
         self.root = f"{jobs_root(prefix)}{check_name(job, what='job name')}/"
         # Beside the root, so that nobody who watches the job hears of every step.
         self.status = f"/{prefix.strip('/')}/.status/{job}"
+        self.all_past = f"/{prefix.strip('/')}/.past/{job}/"
         self.events = f"/{prefix.strip('/')}/.events/{job}"
         # Nor of every report: one worker looks for them, and tells the others what all have said.
         self.all_reports = f"/{prefix.strip('/')}/.reports/{job}/"

@@ -203,6 +203,14 @@ def _status(value: Any) -> dict[str, Any]:
     return found
 
 
+def _past(value: Any) -> dict[str, Any]:
+    """Losses as text, and those of evaluations by step."""
+    found = _dict(value)
+    if not isinstance(found["losses"], str) or any(not its.isdecimal() for its in _dict(found["evaluations"])):
+        raise TypeError("losses or evaluations")
+    return found
+
+
 _read_member = _record(Member)
 _READERS: dict[str, Callable[[Any], Any]] = {
     "epoch": _record(EpochRecord),
@@ -219,6 +227,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "hang": _hang,
     "started": _started,
     "status": _status,
+    "past": _past,
     "events": _events,
     "progress": _dict,
     "work": _work,

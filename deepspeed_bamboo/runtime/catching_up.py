@@ -8,13 +8,14 @@ often as the job has trained, and so does everything else that belongs to those 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
 import torch
 
+from deepspeed_bamboo.coordination import CoordinatorUnavailable
 from deepspeed_bamboo.runtime.checkpoint.beginning import Loaded
 from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 
@@ -37,6 +38,7 @@ class CatchingUpEngine(BambooPipelineEngine):
     _asked = 0  # how many it has done
     _reached = 0  # the job's step, as last heard of
     _loss = math.nan  # its loss there
+    _evaluated = (-1, 0)  # how often the script has evaluated after how many of its calls
 
     def _enter(self, *, counts_by_itself: bool) -> None:
         """The script has shown how it counts."""
@@ -48,6 +50,8 @@ class CatchingUpEngine(BambooPipelineEngine):
             self.script_writes.go_back(written)
         else:
             self.script_writes.come_back()
+        if not counts_by_itself:
+            self.batch_of_job.adopt()
 
     def _begin_at(self, step: int) -> None:
         """What this script calls first belongs to ``step``."""
@@ -101,23 +105,33 @@ class CatchingUpEngine(BambooPipelineEngine):
         return self._phase is not Phase.INSIDE
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Any:
-        """As stock's, and surviving losses; the job's last known loss for an iteration that it did before."""
+        """As stock's, and surviving losses; the loss that it had for an iteration that the job did before."""
         if self._is_before_its_time():
+            loss = self._past(lambda: self.session.past.loss(self._calls))
             self._calls += 1
             self.data.pass_by(data_iter, micro_batches=self.micro_batches)
-            return torch.tensor(self._loss, device=self.device)
+            return torch.tensor(self._loss if math.isnan(loss) else loss, device=self.device)
         self._answers = False
         return super().train_batch(data_iter)
 
     def eval_batch(self, data_iter: Iterator[Any] | None, return_logits: bool = False, **arguments: Any) -> Any:  # type: ignore[override]
-        """As stock's; not a number where the job evaluated before."""
+        """As stock's; what it was where the job evaluated before, not a number where that isn't known."""
         if not self._is_behind:
             with self._unnoticed():
                 return super().eval_batch(data_iter, return_logits, **arguments)
         # One iterator may serve all evaluations; the others' has gone on.
         self.evaluated.skip(data_iter, arguments.get("num_micro_batches") or self.micro_batches)
-        loss = torch.tensor(math.nan, device=self.device)
+        step, number = self._evaluated
+        number = number + 1 if step == self._calls else 0
+        self._evaluated = (self._calls, number)
+        loss = torch.tensor(self._past(lambda: self.session.past.evaluation(self._calls, number)), device=self.device)
         return (loss, None) if return_logits else loss
+
+    def _past(self, look: Callable[[], float]) -> float:
+        try:
+            return look()
+        except CoordinatorUnavailable:
+            return math.nan
 
     def load_checkpoint(self, *arguments: Any, **options: Any) -> Any:
         """As stock's; before this worker trains it reads nothing, and returns what it returned when the job began."""

@@ -171,6 +171,8 @@ class BambooPipelineEngine(RedoingEngine):
             "modes": self.modes,
             "owner_changes": self.owner_changes,
             "beginning": self.beginning,
+            "past": self.session.past,
+            "batch": self.batch_of_job,
         }
         if self.checkpoints is not None:
             known["checkpoints"] = self.checkpoints.rounds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,31 @@ from deepspeed_bamboo.runtime.iteration.training_data import data_set_factory
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.job.session import WorkerSession
+
+
+class BatchOfJob:
+    """The size of the job's batch, which a script may change: known alike on all workers.
+
+    Args:
+        engine: whose.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._size: int | None = None
+
+    def to_json(self) -> int:
+        """What a worker that joins has to know: samples of an iteration, of all pipelines."""
+        return int(self._engine.train_batch_size())
+
+    def take(self, value: int) -> None:
+        """Inverse of :meth:`to_json`; it counts when :meth:`adopt` is called."""
+        self._size = value
+
+    def adopt(self) -> None:
+        """Use the job's; a script that counts by itself has set its own on the way."""
+        if self._size not in (None, self._engine.train_batch_size()):
+            self._engine.set_train_batch_size(self._size)
 
 
 class FedEngine(CheckpointedEngine):
@@ -34,6 +60,11 @@ class FedEngine(CheckpointedEngine):
     def protects(self) -> bool:
         """True when this job keeps shadows."""
         return self.worker.protects
+
+    @functools.cached_property
+    def batch_of_job(self) -> BatchOfJob:
+        """Its size, for workers that join."""
+        return BatchOfJob(self)
 
     def set_dataloader(self, loader: Any) -> None:
         """Every worker keeps its own copy of the data position, since it may inherit the first or last stage."""

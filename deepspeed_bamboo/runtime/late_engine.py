@@ -95,7 +95,7 @@ class LateEngine(CatchingUpEngine):
                 tell(
                     self,
                     f"this worker joins a job at step {step}: train_batch returns at once for those before, "
-                    "with the job's last loss; eval_batch returns nan",
+                    "with the losses that they had, and so does eval_batch",
                 )
             self._reached = step
 

@@ -17,6 +17,7 @@ from deepspeed_bamboo.runtime.catching_up import CatchingUpEngine, Phase
 from deepspeed_bamboo.runtime.checkpoint.beginning import BEGAN, Loaded
 from deepspeed_bamboo.runtime.checkpoint.safe_loading import no_code_from_files
 from deepspeed_bamboo.runtime.job.news import tell_once
+from deepspeed_bamboo.runtime.job.past_results import PAST
 from deepspeed_bamboo.runtime.recovery.sources import STORE
 
 
@@ -42,6 +43,7 @@ class RestoredEngine(CatchingUpEngine):
         self.forward_seed = state.get("seed", self.forward_seed)
         self._loss = float(state.get("loss", math.nan))
         self._reached = self.global_steps
+        self.session.past.take(state.get(PAST, {}))
         if self.stored is not None:
             self.stored.began_from(self._reached)
         self.beginning.take(state.get(BEGAN, {}))
@@ -73,7 +75,7 @@ class RestoredEngine(CatchingUpEngine):
             tell_once(
                 self,
                 f"the script counts its steps itself: train_batch returns at once for steps {self._calls} to "
-                f"{self._reached - 1}, with the job's last loss; eval_batch returns nan",
+                f"{self._reached - 1}, with the losses that they had, and so does eval_batch",
             )
 
     def _load_without_code(self, directory: str, *, tag: str) -> tuple[str | None, Any]:

@@ -26,6 +26,7 @@ from deepspeed_bamboo.runtime.checkpoint.in_place import IN_PLACE, Ready, rest_f
 from deepspeed_bamboo.runtime.checkpoint.safe_loading import files_named_in_errors, no_code_from_files
 from deepspeed_bamboo.runtime.checkpoint.script_files import SavedFiles, facts_of_parts, name_checkpoint, tag_to_load
 from deepspeed_bamboo.runtime.job.news import tell_once
+from deepspeed_bamboo.runtime.job.past_results import PAST
 from deepspeed_bamboo.runtime.recovery.stage_state import unpack_rest
 from deepspeed_bamboo.runtime.stock.attributes import COUNTERS
 from deepspeed_bamboo.runtime.stock.captured import CapturedFiles
@@ -138,6 +139,7 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
         Raises CheckpointError for lack of memory.
         """
         own = {"seed": self.forward_seed, "loss": self.mean_loss, BEGAN: self.beginning.to_json()}
+        own[PAST] = self.session.past.pieces()
         replica = self.host.owned[coordinate]
         self.host.save()
         try:

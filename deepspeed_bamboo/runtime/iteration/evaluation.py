@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -96,6 +97,7 @@ def evaluate(engine: EvaluatedEngine, request: EvaluationRequest) -> Any:
         # Every worker's iterator advances as far, since each may have to feed a stage the next time.
         engine.evaluation_data.complete(request.micro_batches, step=engine.worker.step, transform=engine.batch_fn)
     result = _result(engine, request, kept=kept, shared=shared)
+    engine.worker.session.past.note_evaluation(engine.worker.step, _number(result))
     logits = next((replica.attributes.get("outputs") for replica in _last_stages(engine)), None)
     _clean_up(engine, request)
     if engine.monitor.wanted:
@@ -141,6 +143,11 @@ def _result(engine: EvaluatedEngine, request: EvaluationRequest, *, kept: dict[C
         elif everywhere and own is None:
             own = _to_device(contributed[0], engine.worker.device)
     return own
+
+
+def _number(result: Any) -> float:
+    """For workers that come late; nan where it is no number."""
+    return float(result.item()) if isinstance(result, torch.Tensor) and result.numel() == 1 else math.nan
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

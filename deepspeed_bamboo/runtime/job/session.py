@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -33,6 +34,7 @@ from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption
 from deepspeed_bamboo.runtime.comm.retry import with_retries
 from deepspeed_bamboo.runtime.comm.store_server import StoreServer
 from deepspeed_bamboo.runtime.job.long_works import LongWorks
+from deepspeed_bamboo.runtime.job.past_results import PastResults
 from deepspeed_bamboo.runtime.job.start import Start
 from deepspeed_bamboo.runtime.job.status import StatusTeller
 
@@ -121,7 +123,8 @@ class WorkerSession:
         self.interruption = Interruption(on_wait=self.pulse.waits)
         self.faults = FaultScript.of_job(config.faults)
         self.events = EventLog(config.event_log, identity.worker)
-        self._status = StatusTeller(coordinator, worker=identity.worker)
+        self.past = PastResults(coordinator)
+        self._status = StatusTeller(coordinator, worker=identity.worker, past=self.past)
         self.works = LongWorks(coordinator, worker=identity.worker)
         # Rendezvous server of every epoch in which this worker is the first one.
         self.store = _store_server(identity)
@@ -210,6 +213,7 @@ class WorkerSession:
         self.events.log(event, epoch=self.interruption.epoch, step=step, **fields)
         if event == "step":
             self.pulse.stepped(step + 1)
+            self.past.note_loss(step, float(fields.get("loss", math.nan)))
         record = self.interruption.active
         reports = record is not None and reporter(record.members) == self.worker
         self._status.note(event, step=step, reporter=reports, fields=fields)

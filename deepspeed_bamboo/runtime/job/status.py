@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobCoordinator
+from deepspeed_bamboo.runtime.job.past_results import PastResults
 
 # Each value written stays in etcd until its history is compacted. So a job that has run for long says less often where
 # it is: at these rates 2 to 3 MB a day. No worker waits for it or notices it.
@@ -23,7 +24,9 @@ _KEPT, _KEPT_LOSSES = 8, 3  # losses stay longer than what else happens
 class StatusTeller:
     """Tells the newest step in a thread of its own, which begins with the first one. Never blocks its caller."""
 
-    def __init__(self, coordinator: JobCoordinator, *, worker: str) -> None:
+    def __init__(self, coordinator: JobCoordinator, *, worker: str, past: PastResults | None = None) -> None:
+        """``past``: is published before each step that is told."""
+        self._past = past
         self._coordinator = coordinator
         self._worker = worker
         self._changed = threading.Condition()
@@ -72,6 +75,8 @@ class StatusTeller:
                 if events != told:
                     self._coordinator.publish_events(events)
                     told = events
+                if self._past is not None:
+                    self._past.publish()
                 self._coordinator.publish_status({"worker": self._worker, **(newest or {})})
             except CoordinatorUnavailable:
                 told = None  # the next one will do

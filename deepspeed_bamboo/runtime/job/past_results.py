@@ -1,0 +1,141 @@
+"""What ``train_batch`` and ``eval_batch`` have returned, for workers that come late: their scripts run from the top.
+
+A script may stop early, or keep its best loss, by what it was returned. A late worker's calls for steps that the job
+has done return what they returned then. All workers keep it; the reporter publishes it in pieces, since a late worker
+needs it before it is one of the job's.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import threading
+from array import array
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+PAST = "past"
+"""Under which key a checkpoint's own state has all pieces."""
+PIECE_STEPS = 128
+"""Each piece is published again until it is full, so it must be small: etcd keeps what it had before for a while."""
+_TAIL_PIECES = 8
+_UNKNOWN = math.nan
+
+
+class PublishedPieces(Protocol):
+    """Where pieces are published: a job's coordinator."""
+
+    def publish_past(self, piece: int, value: dict[str, Any]) -> None:
+        """Replace a piece."""
+
+    def past(self, piece: int) -> dict[str, Any] | None:
+        """A piece, if it is published."""
+
+
+class PastResults:
+    """One worker's copy. Threads may use it.
+
+    Args:
+        published: the pieces that the reporter has published.
+    """
+
+    def __init__(self, published: PublishedPieces) -> None:
+        self._published = published
+        self._lock = threading.Lock()
+        self._losses: dict[int, array[float]] = {}
+        self._evaluations: dict[int, list[float]] = {}
+        self._changed: set[int] = set()
+
+    def note_loss(self, step: int, loss: float) -> None:
+        """``step`` had this loss."""
+        with self._lock:
+            self._piece(step // PIECE_STEPS)[step % PIECE_STEPS] = loss
+            self._changed.add(step // PIECE_STEPS)
+
+    def note_evaluation(self, step: int, loss: float) -> None:
+        """One more evaluation after so many steps had this loss; nan if it had none."""
+        with self._lock:
+            self._evaluations.setdefault(step, []).append(loss)
+            self._piece(step // PIECE_STEPS)
+            self._changed.add(step // PIECE_STEPS)
+
+    def loss(self, step: int) -> float:
+        """Of that step; nan if it isn't known. Raises CoordinatorUnavailable."""
+        found = self._known_loss(step)
+        if math.isnan(found):
+            self._look(step // PIECE_STEPS)
+            found = self._known_loss(step)
+        return found
+
+    def evaluation(self, step: int, number: int) -> float:
+        """Of evaluation ``number`` after so many steps; nan if it isn't known. Raises CoordinatorUnavailable."""
+        if number >= len(self._evaluations.get(step, ())):
+            self._look(step // PIECE_STEPS)
+        known = self._evaluations.get(step, [])
+        return known[number] if number < len(known) else _UNKNOWN
+
+    def publish(self) -> None:
+        """On the reporter: what has changed since the last call. Raises CoordinatorUnavailable; call it again then.
+
+        A reporter that came late lacks the beginning of its first piece; others have published that.
+        """
+        with self._lock:
+            changed, self._changed = sorted(self._changed)[-_TAIL_PIECES:], set()
+        done: set[int] = set()
+        try:
+            for piece in changed:
+                if any(math.isnan(loss) for loss in self._losses[piece][:1]):
+                    self._look(piece)
+                self._published.publish_past(piece, self._plain(piece))
+                done.add(piece)
+        finally:
+            with self._lock:
+                self._changed |= set(changed) - done
+
+    def to_json(self) -> dict[str, Any]:
+        """The newest pieces, for a worker that joins; it reads the others where they are published."""
+        return self.pieces(newest=_TAIL_PIECES)
+
+    def pieces(self, *, newest: int | None = None) -> dict[str, Any]:
+        """All that is known here, or the ``newest`` pieces."""
+        kept = sorted(self._losses)[-newest if newest else None :]
+        return {str(piece): self._plain(piece) for piece in kept}
+
+    def take(self, value: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`pieces`. What is known here already stays."""
+        for piece, plain in value.items():
+            self._merge(int(piece), plain)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _piece(self, piece: int) -> array[float]:
+        if piece not in self._losses:
+            self._losses[piece] = array("d", [_UNKNOWN] * PIECE_STEPS)
+        return self._losses[piece]
+
+    def _known_loss(self, step: int) -> float:
+        piece = self._losses.get(step // PIECE_STEPS)
+        return _UNKNOWN if piece is None else piece[step % PIECE_STEPS]
+
+    def _look(self, piece: int) -> None:
+        plain = self._published.past(piece)
+        if plain is not None:
+            self._merge(piece, plain)
+
+    def _plain(self, piece: int) -> dict[str, Any]:
+        with self._lock:
+            losses = base64.b64encode(self._piece(piece).tobytes()).decode("ascii")
+            steps = range(piece * PIECE_STEPS, (piece + 1) * PIECE_STEPS)
+            evaluations = {str(step): list(self._evaluations[step]) for step in steps if step in self._evaluations}
+        return {"losses": losses, "evaluations": evaluations}
+
+    def _merge(self, piece: int, plain: Mapping[str, Any]) -> None:
+        losses = array("d", base64.b64decode(plain["losses"]))
+        with self._lock:
+            own = self._piece(piece)
+            for index, loss in enumerate(losses[:PIECE_STEPS]):
+                if math.isnan(own[index]):
+                    own[index] = loss
+            for step, its in plain["evaluations"].items():
+                if len(its) > len(self._evaluations.get(int(step), ())):
+                    self._evaluations[int(step)] = [float(loss) for loss in its]

@@ -1,0 +1,76 @@
+"""What scripts were returned, kept by all workers, published in pieces, and read by one that comes late."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_bamboo.runtime.job.past_results import PIECE_STEPS, PastResults
+
+
+class Pieces:
+    """In the place of a coordinator."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, dict[str, Any]] = {}
+
+    def publish_past(self, piece: int, value: dict[str, Any]) -> None:
+        self.kept[piece] = value
+
+    def past(self, piece: int) -> dict[str, Any] | None:
+        return self.kept.get(piece)
+
+
+@given(
+    began=st.integers(0, 2 * PIECE_STEPS),
+    more=st.integers(1, 3 * PIECE_STEPS),
+    every=st.integers(1, 90),
+    joined=st.data(),
+)
+def test_a_late_worker_reads_what_all_were_returned(began: int, more: int, every: int, joined: st.DataObject) -> None:
+    pieces = Pieces()
+    reporter, heir, late = PastResults(pieces), PastResults(pieces), PastResults(pieces)
+    change = joined.draw(st.integers(began, began + more - 1), label="the heir is the reporter from")
+    for step in range(began, began + more):
+        if step == change:
+            heir.take(reporter.to_json())  # it has just come
+        for one in (reporter, heir) if step >= change else (reporter,):
+            one.note_evaluation(step, step / 3)
+            one.note_evaluation(step, -step)
+            one.note_loss(step, 1 / (step + 1))
+        if step % every == 0 or step == began + more - 1 or step == change - 1:
+            (heir if step >= change else reporter).publish()
+    for step in range(began, began + more):
+        assert late.loss(step) == 1 / (step + 1)
+        assert (late.evaluation(step, 0), late.evaluation(step, 1)) == (step / 3, -step)
+        assert math.isnan(late.evaluation(step, 2))
+    assert math.isnan(late.loss(began + more)), "what nobody knows is no number"
+    again = PastResults(Pieces())
+    again.take(late.pieces())
+    assert [again.loss(step) for step in range(began, began + more)] == [
+        1 / (s + 1) for s in range(began, began + more)
+    ]
+
+
+def test_a_step_done_again_keeps_its_newest_loss_and_a_failed_publication_is_repeated() -> None:
+    pieces, late = Pieces(), PastResults(Pieces())
+    one = PastResults(pieces)
+    one.note_loss(5, 1.0)
+    one.note_loss(5, 2.0)
+    publish, failures = pieces.publish_past, [OSError("etcd is away")]
+
+    def fails_once(piece: int, value: dict[str, Any]) -> None:
+        if failures:
+            raise failures.pop()
+        publish(piece, value)
+
+    pieces.publish_past = fails_once  # type: ignore[method-assign]
+    try:
+        one.publish()
+    except OSError:
+        one.publish()
+    late.take({str(piece): value for piece, value in pieces.kept.items()})
+    assert late.loss(5) == 2.0
