@@ -37,6 +37,7 @@ GOOD: dict[str, Any] = {
     "started": {"time_seconds": 1.0, "slots": 4},
     "status": {"worker": "w0", "t": 1.0, "step": 3, "loss": 2.5, "seconds": 0.1},
     "events": {"events": [{"t": 1.0, "event": "mode", "step": 3, "reason": "auto"}]},
+    "past": {"losses": "AAAA", "evaluations": {"3": [0.5]}},
     "progress": {"any": 1},
     "report": {},
     "whereabouts": {"epoch": 1},
