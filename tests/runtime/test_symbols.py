@@ -37,7 +37,16 @@ HOLDERS = {
 }
 # What DeepSpeed documents for users of its engine, and what any optimizer or module of torch has.
 PUBLIC = {
-    *("device", "eval_batch", "load_checkpoint", "save_checkpoint", "train_batch", "train_batch_size", "barrier"),
+    *(
+        "device",
+        "eval_batch",
+        "load_checkpoint",
+        "save_checkpoint",
+        "train_batch",
+        "train_batch_size",
+        "set_train_batch_size",
+        "barrier",
+    ),
     *("load_state_dict", "state_dict", "state", "param_groups", "zero_grad", "register_step_pre_hook"),
     *("parameters", "buffers", "named_parameters", "named_buffers", "train", "training", "to", "init_process_group"),
 }
