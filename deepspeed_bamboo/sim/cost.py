@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 __all__ = [
@@ -135,7 +136,11 @@ def split_layers(profile: JobProfile, *, stages: int) -> tuple[range, ...]:
             f"{stages} stages for the {len(profile.layers)} layers of {profile.name}: "
             "a stage has at least one layer; ask for fewer stages, or 1"
         )
-    times = [layer.forward_seconds + layer.backward_seconds for layer in profile.layers]
+    return _split(tuple(layer.forward_seconds + layer.backward_seconds for layer in profile.layers), stages)
+
+
+@lru_cache(maxsize=1024)
+def _split(times: tuple[float, ...], stages: int) -> tuple[range, ...]:
     prefix = [0.0]
     for time in times:
         prefix.append(prefix[-1] + time)

@@ -179,7 +179,8 @@ class _Memory:
     frontier_machines: int = 0
     step_seconds: dict[Grid, float] = field(default_factory=dict)
     standstill: dict[tuple[Grid, Grid, int, int], float] = field(default_factory=dict)
-    survivors: dict[tuple[Grid, int, int], Survivors] = field(default_factory=dict)
+    # Least replicas that may be left, each with its probability, where that is not 0.
+    survivors: dict[tuple[Grid, int, int], tuple[tuple[int, float], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -245,13 +246,13 @@ class Planner:
         known = self._memory.survivors
         key = (before, machines, preempted)
         if key not in known:
-            known[key] = self.survivors(before, machines, preempted)
+            found = self.survivors(before, machines, preempted)
+            known[key] = tuple((replicas, likely) for replicas, likely in enumerate(found) if likely)
         lost = 0.0
-        for replicas, likely in enumerate(known[key]):
-            if likely:
-                kind = migration_between(before, after, least_replicas=replicas)
-                rework = self.costs.rework_seconds if kind is Migration.RESTORE else 0.0
-                lost += likely * (self.costs.seconds(kind, stages=after.stages) + rework)
+        for replicas, likely in known[key]:
+            kind = migration_between(before, after, least_replicas=replicas)
+            rework = self.costs.rework_seconds if kind is Migration.RESTORE else 0.0
+            lost += likely * (self.costs.seconds(kind, stages=after.stages) + rework)
         return lost
 
     def plan(self, before: Grid | None, *, least_replicas: int, machines: int, forecast: Sequence[int]) -> Grid | None:

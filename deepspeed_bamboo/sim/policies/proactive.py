@@ -71,6 +71,7 @@ class ProactivePolicy(Policy):
         self._target: Grid | None = None
         # Machines of the running grid, by the stage that each holds.
         self._stage: dict[str, int] = {}
+        self._replicas: Counter[int] = Counter()  # of each stage
         self._hit = False
         self._running = False
         self._interval = to_milliseconds(spec.interval_seconds)
@@ -94,7 +95,9 @@ class ProactivePolicy(Policy):
     def removed(self, now: int, node: str) -> None:
         """See Policy. All losses of one instant are met together, in `settle`."""
         self._ready.pop(node, None)
-        if self._stage.pop(node, None) is not None:
+        stage = self._stage.pop(node, None)
+        if stage is not None:
+            self._replicas[stage] -= 1
             self._hit = True
 
     def settle(self, now: int) -> None:
@@ -106,7 +109,7 @@ class ProactivePolicy(Policy):
             self.ledger.fatal_losses += 1
             self.progress.roll_back(now)
             self._grid = None
-            self._stage = {}
+            self._hold({})
         else:
             self.ledger.failovers += 1
             self.progress.stop(now)
@@ -115,8 +118,10 @@ class ProactivePolicy(Policy):
     def _least_replicas(self) -> int:
         if self._grid is None:
             return 0
-        held = Counter(self._stage.values())
-        return min(held[stage] for stage in range(self._grid.stages))
+        return min(self._replicas[stage] for stage in range(self._grid.stages))
+
+    def _hold(self, stage_of: dict[str, int]) -> None:
+        self._stage, self._replicas = stage_of, Counter(stage_of.values())
 
     def _migrate(self, now: int, *, extra_seconds: float = 0.0) -> None:
         """Choose a grid for the machines that there are, and stand still until it is set up."""
@@ -182,7 +187,7 @@ class ProactivePolicy(Policy):
         for stage in range(target.stages):
             for _ in range(target.pipelines - held[stage]):
                 stage_of[next(spare)] = stage
-        self._stage = stage_of
+        self._hold(stage_of)
 
     def step_ended(self, now: int) -> None:
         """See Policy: a planned migration, if it is still the plan."""
