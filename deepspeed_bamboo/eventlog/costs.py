@@ -157,7 +157,7 @@ def _move_costs(events: Sequence[Event]) -> dict[str, float]:
         return {}
     costs = {"handover_seconds": mean(whole)}
     base, each = _line(points[False] or points[True])
-    costs |= {"transfer_seconds": max(0.0, base), "coordinate_copy_seconds": each}
+    costs |= {"transfer_seconds": base, "coordinate_copy_seconds": each}
     if points[False] and points[True]:
         longer = mean(taken - base - each * received for received, taken in points[True])
         costs["join_transfer_seconds"] = max(0.0, longer)
@@ -179,10 +179,12 @@ def move_seconds(reports: Sequence[Event]) -> tuple[float, float]:
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Constant and slope with the least squared error; where all x are alike, all is the constant."""
+    """Constant and slope, neither below 0, with the least squared error; where all x are alike, all is the constant."""
     mean_x, mean_y = (sum(point[i] for point in points) / len(points) for i in (0, 1))
     spread = sum((x - mean_x) ** 2 for x, _ in points)
     if spread <= 0.0:
         return mean_y, 0.0
     slope = max(0.0, sum((x - mean_x) * (y - mean_y) for x, y in points) / spread)
-    return mean_y - slope * mean_x, slope
+    if mean_y >= slope * mean_x:
+        return mean_y - slope * mean_x, slope
+    return 0.0, sum(x * y for x, y in points) / sum(x * x for x, _ in points)

@@ -96,6 +96,16 @@ def test_who_joins_takes_longer_than_who_is_there() -> None:
     )
 
 
+def test_no_cost_is_below_nothing() -> None:
+    """Copies of 1, 2 and 3 stages that take 0.1, 0.3 and 0.5 s: the best line without a negative constant."""
+    moves = [
+        {**MOVES[0], "epoch": n, "joining": [], "received": n, "transfer_seconds": 0.2 * n - 0.1} for n in (1, 2, 3)
+    ]
+    found = measured_job(log(*moves)).costs
+    assert found["transfer_seconds"] == 0.0
+    assert found["coordinate_copy_seconds"] == pytest.approx((0.1 + 0.6 + 1.5) / 14)
+
+
 def test_a_log_without_a_profile_says_what_to_do() -> None:
     files = log()
     files["a"] = [event for event in files["a"] if event["event"] != "profile"]
