@@ -114,6 +114,21 @@ def next_target(
             protected=protected,
             memory=memory,
         )
+    return _by_count(placement, members, staying, new, leaving, protected=protected, rearrange=rearrange)
+
+
+def _by_count(
+    placement: Placement,
+    members: Sequence[WorkerSite],
+    staying: tuple[WorkerSite, ...],
+    new: tuple[WorkerSite, ...],
+    leaving: tuple[str, ...],
+    *,
+    protected: bool,
+    rearrange: bool,
+) -> Target | None:
+    """The target where stages are shared out by their number."""
+    sites = (*staying, *new)
     uneven = _most_hosted(placement) > -(-len(placement.grid) // len(sites))
     if not (leaving or new or uneven or rearrange):
         return None

@@ -86,15 +86,8 @@ class BambooElasticAgent(LocalElasticAgent):
         hooks: AgentHooks | None = None,
     ) -> None:
         """``boot`` says where the job is, ``starter`` how a worker is started; nothing happens before :meth:`run`."""
-        spec = WorkerSpec(
-            role="bamboo",
-            local_world_size=1,
-            rdzv_handler=LauncherRendezvous(slot, boot),
-            entrypoint=sys.executable,
-            max_restarts=0,
-        )
         # Its other arguments differ between the releases of torch that are supported.
-        super().__init__(spec, QuietLogs())
+        super().__init__(_worker_spec(slot, boot), QuietLogs())
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
         self._slot = slot
         self._boot = boot
@@ -428,3 +421,14 @@ class BambooElasticAgent(LocalElasticAgent):
 
     def _say(self, text: str) -> None:
         tell(text, who=f"rank {self._slot.rank}")
+
+
+def _worker_spec(slot: Slot, boot: Boot) -> WorkerSpec:
+    """What torch's agent wants to know; how workers are started is this agent's own affair."""
+    return WorkerSpec(
+        role="bamboo",
+        local_world_size=1,
+        rdzv_handler=LauncherRendezvous(slot, boot),
+        entrypoint=sys.executable,
+        max_restarts=0,
+    )

@@ -111,14 +111,7 @@ class Machine:
         self._nodes, self._notices, self._hangs = list(nodes), dict(notices or {}), dict(hangs or {})
         self._server, self._lease_seconds = server, lease_seconds
         self._worker_main, self._argv, self._environment = worker_main, list(argv), dict(environment or {})
-        self._boot = Boot(
-            job=self.job,
-            prefix="/deepspeed_bamboo",
-            endpoints=self.endpoints,
-            master_addr="127.0.0.1",
-            master_ports=tuple(free_ports("127.0.0.1", count=MAX_RESTARTS + 1)),
-            secret=new_secret(),
-        )
+        self._boot = _boot(self.job, self.endpoints)
         try:
             self._start(zones)
         except BaseException:
@@ -288,6 +281,17 @@ class Machine:
 
     def _pid_file(self, rank: int) -> Path:
         return self._folder / f"pids-{rank}"
+
+
+def _boot(job: str, endpoints: tuple[str, ...]) -> Boot:
+    return Boot(
+        job=job,
+        prefix="/deepspeed_bamboo",
+        endpoints=endpoints,
+        master_addr="127.0.0.1",
+        master_ports=tuple(free_ports("127.0.0.1", count=MAX_RESTARTS + 1)),
+        secret=new_secret(),
+    )
 
 
 def agent_main(plan: dict[str, Any]) -> int:

@@ -12,6 +12,8 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,26 +33,57 @@ def _hashed(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
+@dataclass(frozen=True)
+class GeneratorStates:
+    """The states, at one moment, of all generators that a script or the building of a layer may draw from.
+
+    torch's for the host and for ``cuda_device``, Python's, numpy's if that is imported, and those in trackers.
+    """
+
+    host: torch.Tensor
+    cuda_device: int | None
+    cuda: torch.Tensor | None
+    python: Any
+    numpy: Any
+    tracked: tuple[tuple[RandomSource, Any], ...]
+
+    @classmethod
+    def now(cls, device: torch.device, *, known: Sequence[RandomSource] | None = None) -> GeneratorStates:
+        """``device``: the worker's. ``known``: the trackers, where the caller has searched for them."""
+        numpy = sys.modules.get("numpy")
+        cuda_device = (device.index or 0) if device.type == "cuda" else None
+        return cls(
+            host=torch.get_rng_state(),
+            cuda_device=cuda_device,
+            cuda=None if cuda_device is None else torch.cuda.get_rng_state(cuda_device),
+            python=random.getstate(),
+            numpy=None if numpy is None else numpy.random.get_state(),
+            tracked=tuple((tracker, tracker.state()) for tracker in (trackers() if known is None else known)),
+        )
+
+    def restore(self) -> None:
+        """Make the generators what they were."""
+        torch.set_rng_state(self.host)
+        if self.cuda is not None and self.cuda_device is not None:
+            torch.cuda.set_rng_state(self.cuda, self.cuda_device)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+        for tracker, state in self.tracked:
+            tracker.set_state(state)
+
+
 @contextmanager
 def generators_untouched(device: torch.device, *, known: Sequence[RandomSource] | None = None) -> Iterator[None]:
     """Restore torch's, Python's and numpy's global generators, and the states in trackers, at the end.
 
     ``known``: the trackers, where the caller has searched for them.
     """
-    numpy = sys.modules.get("numpy")
-    tracked = [(tracker, tracker.state()) for tracker in (trackers() if known is None else known)]
-    python_state = random.getstate()
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    devices = [device.index or 0] if device.type == "cuda" else []
+    before = GeneratorStates.now(device, known=known)
     try:
-        with torch.random.fork_rng(devices=devices):
-            yield
+        yield
     finally:
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
-        for tracker, state in tracked:
-            tracker.set_state(state)
+        before.restore()
 
 
 class ModelGenerators:

@@ -11,8 +11,6 @@ stock DeepSpeed does it.
 from __future__ import annotations
 
 import copy
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +24,7 @@ from deepspeed_bamboo.core.seating import Seat
 from deepspeed_bamboo.runtime.comm.start_workers import StartWorkers
 from deepspeed_bamboo.runtime.job.start import Start
 from deepspeed_bamboo.runtime.stock.likeness import REGISTER
-from deepspeed_bamboo.runtime.stock.random_sources import trackers
+from deepspeed_bamboo.runtime.stock.randomness import GeneratorStates
 
 BLOCK = "bamboo_block"
 """Under which name a module keeps its :class:`StartBlock`."""
@@ -94,7 +92,7 @@ class StartBlock:
         """In place of ``PipelineModule._build``: the layers of all stages of this worker."""
         before, after = _generators(), None
         for stage in self.seat.stages:
-            _set_generators(before)
+            before.restore()
             module.tied_modules, module.tied_weight_attrs = torch.nn.ModuleDict(), {}
             first, stop = module.parts[stage], module.parts[stage + 1]
             module._set_bounds(first, stop)
@@ -105,7 +103,7 @@ class StartBlock:
             if stage == self.seat.primary.stage:
                 after = _generators()
         if after is not None:
-            _set_generators(after)
+            after.restore()
         shown = [*reversed(self.layers.values())]
         module.tied_modules = torch.nn.ModuleDict({key: tied for one in shown for key, tied in one.tied.items()})
         module.tied_weight_attrs = {key: names for one in shown for key, names in one.tied_attributes.items()}
@@ -235,24 +233,6 @@ def _copied(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
     return copied
 
 
-def _generators() -> dict[str, Any]:
-    """The states of all random generators that building a layer may draw from."""
-    numpy = sys.modules.get("numpy")
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "python": random.getstate(),
-        "numpy": None if numpy is None else numpy.random.get_state(),
-        "trackers": [(tracker, tracker.state()) for tracker in trackers()],
-    }
-
-
-def _set_generators(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None:
-        torch.cuda.set_rng_state(states["cuda"])
-    random.setstate(states["python"])
-    if states["numpy"] is not None:
-        sys.modules["numpy"].random.set_state(states["numpy"])
-    for tracker, state in states["trackers"]:
-        tracker.set_state(state)
+def _generators() -> GeneratorStates:
+    on_gpu = torch.cuda.is_available()
+    return GeneratorStates.now(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
