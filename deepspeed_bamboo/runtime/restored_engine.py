@@ -65,7 +65,8 @@ class RestoredEngine(CatchingUpEngine):
         before = int(os.environ.get(REACHED) or 0)
         if before:
             steps = max(0, before - self._reached)
-            tell_once(self, f"nobody was left after {before} steps; {steps} of them are done again")
+            again = f"{steps} step is" if steps == 1 else f"{steps} steps are"
+            tell_once(self, f"nobody was left after {before} steps; {again} done again")
             fields = {"from_step": self._reached, "source": STORE, "redone": steps, "workers": [], "seconds": seconds}
             self.session.log("restored", step=before, reason="workers start anew", **fields)
 

@@ -76,7 +76,7 @@ def enter_first_epoch(
         tell_once(
             worker,
             f"redundancy is {session.config.redundancy.mode}, but one worker hosts everything, and nobody can stand in "
-            "for it: its loss ends the job. Start two workers or more, or set checkpoint.dir to go on from there",
+            f"for it: {_after_its_loss(session.config)}. Start two workers or more to survive it",
         )
     if session.config.checkpoint.memory_interval_seconds is not None and not keeps_memory(worker):
         tell_once(
@@ -84,6 +84,14 @@ def enter_first_epoch(
             "checkpoint.memory_interval_seconds is set, but with redundancy.mode off no memory checkpoints are kept: a "
             "loss of the last live copy of a stage ends the job. Set checkpoint.dir to continue from there",
         )
+
+
+def _after_its_loss(config: BambooConfig) -> str:
+    if config.waits_seconds:
+        return "its loss has the job start anew from checkpoint.dir"
+    return (
+        "its loss ends the job, which continues from checkpoint.dir if that is set and the same command is given again"
+    )
 
 
 def _paths(config: BambooConfig) -> dict[str, str | None]:
