@@ -289,6 +289,21 @@ def test_all_workers_are_killed_and_start_anew(fork_server: ForkServer) -> None:
     assert "nobody is left who can train" in outcome.output
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("agents_left", [2, 1])
+def test_one_is_killed_while_all_start_anew(fork_server: ForkServer, agents_left: int) -> None:
+    """The other fails because of it, which is no fault of its script; whoever is left starts once more."""
+    argv = [] if agents_left == 2 else ["with its agent"]
+    settings: dict[str, Any] = {"environment": {"TEST_WAITS_SECONDS": "60"}, "max_restarts": 3, "argv": argv}
+    with Machine(fork_server, workers.die_while_all_start_anew, workers=2, **settings) as machine:
+        epoch_of(machine, 0)
+        all_killed(machine)
+        wait_until(lambda: anew(machine, 2), within_seconds=60, what="the first epoch of the second start")
+        assert ranks(machine.coordinator.epoch() or FIRST) == [0, 1][:agents_left]
+        outcome = finish(machine)
+    assert outcome.exit_codes == {0: 0, 1: 0 if agents_left == 2 else -9}, outcome.output
+
+
 def anew(machine: Machine, generation: int) -> bool:
     epoch = machine.coordinator.epoch()
     return epoch is not None and epoch.trains and epoch.generation == generation

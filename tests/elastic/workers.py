@@ -298,6 +298,29 @@ def die_before_the_first_epoch(argv: list[str]) -> None:
     training.wait()
 
 
+def die_while_all_start_anew(argv: list[str]) -> None:
+    """In generation 1 the last one is killed, with its agent if ``argv`` says so, and the first one fails of it."""
+    training = FakeTraining()
+    if int(os.environ["BAMBOO_GENERATION"]) == 1 and not training.joining:
+        last = training.rank == int(os.environ["WORLD_SIZE"]) - 1
+        while last and len(training.job.members()) < int(os.environ["WORLD_SIZE"]):
+            time.sleep(0.005)
+        if last:
+            if argv:
+                os.kill(int(os.environ["BAMBOO_AGENT_PID"]), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        while len(training.job.members()) < 2 or not _is_gone(training, int(os.environ["WORLD_SIZE"]) - 1):
+            time.sleep(0.001)
+        raise RuntimeError("the last one hung up on me")
+    training.begin()
+    training.wait()
+
+
+def _is_gone(training: FakeTraining, rank: int) -> bool:
+    pids = [member.pid for member in training.job.members().values() if member.rank == rank]
+    return not all(Path(f"/proc/{pid}").exists() for pid in pids) or not pids
+
+
 def suspect_rank_1(argv: list[str]) -> None:
     """When rank 1 does not answer any more, the others say so. ``argv``: with which code it ends itself."""
     training = FakeTraining()
