@@ -83,6 +83,32 @@ class Scaled(nn.Module):
         return between * self.factor
 
 
+class Energy(nn.Module):
+    """Goes down the gradient of a function of its input, inside its forward."""
+
+    def __init__(self, *, functional: bool) -> None:
+        super().__init__()
+        self.factor, self.functional = nn.Parameter(torch.ones(16)), functional
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.functional:
+            return x - torch.func.grad(lambda inputs: (inputs.exp() * self.factor).sum())(x)
+        with torch.enable_grad():
+            inputs = x.detach().requires_grad_()
+            energy = (inputs.exp() * self.factor).sum()
+            (slope,) = torch.autograd.grad(energy, inputs, create_graph=True)
+        return x - slope
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_layers_that_take_gradients_in_their_forward_can_keep_only_their_input(functional: bool) -> None:
+    layer = Energy(functional=functional)
+    replica = StageReplica(Coordinate(0, 0), {"module": layer}, [])
+    x, results = torch.rand(3, 16), []
+    keep_only_input(replica, 0, lambda: results.append(layer(x)))
+    assert torch.equal(results[0], layer(x)) and 0 in replica.without_graph
+
+
 @pytest.mark.parametrize(
     "layer", [nn.LSTM(16, 16), nn.GRU(16, 16), nn.MultiheadAttention(16, 2, batch_first=True), Scaled()], ids=type
 )

@@ -12,6 +12,12 @@ import torch
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 from deepspeed_bamboo.runtime.stock.script_state import ScriptState, restore_script_state, script_state
 
+_NO_HOOKS = "saved tensor hooks"  # with this torch.func refuses to work inside of them
+
+
+class _GraphNeededError(RuntimeError):
+    """Something asks for a gradient through a graph that keeps nothing."""
+
 
 class RunningTotals(Protocol):
     """What forwards of the active stage add to: an engine."""
@@ -55,7 +61,14 @@ def keep_only_input(replica: StageReplica, micro_batch: int, forward: Callable[[
     Not without gradients: some kernels (an LSTM's, attention's) compute other last bits then than the owner's do.
     """
     state = state_before(replica, previous=next(reversed(replica.without_graph.values()), None))
-    with torch.autograd.graph.saved_tensors_hooks(_drop, _unused):
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_drop, _needed):
+            forward()
+    except RuntimeError as error:
+        if not isinstance(error, _GraphNeededError) and _NO_HOOKS not in str(error):
+            raise
+        # A layer takes gradients in its forward: keep the whole graph for as long as that takes.
+        restore_state(state, replica)
         forward()
     replica.without_graph[micro_batch] = state
 
@@ -64,8 +77,8 @@ def _drop(_tensor: torch.Tensor) -> None:
     """In place of a tensor that autograd would keep for a backward that will not be done with this graph."""
 
 
-def _unused(_nothing: None) -> torch.Tensor:
-    raise RuntimeError("a backward through a forward that kept only its input")
+def _needed(_nothing: None) -> torch.Tensor:
+    raise _GraphNeededError("a backward through a forward that kept only its input")
 
 
 def recompute_if_dropped(
