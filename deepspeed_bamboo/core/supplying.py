@@ -8,12 +8,63 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 
 Table = Mapping[WorkerId, Container[int]]
 """The pipelines that each worker has the data of."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a worker says of its data when workers have come.
+
+    ``own``: the pipelines that it has the data of; ``known``: the workers that it knew before; ``first``: by pipeline a
+    checksum of the coming step's first micro-batch, where that is from an iterator; ``several``: its script has passed
+    more than one iterator; ``guesses``: it came late, in a loop by the job's step, so its iterator's place is a guess.
+    """
+
+    own: tuple[int, ...]
+    known: tuple[WorkerId, ...]
+    first: Mapping[int, int]
+    several: bool = False
+    guesses: bool = False
+
+    def to_json(self) -> tuple[object, ...]:
+        """As values that can be sent."""
+        return self.own, self.known, dict(self.first), self.several, self.guesses
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> Claim:
+        """Inverse of :meth:`to_json`."""
+        own, known, first, several, guesses = value
+        return cls(tuple(own), tuple(known), dict(first), bool(several), bool(guesses))
+
+
+def trusted(claims: Mapping[WorkerId, Claim]) -> dict[WorkerId, tuple[int, ...]]:
+    """The pipelines that each worker has the data of, without those that have come with other data than the rest.
+
+    A newcomer's iterator is where the others' are if it yields the same micro-batch now. If its place is a guess, that
+    proves nothing where scripts pass one iterator after the other: the next one may begin at another step.
+    """
+    before = {worker for claim in claims.values() for worker in claim.known}
+    old = [claim for worker, claim in claims.items() if worker in before]
+    several = any(claim.several for claim in old)
+    table = {}
+    for worker, claim in claims.items():
+        kept = claim.own
+        if old and worker not in before:
+            kept = tuple(p for p in kept if _agrees(claim, p, [its.first[p] for its in old if p in its.first], several))
+        table[worker] = kept
+    return table
+
+
+def _agrees(claim: Claim, pipeline: int, others: Sequence[int], several: bool) -> bool:
+    if not others:
+        return True  # nobody else has it, or all make it from the step
+    return not (claim.guesses and several) and claim.first.get(pipeline, others[0]) in others
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,12 @@ class FedEngine(CheckpointedEngine):
         """Its size, for workers that join."""
         return BatchOfJob(self)
 
+    def micro_batches_used(self, *, since: int) -> int:
+        """How many each pipeline has used since step ``since``, at which the script's iterators began."""
+        if since:
+            return int((self.worker.step - since) * self.micro_batches)
+        return int(self.global_samples // (self.micro_batch_size * self.job_grid.pipelines))
+
     def set_dataloader(self, loader: Any) -> None:
         """Every worker keeps its own copy of the data position, since it may inherit the first or last stage."""
         self.training_dataloader = loader

@@ -61,7 +61,7 @@ class LateEngine(CatchingUpEngine):
                     "agent starts another one"
                 )
         self._begin_at(self.beginning.step)
-        self.data.start_at(self.worker.step, began=self.beginning.step, micro_batches=self.micro_batches)
+        self.data.start_at(self.worker.step, used=self.micro_batches_used(since=self.beginning.step))
 
     def _answer(self, call: int) -> Loaded:
         """(None, None) where the job loaded nothing, as where there is no checkpoint: the state comes from the others.
@@ -98,6 +98,15 @@ class LateEngine(CatchingUpEngine):
                     "with the losses that they had, and so does eval_batch",
                 )
             self._reached = step
+
+    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
+        if self.data.would_guess(iterator):
+            raise ExpelledError(
+                f"worker {self.worker.me}, which came late, is given another data iterator than before: in a loop by "
+                "engine.global_steps nobody can know to which step it belongs. Its agent starts another one, which "
+                "gets its data from the others"
+            )
+        super().set_dataiterator(iterator)
 
     def _next_batch(self) -> Any:
         with self._leaving_where_data_end():

@@ -95,7 +95,7 @@ class RedoingEngine(ConfigurableEngine):
         if memory is None and self.stored is None:
             return
         self.history.note(written=written)
-        self.history.done(step - 1, loss=self.mean_loss)
+        self.history.done(step - 1, loss=self.mean_loss, samples=self.train_batch_size())
         if memory is not None:
             memory.take_if_due()
             self.host.activate_shown()
@@ -149,7 +149,8 @@ class RedoingEngine(ConfigurableEngine):
         aside = self.evaluation_data, self.evaluation_supply, self._compute_loss, self.eval_return_logits
         self.evaluation_data = self.evaluation_supply = None
         self._compute_loss, self.eval_return_logits = True, False
-        step = self.worker.step
+        step, samples = self.worker.step, self.train_batch_size()
+        self._take_batch_size(self.history.of(step).samples)
         self.supply.agree()
         for replica in self.host.replicas():
             self.host.restart(replica, micro_batches=self.micro_batches)
@@ -157,7 +158,9 @@ class RedoingEngine(ConfigurableEngine):
         self._train_iteration()
         aggregate_losses(self)  # type: ignore[arg-type]
         self.history.note(written=self.script_writes.take_written())
-        before, loss = self.history.done(step, loss=self.mean_loss), self.mean_loss
+        loss = self.mean_loss
+        before = self.history.done(step, loss=loss, samples=self.train_batch_size())
+        self._take_batch_size(samples)
         self.session.log("redone", step=step, loss=loss)
         if before is not None and before != loss and not (math.isnan(before) and math.isnan(loss)):
             tell_once(
@@ -166,6 +169,11 @@ class RedoingEngine(ConfigurableEngine):
                 "the same bits here",
             )
         self.evaluation_data, self.evaluation_supply, self._compute_loss, self.eval_return_logits = aside
+
+    def _take_batch_size(self, samples: int | None) -> None:
+        """That of a step that is done again; the script may have changed it since."""
+        if samples not in (None, self.train_batch_size()):
+            self.set_train_batch_size(samples)
 
     def _train_iteration(self) -> None:
         raise NotImplementedError

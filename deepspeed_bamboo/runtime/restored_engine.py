@@ -12,9 +12,10 @@ import time
 from typing import Any
 
 from deepspeed_bamboo.core.grid import Grid
+from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.protocol import REACHED
 from deepspeed_bamboo.runtime.catching_up import CatchingUpEngine, Phase
-from deepspeed_bamboo.runtime.checkpoint.beginning import BEGAN, Loaded
+from deepspeed_bamboo.runtime.checkpoint.beginning import BEGAN, SEVERAL, Loaded
 from deepspeed_bamboo.runtime.checkpoint.safe_loading import no_code_from_files
 from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.job.past_results import PAST
@@ -24,6 +25,7 @@ from deepspeed_bamboo.runtime.recovery.sources import STORE
 class RestoredEngine(CatchingUpEngine):
     """See the module. Where there is no checkpoint yet this is the engine of a job that begins."""
 
+    _several = False  # the script had passed one data iterator after another
     _restored: str | None = None
 
     def _begin(self, grid: Grid) -> None:
@@ -44,11 +46,12 @@ class RestoredEngine(CatchingUpEngine):
         self._loss = float(state.get("loss", math.nan))
         self._reached = self.global_steps
         self.session.past.take(state.get(PAST, {}))
+        self._several = bool(state.get(SEVERAL))
         if self.stored is not None:
             self.stored.began_from(self._reached)
         self.beginning.take(state.get(BEGAN, {}))
         # The script's iterator is where it was when the job began.
-        self.data.start_at(self._reached, began=self.beginning.step, micro_batches=self.micro_batches)
+        self.data.start_at(self._reached, used=self.micro_batches_used(since=self.beginning.step))
         self._begin_at(self.beginning.step)
         if self.beginning.loads:
             self.publish_beginning()
@@ -71,6 +74,13 @@ class RestoredEngine(CatchingUpEngine):
             self.session.log("restored", step=before, reason="workers start anew", **fields)
 
     def _enter(self, *, counts_by_itself: bool) -> None:
+        if self._several and not counts_by_itself and not self.data.covers_every_pipeline:
+            raise ConfigError(
+                "before its checkpoint this job's script had passed one data iterator after another, and it goes by "
+                "engine.global_steps: nobody can know where the first iterator that it passes now belongs. Let the "
+                "script count its steps itself (the plugin then has it pass by what was done), or pass one iterator "
+                "that begins again (deepspeed.utils.RepeatingLoader), or training_data"
+            )
         super()._enter(counts_by_itself=counts_by_itself)
         if self.catching_up:
             tell_once(

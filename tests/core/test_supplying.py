@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.placement import Placement
-from deepspeed_bamboo.core.supplying import Delivery, deliveries, unsafe_ends
+from deepspeed_bamboo.core.supplying import Claim, Delivery, deliveries, trusted, unsafe_ends
 
 GRID = Grid(1, 4)
 MEMBERS = ["a", "b", "c", "d"]
@@ -75,3 +75,42 @@ def test_every_end_has_data_or_is_sent_it_once(pipelines: int, stages: int, data
         delivery = sent[worker, coordinate.pipeline]
         assert coordinate.pipeline in table[delivery.feeder]
         assert delivery.inputs if coordinate.stage == 0 else delivery.labels
+
+
+def test_whoever_is_there_at_the_start_is_taken_at_its_word() -> None:
+    claims = {"a": Claim((0,), (), {0: 1}), "b": Claim((0,), (), {0: 2}), "c": Claim((), (), {})}
+    assert trusted(claims) == {"a": (0,), "b": (0,), "c": ()}
+
+
+@pytest.mark.parametrize(
+    ("first", "several", "guesses", "kept"),
+    [
+        ({0: 1}, False, True, (0,)),  # one iterator, at the same place
+        ({0: 2}, False, True, ()),  # an evaluation, or the script, has taken from it
+        ({0: -1}, False, True, ()),  # it has ended
+        ({0: 1}, True, True, ()),  # the next one may begin at another step
+        ({0: 1}, True, False, (0,)),  # the script has passed them all
+        ({0: 2}, False, False, ()),
+        ({}, True, True, ()),
+        ({}, False, False, (0,)),  # made from the step
+    ],
+)
+def test_a_newcomer_has_data_if_it_is_what_the_others_have(
+    first: dict[int, int], several: bool, guesses: bool, kept: tuple[int, ...]
+) -> None:
+    known = ("a", "b")
+    claims = {
+        "a": Claim((0,), known, {0: 1}, several=several),
+        "b": Claim((), known, {}),
+        "new": Claim((0,), (), first, guesses=guesses),
+    }
+    assert trusted({w: Claim.from_json(its.to_json()) for w, its in claims.items()}) == {
+        "a": (0,),
+        "b": (),
+        "new": kept,
+    }
+
+
+def test_where_nobody_else_has_iterators_newcomers_are_believed() -> None:
+    claims = {"a": Claim((0,), ("a",), {}), "new": Claim((0,), (), {0: 7}, guesses=True)}
+    assert trusted(claims)["new"] == (0,)

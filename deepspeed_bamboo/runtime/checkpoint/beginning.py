@@ -20,6 +20,9 @@ Loaded = tuple[str | None, Any]
 BEGAN = "began"
 """Under which key it is in a checkpoint's own state, and in what is published of the job."""
 
+SEVERAL = "several iterators"
+"""Under which key a checkpoint's own state has whether the script had passed one data iterator after another."""
+
 # It travels through etcd, which takes 1.5 MB at a time.
 _MOST_BYTES = 256 * 1024
 # DeepSpeed's, and large; they are in the client state only where the script did not have them loaded.

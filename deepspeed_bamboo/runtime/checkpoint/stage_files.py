@@ -21,7 +21,7 @@ from deepspeed_bamboo.core.checkpointing import FileFact, facts_to_json
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.errors import CheckpointError
 from deepspeed_bamboo.runtime.checkpoint.automatic import STATE
-from deepspeed_bamboo.runtime.checkpoint.beginning import BEGAN, Beginning, Loaded
+from deepspeed_bamboo.runtime.checkpoint.beginning import BEGAN, SEVERAL, Beginning, Loaded
 from deepspeed_bamboo.runtime.checkpoint.in_place import IN_PLACE, Ready, rest_from, rest_to_text
 from deepspeed_bamboo.runtime.checkpoint.safe_loading import files_named_in_errors, no_code_from_files
 from deepspeed_bamboo.runtime.checkpoint.script_files import SavedFiles, facts_of_parts, name_checkpoint, tag_to_load
@@ -139,7 +139,7 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
         Raises CheckpointError for lack of memory.
         """
         own = {"seed": self.forward_seed, "loss": self.mean_loss, BEGAN: self.beginning.to_json()}
-        own[PAST] = self.session.past.pieces()
+        own[PAST], own[SEVERAL] = self.session.past.pieces(), self.data.several
         replica = self.host.owned[coordinate]
         self.host.save()
         try:

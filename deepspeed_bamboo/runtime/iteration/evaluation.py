@@ -25,6 +25,7 @@ class EvaluatedEngine(Protocol):
     """What an evaluation uses of an engine, most of it stock's."""
 
     worker: Worker
+    data: PipelineData
     programs: Programs
     executor: Executor
     monitor: Any
@@ -61,6 +62,8 @@ def go_on_as_others(engine: EvaluatedEngine, iterator: Iterator[Any] | None, *, 
     A late worker's ``iterator`` continues where the others' are, which have served evaluations before. Otherwise inputs
     and labels of different samples would meet, if it hosts one end of a pipeline and not the other. Collective.
     """
+    if iterator is not None and iterator is engine.data.iterator:
+        data.distrusted = engine.data.distrusted
     own = engine.evaluated.of(iterator)
     given: dict[str, Any] = {"data": lambda: data, "transform": lambda: engine.batch_fn}
     supply = DataSupply(engine.worker, **given)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deepspeed_bamboo.errors import ConfigError
 
@@ -16,6 +17,7 @@ DataFactory = Callable[[int, int], Iterator[Any]]
 """From a pipeline and a global step to an iterator over that pipeline's micro-batches from that step on."""
 
 Transform = Callable[[Any], Any] | None
+_COMPARED_NUMBERS = 4096
 
 
 def own_copy(batch: Any) -> Any:
@@ -63,6 +65,11 @@ class MicroBatchSource:
             self._pulled.append(own_copy(transform(batch) if transform is not None else batch))
             self.seconds += time.perf_counter() - started
         return self._pulled[micro_batch]
+
+    @property
+    def has_been_used(self) -> bool:
+        """Whether anything was pulled."""
+        return bool(self._before or self._pulled)
 
     def has_read(self, micro_batch: int) -> bool:
         """Whether :meth:`get` returns it without reading."""
@@ -139,16 +146,18 @@ class PipelineData:
         self._made: dict[int, tuple[int, MicroBatchSource]] = {}
         self._joined_late = False
         self._to_skip = 0
+        self._iterators = 0  # that the script has passed
+        self.distrusted = False  # what this worker has is other data than the others have
         self._shows_itself = False  # the script counts by itself, and has passed its iterators for all that was before
 
-    def start_at(self, step: int, *, began: int, micro_batches: int) -> None:
-        """This worker begins at global step ``step``, with data that begin at step ``began``.
+    def start_at(self, step: int, *, used: int) -> None:
+        """This worker begins at global step ``step``; others have used that many micro-batches of their iterators.
 
         With a factory, which positions itself, the user's iterator is not used at all. Without one, the iterator
-        is taken to begin at ``began``, as on the workers that did, and what those have used is skipped.
+        is taken to begin where theirs did, and what those have used is skipped.
         """
         self._joined_late = True
-        self._to_skip = (step - began) * micro_batches
+        self._to_skip = used
         self._user.first_step = step
 
     def pass_by(self, iterator: Iterator[Any] | None, *, micro_batches: int) -> None:
@@ -180,6 +189,8 @@ class PipelineData:
 
     def set_iterator(self, iterator: Iterator[Any] | None) -> None:
         """Use the user's ``iterator`` for the home pipeline from the next micro-batch on."""
+        if iterator is not None and iterator is not self._user.iterator:
+            self._iterators += 1
         self._user.set_iterator(iterator)
 
     def _skip(self) -> None:
@@ -191,7 +202,35 @@ class PipelineData:
             self._to_skip -= 1
 
     def _uses_iterator(self) -> bool:
-        return self._user.iterator is not None and not (self._joined_late and self._factory is not None)
+        late = self._joined_late and self._factory is not None
+        return self._user.iterator is not None and not late and not self.distrusted
+
+    @property
+    def several(self) -> bool:
+        """Whether the script has passed more than one iterator."""
+        return self._iterators > 1
+
+    @property
+    def guesses(self) -> bool:
+        """Whether the place of the user's iterator is a guess: this worker came late, and its script doesn't count."""
+        return self._joined_late and not self._shows_itself and self._factory is None
+
+    def would_guess(self, iterator: Iterator[Any] | None) -> bool:
+        """Whether nobody can know to which step ``iterator``, another one than before, belongs."""
+        another = iterator is not None and iterator is not self._user.iterator and self._user.has_been_used
+        return self.guesses and not self.distrusted and another
+
+    def first(self, *, step: int, transform: Transform = None) -> dict[int, int]:
+        """By pipeline a checksum of the first micro-batch of ``step``, where that is from the user's iterator.
+
+        It is then pulled, and kept for the iteration. Nothing where the iterator has ended.
+        """
+        if not self._uses_iterator():
+            return {}
+        try:
+            return {self._home: checksum_of(self.get(self._home, 0, step=step, transform=transform))}
+        except StopIteration:
+            return {self._home: -1}
 
     def set_factory(self, factory: DataFactory | None) -> None:
         """Use ``factory`` from the next iteration on."""
@@ -200,7 +239,8 @@ class PipelineData:
 
     def has(self, pipeline: int) -> bool:
         """True when there is data for ``pipeline``."""
-        return self._factory is not None or (pipeline == self._home and self._user.iterator is not None)
+        own = pipeline == self._home and self._user.iterator is not None and not self.distrusted
+        return self._factory is not None or own
 
     def get(self, pipeline: int, micro_batch: int, *, step: int, transform: Transform = None) -> Any:
         """Micro-batch ``micro_batch`` of ``pipeline`` in ``step``. Raises what iterator or factory raise."""
@@ -274,6 +314,19 @@ class PipelineData:
             source = MicroBatchSource(iterator, first_step=step)
             self._made[pipeline] = (step, source)
         return source
+
+
+def checksum_of(batch: Any) -> int:
+    """Of the beginnings of all tensors in ``batch``, and of its numbers: enough to tell micro-batches apart."""
+    total = 0
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            some = leaf.detach().reshape(-1)[:_COMPARED_NUMBERS].cpu().contiguous()
+            data = repr((tuple(leaf.shape), leaf.dtype)).encode() + some.view(torch.uint8).numpy().tobytes()
+        else:
+            data = repr(leaf).encode() if isinstance(leaf, (bool, int, float, str)) else b""
+        total = zlib.crc32(data, total)
+    return total
 
 
 def _bytes(value: Any) -> int:

@@ -10,11 +10,12 @@ from deepspeed_bamboo.runtime.stock.script_writes import Written
 @dataclass
 class PastStep:
     """``written``: by the script into its optimizers before it; ``evaluated``: how many micro-batches were evaluated
-    since the step before; ``loss``: what it had, nothing while it is yet to be done."""
+    since the step before; ``loss``: what it had, nothing while it is yet to be done; ``samples`` of it, likewise."""
 
     written: Written = ()
     evaluated: int = 0
     loss: float | None = None
+    samples: int | None = None
 
 
 @dataclass
@@ -36,18 +37,20 @@ class StepHistory:
     def plain_from(self) -> int:
         """From here on the script has done nothing before any step that would have to be done again with it."""
         past = [*self._steps.items(), (self.following, self.coming)]
-        return max((step + 1 for step, own in past if own.written or own.evaluated), default=self.first)
+        newest = next((own.samples for own in reversed(self._steps.values())), None)
+        plain = [step + 1 for step, own in past if own.written or own.evaluated or own.samples not in (None, newest)]
+        return max(plain, default=self.first)
 
     def note(self, *, written: Written = (), evaluated: int = 0) -> None:
         """Before the next step."""
         self.coming.written += written
         self.coming.evaluated += evaluated
 
-    def done(self, step: int, *, loss: float) -> float | None:
+    def done(self, step: int, *, loss: float, samples: int | None = None) -> float | None:
         """``step`` is complete, with that loss. Returns the loss that it had before, if it was done again."""
         if step != self.following:
             return self.of(step).loss
-        self.coming.loss = loss
+        self.coming.loss, self.coming.samples = loss, samples
         self._steps[step], self.coming = self.coming, PastStep()
         self.following = step + 1
         return None

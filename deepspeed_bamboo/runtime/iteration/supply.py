@@ -6,12 +6,12 @@ part that it needs. A receiver takes each one when it loads it, and keeps it unt
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepspeed_bamboo.core.supplying import Delivery, Table, deliveries, feeders, unsafe_ends
+from deepspeed_bamboo.core.supplying import Claim, Delivery, Table, deliveries, feeders, trusted, unsafe_ends
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.runtime.comm.channel import Message
 from deepspeed_bamboo.runtime.comm.layout import in_layout, layout_of
@@ -64,10 +64,31 @@ class DataSupply:
             return
         if not set(record.members) <= self._table.keys():
             first = not self._table
-            self._table = dict(self._worker.agree_on("data", self.own))
+            claims = {w: Claim.from_json(its) for w, its in self._worker.agree_on("data", self._claim).items()}
+            self._table = dict(trusted(claims))
+            self._learn_who_is_trusted(claims)
             if first:
                 self._check(self._worker.record)
         self._say_who_is_the_last()
+
+    def _claim(self) -> tuple[object, ...]:
+        data = self._data()
+        # At the job's start there is nobody to compare with.
+        first = data.first(step=self._worker.step, transform=self._transform()) if self._worker.step else {}
+        return Claim(self.own(), tuple(self._table), first, data.several, data.guesses).to_json()
+
+    def _learn_who_is_trusted(self, claims: Mapping[str, Claim]) -> None:
+        for worker, claim in claims.items():
+            if claim.own == self._table[worker]:
+                continue
+            if worker == self._worker.me:
+                self._data().distrusted = True
+            tell_once(
+                self._worker,
+                f"{worker} came late, and its data iterator is not where the others' are, or may not stay there: "
+                "it gets its data from them. In a loop by engine.global_steps nobody can know which epoch an iterator "
+                "is of, or what else was taken from it; a script that counts its steps, or training_data, shows it",
+            )
 
     def _check(self, record: EpochRecord) -> None:
         for coordinate in unsafe_ends(record.placement, self._table, members=record.members):

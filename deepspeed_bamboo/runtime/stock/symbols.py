@@ -292,7 +292,7 @@ SYMBOLS: Mapping[str, Mapping[str, str]] = {
         "_foreach_add_": "adds gradients in one launch",
         "_foreach_copy_": "copies activations to the host in one launch",
     },
-    "torch.utils._pytree": {"tree_map_only": "copies the tensors of a batch"},
+    "torch.utils._pytree": {"tree_map_only": "copies the tensors of a batch", "tree_leaves": "finds them"},
     "torch:Tensor": {"_version": "whether a tensor was changed in place"},
     "torch.nn:Module": {
         "_modules": "what a module registered besides its layers",

@@ -1,0 +1,71 @@
+"""Data of a worker that comes late: whether it is what the others have."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData, checksum_of
+from deepspeed_bamboo.runtime.iteration.step_history import StepHistory
+
+
+def batches(first: int = 0, count: int = 100) -> Iterator[Any]:
+    return iter([(torch.full((2,), float(n)), {"labels": torch.tensor(n)}) for n in range(first, first + count)])
+
+
+def test_a_late_workers_first_micro_batch_is_what_the_others_have_and_is_kept() -> None:
+    other, late = PipelineData(0), PipelineData(0)
+    other.set_iterator(batches(6))
+    late.start_at(2, used=6)
+    late.set_iterator(batches())
+    assert late.guesses and not other.guesses
+    assert late.first(step=2) == other.first(step=2) == late.first(step=2)
+    assert late.get(0, 0, step=2)[0][0] == 6 and late.get(0, 1, step=2)[0][0] == 7
+    late.forget(2)
+    assert late.first(step=3) != other.first(step=3)
+
+
+def test_an_iterator_that_has_ended_is_nobodys_and_what_is_distrusted_is_not_read() -> None:
+    late, taken = PipelineData(0), itertools.count()
+    late.start_at(3, used=9)
+    late.set_iterator((next(taken), batch) for batch in batches(count=5))  # type: ignore[misc]
+    assert late.first(step=3) == {0: -1}
+    late.distrusted = True
+    assert not late.has(0) and late.first(step=3) == {}
+    late.complete(3, step=3)
+    assert next(taken) == 5
+
+
+def test_only_a_guess_is_refused_when_another_iterator_comes() -> None:
+    one, another = batches(), batches()
+    late, counted, old = PipelineData(0), PipelineData(0), PipelineData(0)
+    for data in (late, counted):
+        data.start_at(1, used=3)
+    counted.pass_by(batches(), micro_batches=3)
+    for data in (late, counted, old):
+        assert not data.would_guess(one)
+        data.set_iterator(one)
+        data.get(0, 0, step=1)
+        assert not data.would_guess(one) and not data.would_guess(None)
+    assert [data.would_guess(another) for data in (late, counted, old)] == [True, False, False]
+    old.set_iterator(another)
+    assert old.several and not late.several
+    late.distrusted = True
+    assert not late.would_guess(another)
+
+
+def test_checksums_tell_batches_apart() -> None:
+    same = [checksum_of(batch) for batch in (next(batches()), next(batches()))]
+    others = [next(batches(1)), (torch.zeros(2, 1), {"labels": torch.tensor(0)}), (torch.zeros(2), 3)]
+    assert same[0] == same[1] and len({same[0], *map(checksum_of, others)}) == 4
+
+
+def test_a_step_is_done_again_with_its_own_number_of_samples() -> None:
+    history = StepHistory.beginning_at(0)
+    for step, samples in enumerate((4, 4, 8, 8)):
+        history.done(step, loss=1.0, samples=samples)
+    assert [history.of(step).samples for step in range(4)] == [4, 4, 8, 8] and history.of(4).samples is None
+    assert history.plain_from == 2, "who has not seen the steps before can't know their size"
