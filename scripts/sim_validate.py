@@ -39,6 +39,7 @@ SCRIPT = Path(__file__).with_name("train_sleeping.py")
 MOST_THROUGHPUT_ERROR, MOST_ERROR = 0.05, 0.2
 CALIBRATION = ("kill", "join", "drain", "join", "kill", "kill", "join", "join")  # again and again
 _MICRO_BATCHES, _PASSES = 8, 3  # a backward takes twice as long as a forward
+_QUIET_STEPS = 8  # at the start: after some quiet steps the engine knows what stages take, and places by it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.update(job_environment())
     # A rough guess, for how many incidents there is time.
     step_seconds = (_MICRO_BATCHES + arguments.workers - 1) * _PASSES * arguments.milliseconds / 1000.0
-    count = int(0.8 * arguments.steps * step_seconds / arguments.every_seconds)
+    first_seconds, every = _QUIET_STEPS * step_seconds, arguments.every_seconds
+    count = max(0, int(0.8 * (arguments.steps - _QUIET_STEPS) * step_seconds / every))
     job = SleepingJob(
         script=SCRIPT,
         seconds=(arguments.milliseconds / 1000.0,) * arguments.workers,
@@ -68,13 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name, ForkServer(PRELOAD) as server:
         folder, profile = Path(name), Path(name) / "profile.json"
         kinds = itertools.islice(itertools.cycle(CALIBRATION), count)
-        incidents = [Incident((i + 1) * arguments.every_seconds, what) for i, what in enumerate(kinds)]
+        incidents = [Incident(first_seconds + i * every, what) for i, what in enumerate(kinds)]
         first = run_job(job, incidents, server=server, folder=folder / "calibration")
         measured, join_seconds = calibrated(first, path=profile)
         results["profile"] = {**measured.to_json(), "join_seconds": join_seconds}
         print(json.dumps(results["profile"]), flush=True)
         for seed in arguments.seeds:
-            trace = drawn(seed, workers=arguments.workers, count=count, every_seconds=arguments.every_seconds)
+            workers = arguments.workers
+            trace = drawn(seed, workers=workers, count=count, first_seconds=first_seconds, every_seconds=every)
             happened = run_job(job, trace, server=server, folder=folder / f"seed{seed}")
             found = compare(job, happened, profile, join_seconds=join_seconds)
             results[f"seed {seed}"] = {**asdict(found), "incidents": happened.incidents}

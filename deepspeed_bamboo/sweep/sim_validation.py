@@ -74,10 +74,10 @@ class Happened:
     join_seconds: list[float] = field(default_factory=list)
 
 
-def drawn(seed: int, *, workers: int, count: int, every_seconds: float) -> tuple[Incident, ...]:
+def drawn(seed: int, *, workers: int, count: int, first_seconds: float, every_seconds: float) -> tuple[Incident, ...]:
     """Incidents, about ``every_seconds`` apart, with half of the workers left at least, and one more at most."""
     source = random.Random(seed)
-    alive, at, found = workers, every_seconds, []
+    alive, at, found = workers, first_seconds, []
     for _ in range(count):
         possible = ["kill", "drain"] if alive > workers else ["join"] if alive <= max(2, workers // 2) else None
         what = source.choice(possible or ["kill", "kill", "join", "join", "drain"])
