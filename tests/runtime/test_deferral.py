@@ -129,7 +129,9 @@ class _Worker:
         self.waiting = False
         self.arrival = _Arrival()
         coordinate = Coordinate(0, 1)
-        self.replica = StageReplica(coordinate, {"optimizer": object(), "pipe_buffers": {}}, [])
+        self.replica = StageReplica(
+            coordinate, {"optimizer": object(), "pipe_buffers": {}, "module": torch.nn.Linear(1, 1)}, []
+        )
         self.interruption = Interruption()
         updates = SimpleNamespace(flush=self._accumulate, covers=lambda _: True, drop=lambda _: self.log.append("drop"))
         host = SimpleNamespace(
