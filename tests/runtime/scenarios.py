@@ -365,15 +365,18 @@ def fix_times(seconds: list[float]) -> None:
     PassTimes.sample = fixed
 
 
-def train_by_count(training: Training, waits: dict[str, int], by_engine: bool = False) -> dict[str, Any]:
+def train_by_count(
+    training: Training, waits: dict[str, int], by_engine: bool = False, one_iterator: bool = False
+) -> dict[str, Any]:
     """As a script that knows nothing of the plugin: counts its steps, one iterator to train and one to evaluate.
 
-    ``by_engine``: it goes by the engine's step.
+    ``by_engine``: it goes by the engine's step. ``one_iterator``: the same one for both.
     """
     engine = build(training)
     make = models.tokens if training.layers.startswith("tied") else models.vectors
     iterator = models.micro_batches(make, pipeline=0, first_step=0, count=training.micro_batches)
     evaluated = models.micro_batches(make, pipeline=100, first_step=0, count=training.micro_batches)
+    evaluated = iterator if one_iterator else evaluated
     losses, evaluations = [], []
     for step in iter(lambda: engine.global_steps, training.steps) if by_engine else range(training.steps):
         wait_for_joiners(engine, waits.get(str(step), 0))

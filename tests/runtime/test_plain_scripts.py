@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from tests.runtime.jobs import JobResult, Jobs
 from tests.runtime.scenarios import Training, train_by_count, train_until_stopped
 
@@ -37,8 +39,8 @@ def test_a_script_that_counts_its_steps_catches_up_when_it_joins_and_ends_with_t
         assert result.values[rank]["losses"] == expected.common("losses")
         assert result.values[rank]["evaluations"] == expected.common("evaluations")
     late = result.values[3]
-    assert len(late["losses"]) == 7 and late["losses"][-2:] == expected.common("losses")[-2:]
-    assert late["evaluations"][-1] == expected.common("evaluations")[-1]
+    assert late["losses"] == expected.common("losses"), "of the steps before it came, too"
+    assert late["evaluations"] == expected.common("evaluations")
     assert late["hosted"] != [], "it has a part in the job"
 
 
@@ -54,6 +56,22 @@ def test_one_iterator_for_all_evaluations_goes_on_where_it_is_on_the_others(jobs
     assert result.values[1]["evaluations"] == evaluations and len(set(evaluations)) == 4
     late = result.values[2]
     assert late["hosted"] and late["evaluations"] == evaluations[4 - len(late["evaluations"]) :] != []
+
+
+@pytest.mark.sweep
+def test_a_late_worker_whose_iterator_is_elsewhere_gets_its_data_from_the_others(jobs: Jobs) -> None:
+    """One iterator serves training and evaluations, so its place can't be known from the job's step."""
+    kill = {"step": 1, "pipeline": 0, "stage": 0, "at": "backward", "micro_batch": 1}
+    training = Training("mixed-1x2", 2, steps=7, evaluate_before=(0, 2, 5), faults=[kill])
+    plain = dataclasses.replace(training, name="mixed-plain", faults=[])
+    expected = jobs.run(train_by_count, world=2, training=plain, waits={}, one_iterator=True)
+    more = {"joining": 1, "joining_after_deaths": 1, "waits": {"3": 1}, "by_engine": True, "one_iterator": True}
+    result = jobs.run(train_by_count, world=2, training=training, **more)
+    assert result.survivors == [1, 2], result.transcript()
+    assert result.common("digest") == expected.common("digest") and result.values[2]["hosted"]
+    assert result.values[1]["losses"] == expected.common("losses")
+    assert result.values[1]["evaluations"] == expected.common("evaluations")
+    assert "it gets its data from them" in result.transcript()
 
 
 def test_what_comes_after_the_loop_is_done_when_the_job_is_stopped(jobs: Jobs) -> None:

@@ -63,11 +63,10 @@ class DataSupply:
         if not self._worker.protects:
             return
         if not set(record.members) <= self._table.keys():
-            first = not self._table
             claims = {w: Claim.from_json(its) for w, its in self._worker.agree_on("data", self._claim).items()}
             self._table = dict(trusted(claims))
             self._learn_who_is_trusted(claims)
-            if first:
+            if not any(claim.known for claim in claims.values()):  # the job begins
                 self._check(self._worker.record)
         self._say_who_is_the_last()
 
