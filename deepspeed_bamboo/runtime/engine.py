@@ -167,7 +167,18 @@ class BambooPipelineEngine(RedoingEngine):
         self.checkpoints = automatic_checkpoints(self.worker, copy=self.copy_of)
         if self.checkpoints is not None and self.session.config.goes_back:
             self.stored = StoredStates(self.worker, self.checkpoints, self.load_in_place)
+        balancing = Balancing(
+            self.worker,
+            times=self.executor.times,
+            beside=self._take_seconds_beside,
+            device_memory=DeviceMemory(
+                self.worker,
+                kept_bytes=lambda: self.executor.times.kept_bytes,
+                usable_bytes=usable_bytes_of(self.device),
+            ),
+        )
         known: dict[str, Known] = {
+            "balancing": balancing,
             "modes": self.modes,
             "owner_changes": self.owner_changes,
             "beginning": self.beginning,
@@ -182,16 +193,7 @@ class BambooPipelineEngine(RedoingEngine):
         self.reconfiguration = Reconfiguration(
             self.worker,
             transfer=self.transfer,
-            balancing=Balancing(
-                self.worker,
-                times=self.executor.times,
-                beside=self._take_seconds_beside,
-                device_memory=DeviceMemory(
-                    self.worker,
-                    kept_bytes=lambda: self.executor.times.kept_bytes,
-                    usable_bytes=usable_bytes_of(self.device),
-                ),
-            ),
+            balancing=balancing,
             modes=self.modes,
             world=self.world,
             known=self.common.to_json,

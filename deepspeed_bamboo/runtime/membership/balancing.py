@@ -62,6 +62,7 @@ class Balancing:
         self._placement: Placement | None = None
         self._timed: Placement | None = None  # the placement of which spans are
         self._spans: list[float] = []
+        self._explained = False  # whether the handover is known by them
         self._handover: float | None = None
         self._looked_at: tuple[Any, ...] | None = None
         self._written: tuple[Mapping[WorkerId, float], float | None] | None = None
@@ -86,6 +87,21 @@ class Balancing:
     def _simulated(self) -> bool:
         """Whether an iteration is small enough to be simulated now and then."""
         return bool(2 * len(self._worker.grid) * self._worker.micro_batches <= _MOST_PASSES)
+
+    def to_json(self) -> dict[str, Any]:
+        """What a worker that joins has to know, since it may be the next one that decides where stages go."""
+        return {
+            "stages": {str(stage): list(passes) for stage, passes in self._measured.stages.items()},
+            "handover": self._handover,
+        }
+
+    def take(self, value: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`to_json`."""
+        stages = {
+            int(stage): (float(forward), float(backward)) for stage, (forward, backward) in value["stages"].items()
+        }
+        self._measured = replace(self._measured, stages=stages)
+        self._handover = value["handover"]
 
     def is_due(self, record: EpochRecord) -> bool:
         """Whether something has changed since the last call: who takes part, or what is known."""
@@ -139,10 +155,14 @@ class Balancing:
         """What all passes of an iteration have taken: once it is known of a placement, it shows what messages cost."""
         placement = self._worker.placement
         if placement is not self._timed:
-            self._timed, self._spans = placement, []
-        self._spans.append(seconds)
+            self._timed, self._spans, self._explained = placement, [], False
+        if self._explained:
+            return
+        # Who has joined may know the times of all stages only later than the first spans: so the last ones count.
+        self._spans = [*self._spans[1 - _SPANS :], seconds]
         profile = self._measured.profile(self._worker.grid.stages)
         if len(self._spans) == _SPANS and profile is not None and self._simulated and not profile.speeds:
+            self._explained = True
             self._handover = with_handover(
                 profile, placement, micro_batches=self._worker.micro_batches, seconds=median(self._spans)
             ).handover

@@ -1,0 +1,63 @@
+"""What one worker knows of the times of stages: also one that has joined, whenever it came to know them."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+from deepspeed_bamboo.core.grid import Grid
+from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.runtime.membership.balancing import Balancing
+
+STAGES, MICRO_BATCHES = 4, 4
+GRID = Grid(1, STAGES)
+
+
+def balancing(placement: Placement) -> Balancing:
+    record = SimpleNamespace(number=1, members=("a", "b", "c"))
+    worker: Any = SimpleNamespace(
+        grid=GRID, micro_batches=MICRO_BATCHES, placement=placement, record=record, is_reporter=False
+    )
+    unused: Any = SimpleNamespace()
+    return Balancing(worker, times=unused, beside=dict, device_memory=unused)
+
+
+def on_two() -> Placement:
+    """Two stages each, and a third worker stands by."""
+    return Placement.of(GRID, owners=dict(zip(GRID, "aabb", strict=True)), shadows={})
+
+
+def iteration(*stages: int, seconds: float = 0.6) -> dict[str, dict[str, Any]]:
+    """What both contribute in an iteration in which these stages were measured."""
+    owner = "aabb"
+    its = {name: [(stage, 0.01, 0.02) for stage in stages if owner[stage] == name] for name in "ab"}
+    return {**{name: {"passes": (passes, seconds), "beside": {}} for name, passes in its.items()}, "c": {}}
+
+
+def test_who_joins_knows_what_the_others_have_measured() -> None:
+    old, new = balancing(on_two()), balancing(on_two())
+    for _ in range(3):
+        old.note(iteration(0, 1, 2, 3))
+    assert old.profile is not None and new.profile is None
+    new.take(json.loads(json.dumps(old.to_json())))
+    assert new.profile == old.profile
+    new.note(iteration(0, 1, 2, 3))
+    assert new.profile is not None
+
+
+def test_times_that_are_known_late_are_a_reason_to_look_at_the_placement() -> None:
+    """Stages 2 and 3 are measured only after the first iterations of a placement, which nobody changes."""
+    own = balancing(on_two())
+    record: Any = SimpleNamespace(number=1)
+    assert own.is_due(record)
+    for _ in range(4):
+        own.note(iteration(0, 1))
+        assert not own.is_due(record)
+    for _ in range(3):
+        own.note(iteration(2, 3))
+    own.note(iteration(0, 1, 2, 3))
+    assert own.profile is not None
+    assert own.is_due(record)
+    own.note(iteration(0, 1, 2, 3))
+    assert not own.is_due(record)
