@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -212,16 +213,44 @@ def find_etcd() -> str:
     return found
 
 
+_LOWEST_PORT = 10_000
+_FEW_PORTS = 1_000
+_PORTS_TRIED = 20
+_OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
 def free_port(host: str) -> int:
     """A TCP port on ``host`` that was free a moment ago; the caller must cope with losing it to somebody else."""
     return free_ports(host, count=1)[0]
 
 
 def free_ports(host: str, *, count: int) -> list[int]:
-    """So many different ports, each as :func:`free_port`; an empty host stands for all addresses."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    """So many different ports, each as :func:`free_port`; an empty host stands for all addresses.
+
+    Where possible they are none of those that the system gives to outgoing connections: on a busy machine the next
+    connection of any process could take one before it is listened at.
+    """
     with contextlib.ExitStack() as held:
-        probes = [held.enter_context(socket.socket(family, socket.SOCK_STREAM)) for _ in range(count)]
-        for probe in probes:
-            probe.bind((host, 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+        return [int(held.enter_context(_bound(host)).getsockname()[1]) for _ in range(count)]
+
+
+def _bound(host: str) -> socket.socket:
+    """A socket at a free port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    choices = range(_LOWEST_PORT, _first_outgoing_port())
+    # Not Python's own generator, which belongs to the script.
+    some = random.SystemRandom().sample(choices, _PORTS_TRIED) if len(choices) > _FEW_PORTS else []
+    probe = socket.socket(family, socket.SOCK_STREAM)
+    for port in some:
+        with contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return probe
+    probe.bind((host, 0))
+    return probe
+
+
+def _first_outgoing_port() -> int:
+    try:
+        return int(_OUTGOING_PORTS.read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        return 49152  # by RFC 6335

@@ -135,6 +135,18 @@ def test_a_port_taken_at_the_last_moment_is_replaced(monkeypatch: pytest.MonkeyP
             probe.connect(("127.0.0.1", server.endpoint.port))
 
 
+def test_free_ports_are_none_of_those_that_outgoing_connections_get(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outgoing = tmp_path / "range"
+    monkeypatch.setattr(server_module, "_OUTGOING_PORTS", outgoing)
+    outgoing.write_text("20000\t60999\n")
+    ports = server_module.free_ports("127.0.0.1", count=6)
+    assert len(set(ports)) == 6 and all(10_000 <= port < 20_000 for port in ports)
+    outgoing.write_text("1024\t60999\n")  # then any will do
+    assert len(set(server_module.free_ports("::1" if socket.has_ipv6 else "", count=2))) == 2
+
+
 def test_a_folder_whose_name_is_too_long_for_a_socket_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,6 +101,44 @@ class RatesByHand(Habit):
         self.held.param_groups[1]["betas"] = (0.9 - step / 20, 0.99)
 
 
+class ClippingByHand(Habit):
+    """Another bound for gradients in each step."""
+
+    dtype = torch.bfloat16
+
+    def optimizer(self) -> dict[str, Any]:
+        return {"type": "SGD", "params": {"lr": 0.3}}  # unlike Adam, it does not even out how gradients are scaled
+
+    def stepped(self, engine: Any, step: int) -> None:
+        engine.optimizer.clip_grad = 0.01 * (5 - step)
+
+
+class CountsEvaluations(Block):
+    """On whose number its output depends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("evaluations", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.evaluations += 1
+        return super().forward(x) / (1 + 0.1 * self.evaluations)
+
+
+class Evaluating(Habit):
+    """An evaluation after each step, which leaves traces in the model."""
+
+    def layers(self) -> list[Any]:
+        return [*(LayerSpec(CountsEvaluations) for _ in range(5)), LayerSpec(Last)]
+
+    def started(self, engine: Any, optimizer: Any) -> None:
+        self.data = _batches(100, first=0, dtype=self.dtype)
+
+    def stepped(self, engine: Any, step: int) -> None:
+        engine.eval_batch(self.data)
+
+
 class CountingHooks(Habit):
     """Hooks that share what they keep: forwards count, gradients are scaled by the average of their norms."""
 
@@ -477,6 +515,8 @@ _KINDS = (
     *(
         Habit,
         RatesByHand,
+        ClippingByHand,
+        Evaluating,
         CountingHooks,
         LateHooks,
         GlobalHooks,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 
 from deepspeed_bamboo.coordination import JobCoordinator, JobFailure
 from deepspeed_bamboo.coordination.etcd import EtcdStore
-from deepspeed_bamboo.coordination.server import PrivateEtcd
+from deepspeed_bamboo.coordination.server import PrivateEtcd, free_port
 from deepspeed_bamboo.protocol import EXIT_DRAINED
 
 Body = Callable[..., Any]
@@ -106,7 +105,7 @@ class Jobs:
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_port("127.0.0.1")),
             "TEST_DIRECTORY": str(directory),
         }
         where = [dict(zip(("BAMBOO_NODE", "BAMBOO_ZONE"), site.split("/"), strict=True)) for site in sites]
@@ -240,9 +239,3 @@ def _collect(directory: Path, codes: list[int | None]) -> JobResult:
         {rank: json.loads(path.read_text(encoding="utf-8")) for rank, path in values.items() if path.exists()},
         {rank: (directory / f"output{rank}").read_text(encoding="utf-8", errors="replace") for rank in ranks},
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -80,6 +80,26 @@ def test_what_hooks_keep_goes_where_their_stage_goes(jobs: Jobs, habit: str, fau
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("at", ["forward", "backward", "step"])
+def test_clipping_by_hand_acts_on_what_was_taken_over(jobs: Jobs, stage: int, at: str) -> None:
+    settings = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    fault = {**kill(2, stage, at), **({"micro_batch": 1} if at != "step" else {})}
+    result = jobs.run(compare_habit, world=3, habit="ClippingByHand", stages=3, settings=settings, faults=[fault])
+    assert result.codes.count(-9) == 1, result.transcript()
+    assert all(value["plugin"]["losses"] == value["stock"]["losses"] for value in result.values.values())
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_an_evaluation_changes_it_changes_once(jobs: Jobs, stage: int) -> None:
+    fault = {**kill(2, stage, "forward"), "micro_batch": 1}  # the first forward of that step is an evaluation's
+    result = jobs.run(compare_habit, world=3, habit="Evaluating", stages=3, faults=[fault])
+    assert result.codes.count(-9) == 1, result.transcript()
+    assert all(value["plugin"]["losses"] == value["stock"]["losses"] for value in result.values.values())
+
+
+@pytest.mark.sweep
 def test_hooks_that_change_a_global_variable_are_refused_in_the_first_steps(jobs: Jobs) -> None:
     result = jobs.run(compare_habit, world=3, habit="GlobalHooks", stages=3, faults=[])
     assert result.codes == [1, 1, 1], result.transcript()

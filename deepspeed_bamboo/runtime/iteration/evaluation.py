@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from deepspeed_bamboo.runtime.iteration.executor import Executor
 from deepspeed_bamboo.runtime.iteration.losses import mean_over_pipelines, to_host
 from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
 from deepspeed_bamboo.runtime.iteration.programs import Programs
+from deepspeed_bamboo.runtime.iteration.recompute import BufferState, restore_state, state_before
 from deepspeed_bamboo.runtime.iteration.step_history import StepHistory
 from deepspeed_bamboo.runtime.iteration.supply import DataSupply
 from deepspeed_bamboo.runtime.iteration.worker import Worker
@@ -82,8 +83,12 @@ def evaluate(engine: EvaluatedEngine, request: EvaluationRequest) -> Any:
     shared = request.compute_loss and (request.broadcast or engine.monitor.wanted)
     shared = shared or (request.reduce_output is not None and engine.is_data_parallel)
 
+    before: dict[int, tuple[StageReplica, BufferState]] = {}
+
     def outputs_here() -> dict[str, Any]:
         kept.clear()
+        if engine.worker.protects:
+            _start_again(engine.worker.host.owners(), before)
         _run_forwards(engine, request)
         for replica in _last_stages(engine):
             engine.worker.host.activate(replica)
@@ -111,6 +116,15 @@ def evaluate(engine: EvaluatedEngine, request: EvaluationRequest) -> Any:
 def _prepare(engine: EvaluatedEngine, request: EvaluationRequest) -> None:
     engine.eval_return_logits = request.return_logits
     engine._compute_loss = request.compute_loss
+
+
+def _start_again(owners: Iterable[StageReplica], before: dict[int, tuple[StageReplica, BufferState]]) -> None:
+    """A forward may change buffers and more, and counts once though a loss has it repeated."""
+    for replica in owners:
+        if id(replica) in before:
+            restore_state(before[id(replica)][1], replica)
+        else:
+            before[id(replica)] = replica, state_before(replica, previous=None)
 
 
 def _run_forwards(engine: EvaluatedEngine, request: EvaluationRequest) -> None:

@@ -14,7 +14,7 @@ from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.recovery.acquaintances import Acquaintances
 from deepspeed_bamboo.runtime.recovery.shadow_rebuild import ShadowRebuild, with_rebuilt
-from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
+from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer, check_copied
 
 
 class RedundancyRepair:
@@ -74,17 +74,18 @@ class RedundancyRepair:
         copied: list[tuple[EpochRecord, Placement]] = []
         started = time.perf_counter()
 
-        def copy() -> None:
+        def copy() -> tuple[str, ...]:
             copied.clear()
             current = worker.record
             self._strike("protect")
             self._drop_unlisted_shadows()
             target = worker.protected(current.members)
             missing = target.shadows_beyond(worker.placement)
-            self._transfer.copy_shadows(worker.placement, shadows=missing, label=str(worker.activity.index))
+            problems = self._transfer.copy_shadows(worker.placement, shadows=missing, label=str(worker.activity.index))
             copied.append((current, target))
+            return problems
 
-        worker.agree_on("protect", copy)
+        check_copied(problem for problems in worker.agree_on("protect", copy).values() for problem in problems)
         if not copied or worker.record is not copied[0][0]:
             return
         current, target = copied[0]

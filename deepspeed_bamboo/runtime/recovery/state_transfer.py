@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement, WorkerId
@@ -18,13 +18,24 @@ from deepspeed_bamboo.runtime.stock.replica import StageReplica
 def checked_alike(coordinate: Coordinate, replica: StageReplica | None, found: tuple[str, ...]) -> StageReplica:
     """``replica``. Raises ShadowError where it is not what its owner is."""
     if replica is None or found:
-        raise ShadowError(
-            f"a replica of {coordinate} has to be made on another worker than at the start, and can't be made there as "
-            f"its owner is: {'; '.join(found)}. Do what makes the difference in the layer's own constructor (its "
-            "LayerSpec), or to layers of every stage alike: a worker makes such a layer like one of its own stages. "
-            "With checkpoint.dir the same command continues from the last checkpoint"
-        )
+        raise _unlike(f"a replica of {coordinate}", found)
     return replica
+
+
+def check_copied(problems: Iterable[str]) -> None:
+    """Raise ShadowError where :meth:`StateTransfer.copy_shadows` has found ``problems``, on whichever workers."""
+    found = tuple(sorted(set(problems)))
+    if found:
+        raise _unlike("a shadow", found)
+
+
+def _unlike(what: str, found: tuple[str, ...]) -> ShadowError:
+    return ShadowError(
+        f"{what} has to be made on another worker than at the start, and can't be made there as its owner is: "
+        f"{'; '.join(found)}. Do what makes the difference in the layer's own constructor (its LayerSpec), or to "
+        "layers of every stage alike: a worker makes such a layer like one of its own stages. With checkpoint.dir the "
+        "same command continues from the last checkpoint"
+    )
 
 
 class StateTransfer:

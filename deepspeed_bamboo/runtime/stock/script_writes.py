@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from deepspeed_bamboo.runtime.stock.clipping import ClippingByHand
 from deepspeed_bamboo.runtime.stock.description import basic_optimizer
 from deepspeed_bamboo.runtime.stock.held_objects import HeldObjects
 from deepspeed_bamboo.runtime.stock.hosting import StageHost
@@ -56,6 +57,7 @@ class ScriptWrites:
         self._host = host
         self._tell = tell
         self._said: set[str] = set()
+        self._wrapper: Any = None  # what the script was given
         self._optimizer: Any = None  # the script's, or the one for which that stands
         self._held: HeldObjects | None = None
         self._scheduler: Any = None  # an object of the script's
@@ -67,13 +69,14 @@ class ScriptWrites:
         self._shows: int | None = None  # the optimizer, by id, whose values the script's shows
         self._left: dict[int, Values] = {}  # by source, by id: what it held when nobody but the script could change it
         self._written: list[tuple[Any, Values]] = []  # since the last step: sources, and what they held then
+        self._clipping = ClippingByHand()
         self.hold(optimizer)
         for replica in host.owners():
             self.note(replica)
 
     def hold(self, optimizer: Any) -> None:
         """``optimizer``, DeepSpeed's wrapper or a plain one, is what the script has in its hands from now on."""
-        self._optimizer = basic_optimizer(optimizer)
+        self._wrapper, self._optimizer = optimizer, basic_optimizer(optimizer)
         self._note_made(self._optimizer)
         self._host.save()
         built = self._host.built()
@@ -120,6 +123,7 @@ class ScriptWrites:
         for source in self._sources():
             self._note_written(source)
             self._used[id(source)] = self._carry_from(source)
+        self._clipping.follow(self._wrappers(), self._host.owners())
 
     def take_written(self) -> Written:
         """What the script has written since the last call, for :meth:`write_again`."""
@@ -159,6 +163,8 @@ class ScriptWrites:
                 else:
                     followed[key] = self._followed.get(key, now)
         self._followed = followed
+        host = self._host
+        self._clipping.stepped(self._wrappers(), list(host.replicas()), shadows=list(host.shadows.values()))
         if self._scheduler is not None and not self._host.owned:
             self._scheduler.step()  # nobody else does, on a worker that stands by
         if self._detached():
@@ -172,6 +178,13 @@ class ScriptWrites:
         first = self._host.shown() if self._host.owned else None
         shown = None if first is None else first.attributes["basic_optimizer"]
         return [optimizer for optimizer in dict.fromkeys((self._optimizer, shown)) if optimizer is not None]
+
+    def _wrappers(self) -> list[Any]:
+        """DeepSpeed's, of the optimizers that the script may write to."""
+        sources = self._sources()
+        ours = [one for one in self._host.built() if any(one.attributes["basic_optimizer"] is s for s in sources)]
+        held = [] if any(one.attributes["optimizer"] is self._wrapper for one in ours) else [self._wrapper]
+        return [wrapper for wrapper in (*held, *(one.attributes["optimizer"] for one in ours)) if wrapper is not None]
 
     def _detached(self) -> bool:
         """True where the script's optimizer is none of the stages that this worker owns."""

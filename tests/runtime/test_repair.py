@@ -1,0 +1,51 @@
+"""Shadows that can't be made again are never counted as there."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deepspeed_bamboo.core.grid import Grid
+from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.errors import ShadowError
+from deepspeed_bamboo.runtime.recovery.redundancy_repair import RedundancyRepair
+
+MEMBERS = ("a", "b", "c")
+
+
+@pytest.mark.parametrize("problems", [(), ("0.1 (of b, its shadow on a): layer 3 has another class",)])
+def test_a_shadow_that_is_not_what_its_owner_is_is_an_error_for_all(problems: tuple[str, ...]) -> None:
+    grid, placed, events = Grid(1, 3), list[Placement](), list[str]()
+    protected = Placement.initial(grid, MEMBERS)
+    worker: Any = SimpleNamespace(
+        links=SimpleNamespace(acquaint=lambda who: None),
+        me="c",
+        record=SimpleNamespace(members=MEMBERS),
+        placement=Placement.initial(grid, MEMBERS, protected=False),
+        view=SimpleNamespace(place=placed.append),
+        protects=True,
+        protected=lambda members: protected,
+        activity=SimpleNamespace(index=4),
+        host=SimpleNamespace(shadows={}, owners=list),
+        agree_on=lambda kind, value: {"a": problems, "b": (), "c": value()},
+        log_event=lambda event, **fields: events.append(event),
+        session=SimpleNamespace(worker="c"),
+        is_reporter=False,
+        step=5,
+        news=SimpleNamespace(),
+    )
+    repair = RedundancyRepair(
+        worker,
+        shadow_rebuild=SimpleNamespace(end=lambda: None),  # type: ignore[arg-type]
+        transfer=SimpleNamespace(copy_shadows=lambda placement, shadows, label: ()),  # type: ignore[arg-type]
+        last_loss=lambda: None,
+    )
+    if problems:
+        with pytest.raises(ShadowError, match="layer 3 has another class"):
+            repair.repair()
+        assert placed == []
+    else:
+        repair.repair()
+        assert placed == [protected] and events == ["protected"]
