@@ -75,7 +75,7 @@ def test_a_job_that_lost_a_stage_and_its_shadow_goes_on(jobs: Jobs, tmp_path: Pa
     counting = jobs.run(train_with_checkpoints, world=3, training=TRAINING, folder=str(again), by_count=True)
     losses = {str(step): loss for step, loss in enumerate(expected.common("losses"))}
     assert resumed.common("losses") == {step: losses[step] for step in ("4", "5", "6", "7")}, resumed.transcript()
-    assert counting.common("losses") == {**losses, **dict.fromkeys(("0", "1", "2", "3"), losses["3"])}
+    assert counting.common("losses") == losses, "those of before, too, though nothing is done twice"
     for result in (resumed, counting):
         assert result.common("digest") == expected.common("digest") and result.common("steps") == 8
         assert "this job goes on from step 4" in result.transcript()
