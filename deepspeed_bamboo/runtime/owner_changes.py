@@ -29,6 +29,7 @@ from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.membership.starting import refuse_unlike
 from deepspeed_bamboo.runtime.recovery.stage_state import checksum
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
+from deepspeed_bamboo.runtime.stock.clipping import clipping_of
 from deepspeed_bamboo.runtime.stock.gradients import master_weights
 from deepspeed_bamboo.runtime.stock.hook_values import (
     HookReading,
@@ -363,5 +364,5 @@ def _version(replica: StageReplica) -> tuple[int, str]:
 def _schedule(replica: StageReplica) -> str:
     """The state of the stage's scheduler, which a script may set back or step, and how gradients are clipped."""
     scheduler = replica.attributes["lr_scheduler"]
-    clip = getattr(replica.attributes["optimizer"], "clip_grad", None)
-    return repr((None if scheduler is None else scheduler.state_dict(), clip))
+    clipping = clipping_of(replica.attributes["optimizer"])
+    return repr((None if scheduler is None else scheduler.state_dict(), clipping))

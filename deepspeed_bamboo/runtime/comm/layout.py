@@ -17,9 +17,7 @@ None for the usual ones, and for a tensor with gaps or overlaps, of which a copy
 def layout_of(tensor: torch.Tensor) -> Layout:
     """The layout of ``tensor``."""
     strides = tensor.stride()
-    if tensor.is_contiguous() and strides == _usual(tensor.shape):
-        return None
-    return strides if is_layout(tensor.shape, strides) else None
+    return strides if strides != _usual(tensor.shape) and is_layout(tensor.shape, strides) else None
 
 
 def is_layout(shape: Sequence[int], strides: Sequence[int]) -> bool:

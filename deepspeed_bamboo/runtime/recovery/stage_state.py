@@ -13,6 +13,7 @@ import torch
 from deepspeed_bamboo.runtime.comm.encoding import Slot
 from deepspeed_bamboo.runtime.comm.layout import in_layout, layout_of
 from deepspeed_bamboo.runtime.stock.attributes import COUNTERS
+from deepspeed_bamboo.runtime.stock.clipping import clipping_of
 from deepspeed_bamboo.runtime.stock.gradients import accept_scale_state, master_weights, scale_state
 from deepspeed_bamboo.runtime.stock.hook_values import accept_hook_state, hook_state
 from deepspeed_bamboo.runtime.stock.plain_values import (
@@ -68,7 +69,7 @@ def pack_rest(replica: StageReplica) -> dict[str, Any]:
         "micro_offset": replica.micro_offset,
         "values": plain_values(attributes["module"]),
         "hooks": hook_state(attributes["module"]),
-        "clip": getattr(attributes["optimizer"], "clip_grad", None),
+        "clip": clipping_of(attributes["optimizer"]),
         "own": [plain_of_the_script(holder) for holder in (attributes["basic_optimizer"], scheduler)],
     }
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
+from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
 
@@ -33,7 +34,7 @@ class ClippingByHand:
             self._used[id(source)] = now
 
     def stepped(
-        self, sources: Sequence[Any], replicas: Sequence[StageReplica], *, shadows: Collection[StageReplica]
+        self, sources: Sequence[Any], replicas: Iterable[StageReplica], *, shadows: Container[Coordinate]
     ) -> None:
         """After a step: its shadows have followed what counted in it."""
         followed: dict[tuple[int, int], Any] = {}
@@ -41,7 +42,7 @@ class ClippingByHand:
             now = clipping_of(source)
             for replica in replicas:
                 key = id(source), id(replica.attributes["optimizer"])
-                is_shadow = any(replica is shadow for shadow in shadows)
+                is_shadow = replica.coordinate in shadows
                 followed[key] = self._used.get(id(source), now) if is_shadow else self._followed.get(key, now)
         self._followed = followed
 

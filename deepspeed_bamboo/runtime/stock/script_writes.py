@@ -163,8 +163,7 @@ class ScriptWrites:
                 else:
                     followed[key] = self._followed.get(key, now)
         self._followed = followed
-        host = self._host
-        self._clipping.stepped(self._wrappers(), list(host.replicas()), shadows=list(host.shadows.values()))
+        self._clipping.stepped(self._wrappers(), list(self._host.replicas()), shadows=self._host.shadows)
         if self._scheduler is not None and not self._host.owned:
             self._scheduler.step()  # nobody else does, on a worker that stands by
         if self._detached():
