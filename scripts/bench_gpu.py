@@ -141,6 +141,8 @@ def worker(rank: int, workers: int, port: int, endpoint: str, arguments: argpars
     for _ in range(arguments.rounds):
         for name, entry in engines.items():
             times[name].append(timed(entry, data, arguments.steps))
+            if rank == 0:
+                print(f"{name}: {1000.0 * times[name][-1]:.2f} ms", flush=True)
     if arguments.trace is not None:
         for name, entry in engines.items():
             trace(entry["engine"], data, arguments.trace / f"{name}-rank{rank}.json")
@@ -157,11 +159,11 @@ def build(name: str, arguments: argparse.Namespace, rank: int) -> dict[str, Any]
 
     from deepspeed_bamboo.models.transformer import token_loss, transformer_layers
     from deepspeed_bamboo.runtime.initialize import initialize_with
-    from deepspeed_bamboo.runtime.recovery.take_over import Failover
+    from deepspeed_bamboo.runtime.recovery.world_entry import WorldEntry
     from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
 
     # Variants share the process, and stock needs its process groups to the end.
-    Failover.enter_world = lambda self, record: None  # type: ignore[method-assign]
+    WorldEntry.enter = lambda self, record: None  # type: ignore[method-assign]
     os.environ.update(BAMBOO_JOB=f"bench-{name}", BAMBOO_WORKER=f"{name}-{rank}")
     before = allocated()
     torch.manual_seed(1234)

@@ -5,12 +5,13 @@ Who is slow is found by ``core/slowness.py``. A job that is slow as a whole (loa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.core.slowness import Slowness
+from deepspeed_bamboo.core.spans import Spans
 from deepspeed_bamboo.core.timing import Profile
 
 Passes = tuple[float, float]
@@ -23,34 +24,70 @@ _HANDOVER_SECONDS, _HANDOVER_SHARE = 1e-3, 0.1  # of a message: at least so long
 
 
 @dataclass(frozen=True)
+class Iteration:
+    """One iteration as a whole.
+
+    Args:
+        seconds: from its first pass to its last.
+        micro_batches: of each pipeline.
+        predicted: how many times as long iterations take if that worker has that speed.
+    """
+
+    seconds: float
+    micro_batches: int
+    predicted: Callable[[WorkerId, float], float]
+
+
+@dataclass(frozen=True)
 class Measured:
     """``stages``: what passes take on a worker that is not slow.
 
     ``first`` are the samples of stages that are not known yet, ``slowness`` is how workers were in the last
-    iterations, ``seen`` the stages that each had in the last one.
+    iterations, ``seen`` the stages that each had in the last one, ``spans`` what whole iterations took.
     """
 
     stages: Mapping[int, Passes] = field(default_factory=dict)
     first: Mapping[int, tuple[Passes, ...]] = field(default_factory=dict)
     slowness: Slowness = field(default_factory=Slowness)
     seen: Mapping[WorkerId, tuple[int, ...]] = field(default_factory=dict)
+    spans: Spans = field(default_factory=Spans)
 
     @property
     def speeds(self) -> Mapping[WorkerId, float]:
         """Of the workers that are slow, below 1."""
         return self.slowness.speeds
 
-    def after(self, samples: Mapping[WorkerId, Mapping[int, Passes]], *, members: Collection[WorkerId]) -> Measured:
-        """With what one more iteration of ``members`` has shown: of each worker the passes of its stages, if any."""
+    def after(
+        self,
+        samples: Mapping[WorkerId, Mapping[int, Passes]],
+        *,
+        members: Collection[WorkerId],
+        iteration: Iteration | None = None,
+    ) -> Measured:
+        """With what one more iteration of ``members`` has shown: of each worker the passes of its stages, if any.
+
+        Without ``iteration`` what a worker's passes take is believed alone.
+        """
         known = self._with_first(samples)
         seen = {**{w: its for w, its in self.seen.items() if w in members}, **{w: tuple(samples[w]) for w in samples}}
         moved = [worker for worker in samples if worker in self.seen and self.seen[worker] != seen[worker]]
-        slowness = self.slowness.forget(moved).after(known._ratios(samples), members=members)
+        slowness, spans = self.slowness.forget(moved), self.spans
+        if iteration is None:
+            slowness = slowness.after(known._ratios(samples), members=members)
+        else:
+            spread = (iteration.micro_batches, tuple(sorted(seen.values())))
+            spans = after = spans.after(spread, seconds=iteration.seconds)
+            predicted = iteration.predicted
+            slowness = slowness.after(
+                known._ratios(samples),
+                members=members,
+                shows=lambda worker, speed: after.show(spread, predicted=predicted(worker, speed)),
+            )
         stages = dict(known.stages)
         for worker, its in samples.items():
             if worker not in slowness.speeds and slowness.newest(worker) < _AS_EVER:
                 stages.update({s: _drifted(stages[s], passes) for s, passes in its.items() if s in stages})
-        return replace(known, stages=stages, slowness=slowness, seen=seen)
+        return replace(known, stages=stages, slowness=slowness, seen=seen, spans=spans)
 
     def profile(self, stages: int) -> Profile | None:
         """For placing; None until every stage is known."""

@@ -13,7 +13,7 @@ first iterations of a worker.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
@@ -34,6 +34,14 @@ _LEAST_SECONDS = 0.02
 _IN_A_ROW = 4
 
 
+Shows = Callable[[WorkerId, float], bool]
+"""Whether iterations take longer as they would if that worker had that speed, 1 being as fast as before."""
+
+
+def _always(_: WorkerId, __: float) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Slowness:
     """What was seen of each worker. ``speeds``: of those that are slow, below 1. ``paces``: logarithms of what its
@@ -45,11 +53,14 @@ class Slowness:
     beyond: Mapping[WorkerId, tuple[float, ...]] = field(default_factory=dict)
     idle: Mapping[WorkerId, int] = field(default_factory=dict)  # iterations in which a slow one had nothing to do
 
-    def after(self, ratios: Mapping[WorkerId, float], *, members: Collection[WorkerId]) -> Slowness:
+    def after(
+        self, ratios: Mapping[WorkerId, float], *, members: Collection[WorkerId], shows: Shows = _always
+    ) -> Slowness:
         """With one more iteration, in which the passes of a worker took ``ratios`` times what they should.
 
         The past of a slow worker stays as it was before that, so that it can be seen to be well again. A verdict stays
-        until it is clearly over, or the worker has had no work for so long that nobody can know.
+        until it is clearly over, or the worker has had no work for so long that nobody can know. ``shows`` has the last
+        word on who is slow.
         """
         own = {worker: math.log(ratio) - self._usual(worker) for worker, ratio in ratios.items()}
         common = _medians_of_others(own)
@@ -70,7 +81,9 @@ class Slowness:
                 del speeds[worker]
                 beyond[worker] = ()
             elif worker not in self.speeds and seen._is_slow(worker):
-                speeds[worker] = math.exp(-median(its[-_WINDOWS[0][0] :]))
+                speed = math.exp(-median(its[-_WINDOWS[0][0] :]))
+                if shows(worker, speed):
+                    speeds[worker] = speed
         return Slowness(speeds, paces, beyond, idle)
 
     def newest(self, worker: WorkerId) -> float:

@@ -197,6 +197,12 @@ FAULTS: dict[str, tuple[dict[str, Any], bool, str, str]] = {
         "the secret S must be a file that nobody else can read",
         "use chmod 600",
     ),
+    "25 too few queues of a GPU": (
+        {"environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}},
+        True,
+        "CUDA_DEVICE_MAX_CONNECTIONS is 1",
+        "set it to 8 or more",
+    ),
 }
 
 

@@ -119,8 +119,8 @@ class DeviceLanes:
         self._in_order = self.receives_in_order
         self.aborted = False
         self._sending: list[tuple[Any, torch.Tensor]] = []
-        forth = self._group(store, "forth", first=first, timeout_seconds=timeout_seconds)
-        back = self._group(store, "back", first=first, timeout_seconds=timeout_seconds)
+        forth = self._group(store, "forth", first=first, sending=first, timeout_seconds=timeout_seconds)
+        back = self._group(store, "back", first=first, sending=not first, timeout_seconds=timeout_seconds)
         self._out, self._in = (forth, back) if first else (back, forth)
         self._in_common_order = (forth, back)
         self._token: torch.Tensor | None = None
@@ -187,8 +187,12 @@ class DeviceLanes:
         threading.Thread(target=run, name="bamboo-abort-lane", daemon=True).start()
 
     @staticmethod
-    def _group(store: Any, name: str, *, first: bool, timeout_seconds: float) -> Any:
+    def _group(store: Any, name: str, *, first: bool, sending: bool, timeout_seconds: float) -> Any:
         options = c10d.ProcessGroupNCCL.Options()
+        # A device has few queues (8, unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise), which streams share. A receive
+        # must never stand behind a send in one: two workers that send to each other would wait for ever. Streams of
+        # different priority share none.
+        options.is_high_priority_stream = sending
         options._timeout = timedelta(seconds=timeout_seconds)
         if DeviceLanes.most_blocks is not None:
             options.config.max_ctas = DeviceLanes.most_blocks

@@ -17,11 +17,11 @@ from typing import Any
 from deepspeed.utils import logger
 
 from deepspeed_bamboo.coordination import EpochRecord
-from deepspeed_bamboo.core.measuring import Measured
+from deepspeed_bamboo.core.measuring import Iteration, Measured
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.placing.holding import MeasuredMemory, Memory
 from deepspeed_bamboo.core.slowness import DATA, SCRIPT, Cause, Delays
-from deepspeed_bamboo.core.timing import Profile, with_handover
+from deepspeed_bamboo.core.timing import Profile, iteration_seconds, slowest_seconds, with_handover
 from deepspeed_bamboo.runtime.iteration.pass_times import PassTimes
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
@@ -135,7 +135,9 @@ class Balancing:
         self._note_memory({w: agreed[w][_MEMORY] for w in samples if agreed[w].get(_MEMORY)})
         span = max(value[_PASSES][1] for value in agreed.values() if value.get(_PASSES))
         self._note_span(span)
-        before, self._measured = self._measured.speeds, self._measured.after(samples, members=agreed.keys())
+        iteration = Iteration(span, self._worker.micro_batches, self._predicted)
+        before = self._measured.speeds
+        self._measured = self._measured.after(samples, members=agreed.keys(), iteration=iteration)
         self._tell_changes(before, self._measured.speeds)
         beside = {worker: agreed[worker][_BESIDE] for worker in samples}
         named = self._delays.found
@@ -150,6 +152,18 @@ class Balancing:
         self._memory = self._memory.after(seen, worker.placement, micro_batches=worker.micro_batches)
         if self.memory is not None and self.memory != before and self._worker.is_reporter:
             self._worker.log_event("memory", **self.memory.to_json())
+
+    def _predicted(self, worker: WorkerId, speed: float) -> float:
+        """How many times as long an iteration takes if ``worker`` has that ``speed``; 1 if nothing is known."""
+        profile, placement = self.profile, self._worker.placement
+        if profile is None:
+            return 1.0
+        slowed = replace(profile, speeds={**profile.speeds, worker: speed})
+        if not self._simulated:
+            return slowest_seconds(placement, slowed) / slowest_seconds(placement, profile)
+        micro_batches = self._worker.micro_batches
+        usual = iteration_seconds(placement, profile, micro_batches=micro_batches)
+        return iteration_seconds(placement, slowed, micro_batches=micro_batches) / usual
 
     def _note_span(self, seconds: float) -> None:
         """What all passes of an iteration have taken: once it is known of a placement, it shows what messages cost."""

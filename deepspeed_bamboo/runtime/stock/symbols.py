@@ -287,6 +287,7 @@ SYMBOLS: Mapping[str, Mapping[str, str]] = {
     _NCCL_OPTIONS: {
         "_timeout": "bounds every wait",
         "config": "how many thread blocks a transfer may use",
+        "is_high_priority_stream": "sends share no queue of the device with receives",
     },
     "torch": {
         "_foreach_add_": "adds gradients in one launch",
