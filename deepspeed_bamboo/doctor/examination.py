@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from deepspeed_bamboo.doctor.builds import check_build_locks
 from deepspeed_bamboo.doctor.clouds import check_cloud
 from deepspeed_bamboo.doctor.coordinator import check_coordinator
 from deepspeed_bamboo.doctor.finding import Check, Finding
@@ -22,6 +23,7 @@ CHECKS: tuple[Check, ...] = (
     check_software,
     check_gpus,
     check_nccl_settings,
+    check_build_locks,
     check_system,
     check_network,
     check_secret,

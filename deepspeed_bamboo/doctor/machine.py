@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Protocol
 
 import psutil
@@ -68,6 +71,9 @@ class Machine(Protocol):
 
     def secret_problem(self, environment: Mapping[str, str]) -> str | None:
         """What is wrong with the file of the secret that machines share; None where nothing is, or there is no file."""
+
+    def build_locks(self, environment: Mapping[str, str]) -> tuple[tuple[Path, float], ...]:
+        """The locks of builds of torch extensions, and their age in seconds."""
 
 
 class ThisMachine:
@@ -151,3 +157,14 @@ class ThisMachine:
         except ConfigError as error:
             return str(error)
         return None
+
+    def build_locks(self, environment: Mapping[str, str]) -> tuple[tuple[Path, float], ...]:
+        """See :class:`Machine`. They are where torch.utils.cpp_extension has them."""
+        own = environment.get("TORCH_EXTENSIONS_DIR")
+        caches = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        found = Path(own).glob("*/lock") if own else (caches / "torch_extensions").glob("*/*/lock")
+        locks = []
+        for path in sorted(found):
+            with contextlib.suppress(OSError):  # its build has just ended
+                locks.append((path, time.time() - path.stat().st_mtime))
+        return tuple(locks)

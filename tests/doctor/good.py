@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from deepspeed_bamboo.config.section import BambooConfig
@@ -28,6 +29,7 @@ class FakeMachine:
     shared_bytes: int | None = 8 * GIB
     synchronised: bool | None = True
     wrong_secret: str | None = None
+    locks: tuple[tuple[Path, float], ...] = ((Path("/cache/py311_cu130/cpu_adam/lock"), 60.0),)
 
     def python(self) -> tuple[int, ...]:
         return self.python_version
@@ -61,6 +63,9 @@ class FakeMachine:
 
     def secret_problem(self, environment: Mapping[str, str]) -> str | None:
         return self.wrong_secret
+
+    def build_locks(self, environment: Mapping[str, str]) -> tuple[tuple[Path, float], ...]:
+        return self.locks
 
 
 SETTINGS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -203,6 +204,12 @@ FAULTS: dict[str, tuple[dict[str, Any], bool, str, str]] = {
         "CUDA_DEVICE_MAX_CONNECTIONS is 1",
         "set it to 8 or more",
     ),
+    "26 a lock that a killed build left": (
+        {"machine": FakeMachine(locks=((Path("/cache/py311_cu130/cpu_adam/lock"), 7200.0),))},
+        True,
+        "/cache/py311_cu130/cpu_adam/lock is 2.0 h old",
+        "rm /cache/py311_cu130/cpu_adam/lock",
+    ),
 }
 
 
@@ -365,3 +372,16 @@ def test_layers_and_memory_are_looked_at_where_the_model_is_named(
     assert "alexnet has 8 layers, too few for 16 stages" in capsys.readouterr().out
     assert main(["doctor", "--model", "alexnett"]) == 1
     assert "did you mean 'alexnet'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_locks_of_builds_are_found_where_torch_has_them(tmp_path: Path, *, own: bool) -> None:
+    folder = tmp_path / "cpu_adam" if own else tmp_path / "torch_extensions" / "py311_cpu" / "cpu_adam"
+    folder.mkdir(parents=True)
+    environment = {"TORCH_EXTENSIONS_DIR" if own else "XDG_CACHE_HOME": str(tmp_path)}
+    assert ThisMachine().build_locks(environment) == ()
+    lock = folder / "lock"
+    lock.touch()
+    os.utime(lock, (0.0, 0.0))
+    [(path, age_seconds)] = ThisMachine().build_locks(environment)
+    assert path == lock and age_seconds > 1e9
