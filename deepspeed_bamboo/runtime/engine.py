@@ -164,9 +164,10 @@ class BambooPipelineEngine(RedoingEngine):
     def _make_parts_of_changes(self) -> None:
         self.supply = DataSupply(self.worker, data=lambda: self.data, transform=lambda: self.batch_fn)
         self._survive_losses()
-        self.checkpoints = automatic_checkpoints(self.worker, copy=self.copy_of)
+        self.stage_files = self._make_stage_files()
+        self.checkpoints = automatic_checkpoints(self.worker, copy=self.stage_files.copy_of)
         if self.checkpoints is not None and self.session.config.goes_back:
-            self.stored = StoredStates(self.worker, self.checkpoints, self.load_in_place)
+            self.stored = StoredStates(self.worker, self.checkpoints, self.stage_files.load_in_place)
         balancing = Balancing(
             self.worker,
             times=self.executor.times,

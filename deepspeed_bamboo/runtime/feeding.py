@@ -6,8 +6,9 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
 from deepspeed_bamboo.core.grid import Grid
-from deepspeed_bamboo.runtime.checkpoint.stage_files import CheckpointedEngine
 from deepspeed_bamboo.runtime.iteration.micro_batches import DataFactory, PipelineData, check_complete, missing_data
 from deepspeed_bamboo.runtime.iteration.supply import DataSupply
 from deepspeed_bamboo.runtime.iteration.training_data import data_set_factory
@@ -41,7 +42,7 @@ class BatchOfJob:
             self._engine.set_train_batch_size(self._size)
 
 
-class FedEngine(CheckpointedEngine):
+class FedEngine(PipelineEngine):  # type: ignore[misc]
     """The part of the engine that is given data; see the module."""
 
     # The engine's; whose they are is said there.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +17,7 @@ from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.slowness import DATA, SCRIPT, Cause
 from deepspeed_bamboo.eventlog.log import EventLog
+from deepspeed_bamboo.runtime.checkpoint.stage_files import Around, StageFiles
 from deepspeed_bamboo.runtime.feeding import FedEngine
 from deepspeed_bamboo.runtime.iteration.activity import Round
 from deepspeed_bamboo.runtime.iteration.worker import Worker
@@ -24,6 +27,9 @@ from deepspeed_bamboo.runtime.job.view import CurrentView
 from deepspeed_bamboo.runtime.recovery.agreed_digest import agreed_digest
 from deepspeed_bamboo.runtime.recovery.whole_state import collect_whole_state
 from deepspeed_bamboo.runtime.stock.hosted_view import in_thread_of_script
+from deepspeed_bamboo.runtime.stock.hosting import StageHost
+from deepspeed_bamboo.runtime.stock.script_writes import ScriptWrites
+from deepspeed_bamboo.runtime.stock.stock_files import StockFiles
 
 _LAST_MESSAGES_SECONDS = 5.0
 
@@ -44,9 +50,14 @@ def at_work(method: Method) -> Method:
 class ScriptEngine(FedEngine):
     """The part of the engine that scripts call besides training; see the module."""
 
-    _working = 0
+    # The engine's; whose they are is said there.
     view: CurrentView
     worker: Worker
+    stage_files: StageFiles
+    script_writes: ScriptWrites
+    _stage_host: StageHost | None = None
+    optimizer_source: Any = None
+    _working = 0
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -112,15 +123,97 @@ class ScriptEngine(FedEngine):
         self.session.close()
         garbage.take_back()
 
-    @at_work
-    def save_checkpoint(self, *arguments: Any, **options: Any) -> Any:
-        """See :meth:`CheckpointedEngine.save_checkpoint`."""
-        return super().save_checkpoint(*arguments, **options)
+    def _make_stage_files(self) -> StageFiles:
+        """The part that saves and loads, on top of what stock's engine does for one stage."""
+        stock: Any = super()
+        return StageFiles(
+            self.worker,
+            stock=StockFiles(stock, attributes=self.__dict__),
+            transfer=self.transfer,
+            beginning=self.beginning,
+            around=Around(
+                data=lambda: self.data,
+                numbers=lambda: {"seed": self.forward_seed, "loss": self.mean_loss},
+                repair=self.redundancy_repair.repair,
+                loaded=self.forget_memory,
+                alike=self.owner_changes.note,
+            ),
+        )
 
     @at_work
-    def load_checkpoint(self, *arguments: Any, **options: Any) -> Any:
-        """See :meth:`CheckpointedEngine.load_checkpoint`."""
-        return super().load_checkpoint(*arguments, **options)
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As stock's, and surviving losses; every worker calls it. Returns True.
+
+        The file ``latest`` changes, at once, only when all stages are on disk, and with them a manifest that has the
+        checksum of each file (none with a checkpoint engine that writes later).
+        """
+        options = {"exclude_frozen_parameters": exclude_frozen_parameters}
+        state = {} if client_state is None else client_state
+        self.stage_files.save(Path(save_dir), tag, client_state=state, latest=save_latest, options=options)
+        return True
+
+    @at_work
+    def load_checkpoint(
+        self, load_dir: str | os.PathLike[str], tag: str | None = None, *arguments: Any, **options: Any
+    ) -> tuple[str | None, Any]:
+        """As stock's, and surviving losses; every worker calls it, between iterations. Shadows get what owners read.
+
+        Where a checkpoint has a manifest its files are checked first. Without ``tag`` the newest whole one is taken if
+        the one that ``latest`` names is damaged; a warning says what is wrong with it. Returns (None, None), and says
+        so, only where nothing was ever saved.
+
+        Raises CheckpointError when ``tag`` is damaged, when no checkpoint is whole, and when some workers find a
+        checkpoint and others none, or another one.
+        """
+        return self.stage_files.load(load_dir, tag, arguments=arguments, options=options)
+
+    def refresh_shadows(self) -> None:
+        """Give shadows the state of their owners; collective, between iterations.
+
+        Needed only where a script changes weights or optimizer state itself after ``initialize``: training and
+        ``load_checkpoint`` keep shadows up to date.
+        """
+        self.stage_files.refresh_shadows()
+
+    def _save_checkpoint(self, save_dir: str, tag: str, **options: Any) -> None:
+        """Called by stock in the middle of saving."""
+        self.stage_files.save_all(save_dir, tag, **options)
+
+    def _save_zero_checkpoint(self, save_path: str, tag: str) -> None:
+        """Called by stock after the above, which has done it."""
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        """Stock's; it writes into the directory itself, which what is captured does not have."""
+        if not self.stage_files.captures:
+            super()._copy_recovery_script(save_path)
+
+    def _load_checkpoint(self, load_dir: str, tag: str, **options: Any) -> tuple[str | None, Any]:
+        """Called by stock in the middle of loading."""
+        return self.stage_files.load_files(load_dir, tag, **options)
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        """As stock's, also after ``initialize``; the shadows follow before the next step."""
+        host = self._stage_host
+        if host is None or not host.building:
+            self.optimizer_source = client_optimizer
+        if host is None or host.building:
+            super()._configure_optimizer(client_optimizer, model_parameters)
+            return
+        with self.working():
+            host.building = True  # nobody else takes part
+            try:
+                super()._configure_optimizer(client_optimizer, model_parameters)
+            finally:
+                host.building = False
+            host.adopt_optimizer()
+        self.script_writes.hold(self.optimizer)
 
     def whole_state_dict(self) -> dict[str, torch.Tensor]:
         """The weights and buffers of the whole model by name, on the host of the worker that is the reporter.

@@ -23,7 +23,6 @@ from typing import Any
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.replica_differences import strayed
-from deepspeed_bamboo.runtime.for_scripts import ScriptEngine
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.membership.starting import refuse_unlike
@@ -40,7 +39,6 @@ from deepspeed_bamboo.runtime.stock.hook_values import (
     separate_hooks,
     unsendable_changes,
 )
-from deepspeed_bamboo.runtime.stock.hosting import StageHost
 from deepspeed_bamboo.runtime.stock.outline import Outline, outline_of
 from deepspeed_bamboo.runtime.stock.plain_values import PlainValues, accept_plain_values
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
@@ -323,30 +321,6 @@ class OwnerChanges:
             # A forward may change them (a counter, a cache); hooks and structure it does not.
             module.pop("attributes")
         return repr(described)
-
-
-class ConfigurableEngine(ScriptEngine):
-    """The part of the engine that a script may still configure after ``initialize``."""
-
-    _stage_host: StageHost | None = None
-    optimizer_source: Any = None
-
-    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        """As stock's, also after ``initialize``; the shadows follow before the next step."""
-        host = self._stage_host
-        if host is None or not host.building:
-            self.optimizer_source = client_optimizer
-        if host is None or host.building:
-            super()._configure_optimizer(client_optimizer, model_parameters)
-            return
-        with self.working():
-            host.building = True  # nobody else takes part
-            try:
-                super()._configure_optimizer(client_optimizer, model_parameters)
-            finally:
-                host.building = False
-            host.adopt_optimizer()
-        self.script_writes.hold(self.optimizer)
 
 
 def _checksums(replica: StageReplica) -> tuple[int, int]:

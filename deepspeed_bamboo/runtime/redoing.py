@@ -11,20 +11,21 @@ from deepspeed_bamboo.core.contributions import merged
 from deepspeed_bamboo.core.memory_rounds import MemoryProgress
 from deepspeed_bamboo.runtime.checkpoint.automatic import AutomaticCheckpoints
 from deepspeed_bamboo.runtime.checkpoint.in_place import StoredStates
+from deepspeed_bamboo.runtime.for_scripts import ScriptEngine
 from deepspeed_bamboo.runtime.iteration.activity import ActivityState
 from deepspeed_bamboo.runtime.iteration.losses import aggregate_losses, stage_losses
 from deepspeed_bamboo.runtime.iteration.mode_choice import ModeChoice
 from deepspeed_bamboo.runtime.iteration.step_history import StepHistory
 from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.membership.reconfiguration import Reconfiguration
-from deepspeed_bamboo.runtime.owner_changes import ConfigurableEngine, OwnerChanges
+from deepspeed_bamboo.runtime.owner_changes import OwnerChanges
 from deepspeed_bamboo.runtime.recovery.memory_rounds import MemoryRounds, limit_bytes
 from deepspeed_bamboo.runtime.recovery.restore import WayBack
 from deepspeed_bamboo.runtime.recovery.take_over import Failover
 from deepspeed_bamboo.runtime.stock.script_writes import ScriptWrites
 
 
-class RedoingEngine(ConfigurableEngine):
+class RedoingEngine(ScriptEngine):
     """See the module. ``memory`` is None where no memory checkpoints are kept, ``stored`` where there is no store."""
 
     # The engine's; whose they are is said there.

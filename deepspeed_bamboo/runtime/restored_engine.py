@@ -16,7 +16,6 @@ from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.protocol import REACHED
 from deepspeed_bamboo.runtime.catching_up import CatchingUpEngine, Phase
 from deepspeed_bamboo.runtime.checkpoint.beginning import BEGAN, SEVERAL, Loaded
-from deepspeed_bamboo.runtime.checkpoint.safe_loading import no_code_from_files
 from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.job.past_results import PAST
 from deepspeed_bamboo.runtime.recovery.sources import STORE
@@ -41,7 +40,7 @@ class RestoredEngine(CatchingUpEngine):
         if self.checkpoints is None:
             return
         started, written = time.perf_counter(), self.script_writes.written()
-        state = self.checkpoints.restore(tag, self._load_without_code)
+        state = self.checkpoints.restore(tag, self.stage_files.load_without_code)
         self.forward_seed = state.get("seed", self.forward_seed)
         self._loss = float(state.get("loss", math.nan))
         self._reached = self.global_steps
@@ -54,7 +53,7 @@ class RestoredEngine(CatchingUpEngine):
         self.data.start_at(self._reached, used=self.micro_batches_used(since=self.beginning.step))
         self._begin_at(self.beginning.step)
         if self.beginning.loads:
-            self.publish_beginning()
+            self.stage_files.publish_beginning()
         self._restored = f"{self.session.config.checkpoint.dir}/{tag}"
         seconds = time.perf_counter() - started
         tell_once(self, f"this job goes on from step {self._reached}, from {self._restored} ({seconds:.1f} s)")
@@ -88,10 +87,6 @@ class RestoredEngine(CatchingUpEngine):
                 f"the script counts its steps itself: train_batch returns at once for steps {self._calls} to "
                 f"{self._reached - 1}, with the losses that they had, and so does eval_batch",
             )
-
-    def _load_without_code(self, directory: str, *, tag: str) -> tuple[str | None, Any]:
-        with no_code_from_files(self):
-            return self.load_whole(directory, tag=tag)
 
     @property
     def _is_behind(self) -> bool:

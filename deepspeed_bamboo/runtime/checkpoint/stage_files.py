@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from deepspeed_bamboo.core.checkpointing import FileFact, facts_to_json
 from deepspeed_bamboo.core.grid import Coordinate
@@ -25,211 +23,253 @@ from deepspeed_bamboo.runtime.checkpoint.beginning import BEGAN, SEVERAL, Beginn
 from deepspeed_bamboo.runtime.checkpoint.in_place import IN_PLACE, Ready, rest_from, rest_to_text
 from deepspeed_bamboo.runtime.checkpoint.safe_loading import files_named_in_errors, no_code_from_files
 from deepspeed_bamboo.runtime.checkpoint.script_files import SavedFiles, facts_of_parts, name_checkpoint, tag_to_load
+from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
+from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.job.past_results import PAST
 from deepspeed_bamboo.runtime.recovery.stage_state import unpack_rest
-from deepspeed_bamboo.runtime.stock.attributes import COUNTERS
+from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 from deepspeed_bamboo.runtime.stock.captured import CapturedFiles
-from deepspeed_bamboo.runtime.stock.patches.tied_weights import tied_weights_from_files
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
+from deepspeed_bamboo.runtime.stock.stock_files import StockFiles
 from deepspeed_bamboo.storage.folders import Fill
 from deepspeed_bamboo.storage.manifest import Manifest
 from deepspeed_bamboo.storage.place import tag_of
 
 
-class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
-    """The part of the engine that saves and loads; see the module."""
+@dataclass(frozen=True)
+class Around:
+    """What else a checkpoint concerns.
 
-    checkpoint_engine: Any  # stock's constructor sets it; it has no types
-    beginning: Beginning  # the engine's
-    _saved_facts: dict[str, FileFact] = {}  # noqa: RUF012 - replaced, never changed
+    ``data`` returns the script's, whose position moves. ``numbers`` returns the plugin's own: the seed, and the loss of
+    the last iteration. ``repair`` makes shadows anew after a loss meanwhile; ``loaded`` is called when owners and
+    shadows have another state than training has brought, ``alike`` when they are alike again.
+    """
 
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """As stock's, and surviving losses; every worker calls it. Returns True.
+    data: Callable[[], PipelineData]
+    numbers: Callable[[], dict[str, Any]]
+    repair: Callable[[], object]
+    loaded: Callable[[], None]
+    alike: Callable[[], None]
 
-        The file ``latest`` changes, at once, only when all stages are on disk, and with them a manifest that has the
-        checksum of each file (none with a checkpoint engine that writes later).
+
+class StageFiles:
+    """One worker's part in checkpoints; see the module.
+
+    Args:
+        worker: whose stages are saved and loaded.
+        stock: saves and loads one stage.
+        transfer: brings what owners have loaded to their shadows.
+        beginning: what the script loaded when the job began.
+        around: what else changes.
+    """
+
+    def __init__(
+        self, worker: Worker, *, stock: StockFiles, transfer: StateTransfer, beginning: Beginning, around: Around
+    ) -> None:
+        self._worker = worker
+        self._stock = stock
+        self._transfer = transfer
+        self._beginning = beginning
+        self._around = around
+        self._facts: dict[str, FileFact] = {}  # of the files that have just been saved
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def save(
+        self, folder: Path, tag: str | None, *, client_state: dict[str, Any], latest: bool, options: dict[str, Any]
+    ) -> None:
+        """Save all stages as checkpoint ``tag``, and have the file ``latest`` name it; collective.
+
+        ``options`` are stock's. Raises CheckpointError when a file can't be written.
         """
         started = time.perf_counter()
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        decoupled = self.checkpoint_engine.is_decoupled()  # it commits later, and then writes the file itself
-        super().save_checkpoint(
-            os.fspath(save_dir),
-            tag=tag,
-            client_state={} if client_state is None else client_state,
-            save_latest=save_latest and decoupled,
-            exclude_frozen_parameters=exclude_frozen_parameters,
+        tag = f"global_step{self._worker.step}" if tag is None else str(tag)
+        decoupled = self._stock.checkpoint_engine.is_decoupled()  # it commits later, and then writes the file itself
+        self._stock.save(
+            os.fspath(folder), tag=tag, client_state=client_state, save_latest=latest and decoupled, **options
         )
         if not decoupled:
-            self._name(Path(save_dir), tag, latest=save_latest)
-        self._tell("saved", Path(save_dir) / tag, started)
-        self.redundancy_repair.repair()  # if somebody was lost meanwhile
-        return True
+            self._name(folder, tag, latest=latest)
+        self._tell("saved", folder / tag, started)
+        self._around.repair()  # if somebody was lost meanwhile
 
     def _name(self, folder: Path, tag: str, *, latest: bool) -> None:
-        facts, self._saved_facts = self._saved_facts, {}
-        grid = (self.job_grid.pipelines, self.job_grid.stages)
-        manifest = Manifest(tag, self.global_steps, grid, facts, named=latest)
+        worker = self._worker
+        facts, self._facts = self._facts, {}
+        manifest = Manifest(tag, worker.step, (worker.grid.pipelines, worker.grid.stages), facts, named=latest)
 
         def write() -> str:
             try:
-                if self.is_reporter:
+                if worker.is_reporter:
                     name_checkpoint(folder, manifest, tag=tag, latest=latest)
             except CheckpointError as error:
                 return str(error)
             return ""
 
-        problem = next((problem for _, problem in sorted(self.worker.agree_on("latest", write).items()) if problem), "")
+        problem = next((problem for _, problem in sorted(worker.agree_on("latest", write).items()) if problem), "")
         if problem:
             raise CheckpointError(f"checkpoint {tag!r} is saved, but not named: {problem}")
 
-    def _save_checkpoint(self, save_dir: str, tag: str, **options: Any) -> None:
-        """Called by stock in the middle of saving: all files of all stages, those of ZeRO included."""
+    def save_all(self, folder: str, tag: str, **options: Any) -> None:
+        """In the middle of stock's saving: all files of all stages, those of ZeRO included; collective."""
         saved: set[Coordinate] = set()
-        stock = self.checkpoint_engine
-        files = SavedFiles(stock, Path(save_dir) / tag)
+        stock = self._stock.checkpoint_engine
+        files = SavedFiles(stock, Path(folder) / tag)
 
         def save_owned() -> dict[str, Any]:
-            for replica in self.host.owners():
+            for replica in self._worker.host.owners():
                 if replica.coordinate not in saved:
-                    with _said_what_failed(replica.coordinate, save_dir, tag):
-                        self._save_replica(replica, save_dir, tag, **options)
+                    with _said_what_failed(replica.coordinate, folder, tag):
+                        self._save_replica(replica, folder, tag, **options)
                     saved.add(replica.coordinate)
             return facts_to_json(files.facts)
 
-        if not stock.is_decoupled():
-            self.checkpoint_engine = files
-        try:
-            self._saved_facts = facts_of_parts(self.worker.agree_on("save", save_owned))
-        finally:
-            self.checkpoint_engine = stock
-        self.activate_first()
+        with nullcontext() if stock.is_decoupled() else self._stock.through(files):
+            self._facts = facts_of_parts(self._worker.agree_on("save", save_owned))
+        self._worker.host.activate_shown()
 
-    def _save_replica(self, replica: StageReplica, save_dir: str, tag: str, **options: Any) -> None:
-        self.worker.strike_if_scripted(replica.coordinate, "save")
-        with self.host.hosting(replica):
-            self._create_checkpoint_file(save_dir, tag, False)
-            super()._save_checkpoint(save_dir, tag, **options)
-            if self.save_zero_checkpoint:
-                super()._save_zero_checkpoint(save_dir, tag)
+    def _save_replica(self, replica: StageReplica, folder: str, tag: str, **options: Any) -> None:
+        self._worker.strike_if_scripted(replica.coordinate, "save")
+        with self._worker.host.hosting(replica):
+            self._stock.save_stage(folder, tag, **options)
 
     def capture(self, replica: StageReplica, tag: str, *, client_state: dict[str, Any]) -> dict[str, Fill]:
-        """The files of ``replica`` that :meth:`save_checkpoint` would write, by path below its directory.
+        """The files of ``replica`` that :meth:`save` would write, by path below its directory.
 
         Between iterations, on its owner; no other worker takes part. Raises RuntimeError for lack of memory.
         """
-        captured, stock = CapturedFiles(), self.checkpoint_engine
-        self.checkpoint_engine = captured
-        try:
+        captured = CapturedFiles()
+        with self._stock.through(captured):
             self._save_replica(replica, "", tag, client_state=client_state)
-        finally:
-            self.checkpoint_engine = stock
         return captured.files
+
+    @property
+    def captures(self) -> bool:
+        """True inside :meth:`capture`: there is no directory to write into."""
+        return isinstance(self._stock.checkpoint_engine, CapturedFiles)
 
     def copy_of(self, coordinate: Coordinate, step: int) -> dict[str, Fill]:
         """The files of ``coordinate``, which this worker owns, in the plugin's own checkpoint of ``step``; a copy.
 
         Raises CheckpointError for lack of memory.
         """
-        own = {"seed": self.forward_seed, "loss": self.mean_loss, BEGAN: self.beginning.to_json()}
-        own[PAST], own[SEVERAL] = self.session.past.pieces(), self.data.several
-        replica = self.host.owned[coordinate]
-        self.host.save()
+        worker = self._worker
+        own = {**self._around.numbers(), BEGAN: self._beginning.to_json()}
+        own[PAST], own[SEVERAL] = worker.session.past.pieces(), self._around.data().several
+        replica = worker.host.owned[coordinate]
+        worker.host.save()
         try:
-            own[IN_PLACE] = rest_to_text(replica, self.host.description(replica))
+            own[IN_PLACE] = rest_to_text(replica, worker.host.description(replica))
             return self.capture(replica, tag_of(step), client_state={STATE: own})
         except (MemoryError, RuntimeError) as error:
             problem = f"stage {coordinate} can't be copied into host memory ({error}); is there enough?"
             raise CheckpointError(problem) from error
 
-    def _copy_recovery_script(self, save_path: str) -> None:
-        """Stock's; it writes into the directory itself, which what is captured does not have."""
-        if not isinstance(self.checkpoint_engine, CapturedFiles):
-            super()._copy_recovery_script(save_path)
+    # -- loading -----------------------------------------------------------------------------------
 
-    def _save_zero_checkpoint(self, save_path: str, tag: str) -> None:
-        """Called by stock after the above, which has done it."""
+    def load(
+        self, folder: str | os.PathLike[str], tag: str | None, *, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> Loaded:
+        """Check checkpoint ``tag``, or the newest whole one, and load it on owners and shadows; collective.
 
-    def load_checkpoint(
-        self, load_dir: str | os.PathLike[str], tag: str | None = None, *arguments: Any, **options: Any
-    ) -> tuple[str | None, Any]:
-        """As stock's, and surviving losses; every worker calls it, between iterations. Shadows get what owners read.
-
-        Where a checkpoint has a manifest its files are checked first. Without ``tag`` the newest whole one is taken if
-        the one that ``latest`` names is damaged; a warning says what is wrong with it. Returns (None, None), and says
-        so, only where nothing was ever saved.
-
-        Raises CheckpointError when ``tag`` is damaged, when no checkpoint is whole, and when some workers find a
-        checkpoint and others none, or another one.
+        ``arguments`` and ``options`` are stock's. Raises CheckpointError when what is there can't be loaded.
         """
-        before = self.worker.step
-        if not self.load_universal_checkpoint():
-            tag = tag_to_load(self.worker, load_dir, tag)
+        before = self._worker.step
+        if not self._stock.reads_universal:
+            tag = tag_to_load(self._worker, folder, tag)
             if tag is None:
                 self._note_load((None, None), before)
                 return None, None
-        with files_named_in_errors(self):
-            loaded = self.load_whole(load_dir, tag, *arguments, **options)
+        with files_named_in_errors(self._stock):
+            loaded = self._load_whole(folder, tag, *arguments, **options)
         self._note_load(loaded, before)
         return loaded
 
     def _note_load(self, loaded: Loaded, before: int) -> None:
-        warning = self.beginning.note(loaded, before=before, after=self.worker.step)
+        warning = self._beginning.note(loaded, before=before, after=self._worker.step)
         if warning:
-            tell_once(self.worker, warning)
+            tell_once(self._worker, warning)
         self.publish_beginning()
 
     def publish_beginning(self) -> None:
         """Tell workers that come later how this job's script began; collective."""
-        coordinator = self.session.coordinator
-        self.worker.agree_on("beginning", lambda: self.beginning.publish(coordinator) if self.worker.leads else None)
+        worker, coordinator = self._worker, self._worker.session.coordinator
+        worker.agree_on("beginning", lambda: self._beginning.publish(coordinator) if worker.leads else None)
 
-    def load_whole(self, load_dir: str | os.PathLike[str], *arguments: Any, **options: Any) -> tuple[str | None, Any]:
-        """:meth:`load_checkpoint` of files that have been checked."""
-        started = time.perf_counter()
-        loaded: list[tuple[str | None, Any]] = []
+    def load_without_code(self, folder: str, *, tag: str) -> Loaded:
+        """Load a checkpoint of the plugin's own that has been checked, and run no code from its files; collective."""
+        with no_code_from_files(self._stock):
+            return self._load_whole(folder, tag=tag)
+
+    def _load_whole(self, folder: str | os.PathLike[str], *arguments: Any, **options: Any) -> Loaded:
+        """Load files that have been checked."""
+        worker, started = self._worker, time.perf_counter()
+        loaded: list[Loaded] = []
 
         def load_owned() -> dict[str, Any] | None:
             loaded.clear()
-            owned = list(self.host.owners())
-            with self.session.works.watch(f"loading from {load_dir}", total=len(owned), unit="stages") as work:
+            owned = list(worker.host.owners())
+            with worker.session.works.watch(f"loading from {folder}", total=len(owned), unit="stages") as work:
                 for replica in owned:
-                    loaded.append(self._load_stage(replica, os.fspath(load_dir), *arguments, **options))
+                    loaded.append(self._load_stage(replica, os.fspath(folder), *arguments, **options))
                     work.add(1)
-            self.host.save()
-            self.transfer.refresh_shadows(label=f"{self.activity.index}/load")
+            worker.host.save()
+            self._transfer.refresh_shadows(label=f"{worker.activity.index}/load")
             return self._reading(loaded)
 
-        readings = self.worker.agree_on("load", load_owned)
-        self.activate_first()
-        _check_readings(readings, load_dir)
+        readings = worker.agree_on("load", load_owned)
+        worker.host.activate_shown()
+        _check_readings(readings, folder)
         first = next((value for _, value in sorted(readings.items()) if value is not None), None)
         if not loaded and first is not None:
             # Nothing is owned here, but this worker counts with the others and its script sees what theirs do.
-            self.__dict__.update(first["counters"])
+            self._stock.count(first["counters"])
             loaded.append((first["path"], first["client_state"]))
         path, client_state = loaded[0] if loaded else (None, None)
         if path is not None:
-            self.data.resume_at(self.global_steps)
+            self._around.data().resume_at(worker.step)
             self._tell("loaded", path, started)
-            self.forget_memory()
-        self.redundancy_repair.repair()
-        self.owner_changes.note()
+            self._around.loaded()
+        self._around.repair()
+        self._around.alike()
         return path, client_state
 
-    def _load_stage(self, replica: StageReplica, load_dir: str, *arguments: Any, **options: Any) -> Loaded:
-        self.worker.strike_if_scripted(replica.coordinate, "load")
+    def _load_stage(self, replica: StageReplica, folder: str, *arguments: Any, **options: Any) -> Loaded:
+        self._worker.strike_if_scripted(replica.coordinate, "load")
         replica.finish_step()
-        with self.host.hosting(replica), tied_weights_from_files(self, replica.module):
-            loaded: Loaded = super().load_checkpoint(load_dir, *arguments, **options)
-        return loaded
+        with self._worker.host.hosting(replica):
+            return self._stock.load_stage(replica.module, folder, *arguments, **options)
+
+    def load_files(
+        self,
+        folder: str,
+        tag: str,
+        load_optimizer_states: bool = True,
+        load_module_only: bool = False,
+        **options: Any,
+    ) -> Loaded:
+        """In the middle of stock's loading: read the files of the active stage.
+
+        Raises CheckpointError where stock has an assertion without a word: no such tag, files that are missing.
+        """
+        _check_there(Path(folder), tag)
+        wanted = {"load_optimizer_states": load_optimizer_states}
+        try:
+            path, client_state = self._stock.load_files(
+                folder, tag, load_module_only=load_module_only, **wanted, **options
+            )
+        except AssertionError as error:
+            where, why = Path(folder) / tag, f" ({error})" if str(error) else ""
+            stage, stages = self._stock.stages
+            problem = wrong_stages(where, stages=stages) or (
+                f"lacks files of stage {stage}{why}: it is incomplete, or of a model with other stages; pass "
+                "the tag of another one"
+            )
+            raise CheckpointError(f"the checkpoint {str(where)!r} {problem}") from error
+        if path is not None and not load_module_only:
+            self._stock.load_optimizer_apart(folder, tag, client_state, **wanted)
+        return path, client_state
 
     def load_in_place(self, coordinate: Coordinate, directory: str, tag: str, ready: Ready) -> None:
         """Bring one replica, which ``ready`` returns, to its state in a checkpoint of the plugin's own; no other worker
@@ -237,76 +277,37 @@ class CheckpointedEngine(PipelineEngine):  # type: ignore[misc]
 
         Raises CheckpointError, or what torch raises, when they can't be read.
         """
-        with no_code_from_files(self):
+        with no_code_from_files(self._stock):
             path = f"{directory}/{tag}/mp_rank_{coordinate.stage:02d}_model_states.pt"
-            replica = ready(coordinate, lambda: rest_from(self.checkpoint_engine.load(path, map_location="cpu"))[1])
+            read = self._stock.checkpoint_engine.load
+            replica = ready(coordinate, lambda: rest_from(read(path, map_location="cpu"))[1])
             _, client_state = self._load_stage(replica, directory, tag=tag)
-        self.host.save()
+        self._worker.host.save()
         unpack_rest(replica, rest_from(client_state)[0])
-        self.transfer.completed(replica)
+        self._transfer.completed(replica)
 
     def refresh_shadows(self) -> None:
-        """Give shadows the state of their owners; collective, between iterations.
-
-        Needed only where a script changes weights or optimizer state itself after ``initialize``: training and
-        ``load_checkpoint`` keep shadows up to date.
-        """
-        self.worker.agree_on("refresh", lambda: self.transfer.refresh_shadows(label=f"{self.activity.index}/refresh"))
-        self.forget_memory()
-        self.owner_changes.note()
+        """Give shadows the state of their owners; collective, between iterations."""
+        label = f"{self._worker.activity.index}/refresh"
+        self._worker.agree_on("refresh", lambda: self._transfer.refresh_shadows(label=label))
+        self._around.loaded()
+        self._around.alike()
 
     def _tell(self, action: str, path: str | os.PathLike[str], started: float) -> None:
         seconds = time.perf_counter() - started
-        self.log_event("checkpoint", action=action, path=os.fspath(path), seconds=seconds)
+        self._worker.log_event("checkpoint", action=action, path=os.fspath(path), seconds=seconds)
 
-    def _reading(self, loaded: list[tuple[str | None, Any]]) -> dict[str, Any] | None:
+    def _reading(self, loaded: list[Loaded]) -> dict[str, Any] | None:
         """What this worker tells the others of what it has read; nothing if it owns nothing."""
         if not loaded:
             return None
         path, client_state = loaded[0]
-        wanted = not set(self.view.now.members) <= set(self.placement.workers)
+        wanted = not set(self._worker.view.now.members) <= set(self._worker.placement.workers)
         return {
             "path": None if any(path is None for path, _ in loaded) else str(path),
-            "counters": {name: self.__dict__[name] for name in COUNTERS},
+            "counters": self._stock.counters(),
             "client_state": client_state if wanted else None,
         }
-
-    def _load_checkpoint(
-        self,
-        load_dir: str,
-        tag: str,
-        load_optimizer_states: bool = True,
-        load_module_only: bool = False,
-        **options: Any,
-    ) -> tuple[str | None, Any]:
-        """Stock's; and for bf16 without ZeRO what stock (0.19.8) stumbles over, though it saves it: KeyError: 0.
-
-        The bf16 optimizer is saved in files by pipeline as ZeRO is, and has to be read from them as ZeRO is.
-        Raises CheckpointError where stock has an assertion without a word: no such tag, files that are missing.
-        """
-        _check_there(Path(load_dir), tag)
-        apart = isinstance(self.optimizer, BF16_Optimizer) and not self.zero_optimization()
-        try:
-            path, client_state = super()._load_checkpoint(
-                load_dir,
-                tag,
-                load_optimizer_states=load_optimizer_states and not apart,
-                load_module_only=load_module_only,
-                **options,
-            )
-        except AssertionError as error:
-            where, why = Path(load_dir) / tag, f" ({error})" if str(error) else ""
-            problem = wrong_stages(where, stages=self.num_stages) or (
-                f"lacks files of stage {self.stage_id}{why}: it is incomplete, or of a model with other stages; pass "
-                "the tag of another one"
-            )
-            raise CheckpointError(f"the checkpoint {str(where)!r} {problem}") from error
-        if apart and path is not None and not load_module_only:
-            if isinstance(client_state, dict) and load_optimizer_states:
-                client_state.pop("optimizer", None)  # it was read by another way, so it is no state of the user's
-            if not (load_optimizer_states and self._load_zero_checkpoint(load_dir, tag)):
-                self.optimizer._restore_from_bit16_weights()
-        return path, client_state
 
 
 @contextmanager

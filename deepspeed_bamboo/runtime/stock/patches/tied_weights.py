@@ -6,7 +6,7 @@ the first stage that has the layer. That takes all workers at one moment; here t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,26 @@ from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 
 
 @contextmanager
-def tied_weights_from_files(engine: Any, module: PipelineModule) -> Iterator[None]:
-    """Inside, what stock does with tied weights when it has read its layers needs no other worker."""
+def tied_weights_from_files(
+    module: PipelineModule, *, folder: Callable[[], str], read: Callable[..., Any]
+) -> Iterator[None]:
+    """Inside, what stock does with tied weights when it has read its layers needs no other worker.
 
-    def read() -> None:
+    ``folder`` returns where stock reads layers from, ``read`` reads a file as stock does.
+    """
+
+    def read_tied() -> None:
         for key, comm in module.tied_comms.items():
-            path = _file_of_tied(module, key, engine._curr_ckpt_path)
+            path = _file_of_tied(module, key, folder())
             if path is None or not Path(path).is_file():
                 continue
-            state = engine.checkpoint_engine.load(path, map_location=torch.device("cpu"))
+            state = read(path, map_location=torch.device("cpu"))
             with torch.no_grad():
                 for name in comm["weight_attr"]:
                     weight = module._recursive_getattr(comm["module"], name)
                     weight.copy_(state[_saved_name(comm["module"], weight, name)])
 
-    module._synchronize_tied_weights = read
+    module._synchronize_tied_weights = read_tied
     try:
         yield
     finally:
