@@ -23,18 +23,18 @@ from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerL
 from deepspeed_bamboo.runtime.comm.peers import Links
 from deepspeed_bamboo.runtime.for_scripts import at_work
 from deepspeed_bamboo.runtime.iteration.activity import ActivityState
-from deepspeed_bamboo.runtime.iteration.evaluation import EvaluationRequest, evaluate, go_on_as_others
+from deepspeed_bamboo.runtime.iteration.evaluation import EvaluationRequest, data_as_others, evaluate
 from deepspeed_bamboo.runtime.iteration.evaluation_position import EvaluationPositions
 from deepspeed_bamboo.runtime.iteration.executor import FAULT_POINTS, Executor
+from deepspeed_bamboo.runtime.iteration.feeding import BatchOfJob
 from deepspeed_bamboo.runtime.iteration.iteration_end import Contributors, IterationEnd
 from deepspeed_bamboo.runtime.iteration.losses import aggregate_losses, agreed_losses
-from deepspeed_bamboo.runtime.iteration.micro_batches import DataFactory, PipelineData
+from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
 from deepspeed_bamboo.runtime.iteration.monitoring import follow_reporter, note_step
 from deepspeed_bamboo.runtime.iteration.programs import Programs
 from deepspeed_bamboo.runtime.iteration.redundant_forwards import RedundantForwards
 from deepspeed_bamboo.runtime.iteration.step_event import log_step
 from deepspeed_bamboo.runtime.iteration.step_history import StepHistory
-from deepspeed_bamboo.runtime.iteration.supply import DataSupply
 from deepspeed_bamboo.runtime.iteration.worker import Numbers, Worker
 from deepspeed_bamboo.runtime.job import garbage
 from deepspeed_bamboo.runtime.job.mismatched_calls import Where, Whereabouts
@@ -84,15 +84,12 @@ class BambooPipelineEngine(RedoingEngine):
     def __init__(self, *args: Any, session: WorkerSession, script_groups: ScriptGroups, **kwargs: Any) -> None:
         # Until the grid is known, every iterator is that of the pipeline in which this worker starts.
         self.data = PipelineData(home=0)
-        self.evaluation_data: PipelineData | None = None
         self.evaluated = EvaluationPositions()
         self.beginning = Beginning()
-        self.next_micro_batch = 0
         self.session = session
         self.script_groups = script_groups
         self.running = RunningCalls()
         self._stage_host: StageHost | None = None
-        self._training_set: Any = None
         self.trains_only_trainable = kwargs.get("model_parameters") is not None
         super().__init__(*args, **kwargs)
         grid = Grid(self.grid.data_parallel_size, self.grid.pipe_parallel_size)
@@ -111,15 +108,17 @@ class BambooPipelineEngine(RedoingEngine):
         )
         self._stage_host = StageHost(self, grid=grid, exchange=self.exchange, gate=self.running.pass_gate)
         self.evaluated_micro_batches = self.micro_batches
-        self._evaluation_factory: DataFactory | None = None
         self.last_losses: list[Any] = []
         self.mean_loss = 0.0
         self.worker = self._as_worker()
+        self.feed = self._make_feed()
+        self.batch_of_job = BatchOfJob(
+            size=lambda: self.train_batch_size(), change=lambda samples: self.set_train_batch_size(samples)
+        )
         take_over_stock_state(self, grid)
         show_all_hosted(self.module, self._shown_to_script)
         self._make_parts_of_an_iteration()
         self._make_parts_of_changes()
-        self._place_data()
         self.forget_memory()
         follow_reporter(self)
         self._whereabouts = Whereabouts(session.coordinator, worker=session.worker, where=self._where)
@@ -162,7 +161,6 @@ class BambooPipelineEngine(RedoingEngine):
         )
 
     def _make_parts_of_changes(self) -> None:
-        self.supply = DataSupply(self.worker, data=lambda: self.data, transform=lambda: self.batch_fn)
         self._survive_losses()
         self.stage_files = self._make_stage_files()
         self.checkpoints = automatic_checkpoints(self.worker, copy=self.stage_files.copy_of)
@@ -205,7 +203,7 @@ class BambooPipelineEngine(RedoingEngine):
         numbers = Numbers(
             step=lambda: int(self.__dict__["global_steps"]),
             micro_batches=lambda: int(self.micro_batches),
-            confined=lambda: self.confined,
+            confined=lambda: self.feed.confined,
             attempt=lambda coordinate, step: self.failover.attempt(coordinate, step=step),
         )
         return Worker(
@@ -306,9 +304,9 @@ class BambooPipelineEngine(RedoingEngine):
         started = time.perf_counter()
         if data_iter is not None:
             self.set_dataiterator(data_iter)
-        self._warn_if_confined()
+        self.feed.warn_if_confined()
         self.reconfiguration.run_if_wished()
-        self.supply.agree()
+        self.feed.supply.agree()
         self.owner_changes.follow()
         for replica in self.host.replicas():
             with self.host.hosting(replica):
@@ -338,15 +336,11 @@ class BambooPipelineEngine(RedoingEngine):
         """As stock's, and surviving losses: an evaluation that a loss interrupts is done again from its start."""
         micro_batches = self.micro_batches if num_micro_batches is None else num_micro_batches
         request = EvaluationRequest(micro_batches, return_logits, compute_loss, reduce_output, bcast_loss)
-        data = PipelineData(self.home)
-        data.set_iterator(data_iter)
-        data.set_factory(self._evaluation_factory)
-        self.evaluation_supply = go_on_as_others(self, data_iter, data=data)
-        self.evaluation_data = data
+        evaluation = data_as_others(self, data_iter)
         try:
-            return evaluate(self, request)
+            with self.feed.reading(evaluation):
+                return evaluate(self, request)
         finally:
-            self.evaluation_data = self.evaluation_supply = None
             self.evaluated.advance(data_iter, micro_batches)
 
     def _aggregate_total_loss(self) -> torch.Tensor:
@@ -402,7 +396,7 @@ class BambooPipelineEngine(RedoingEngine):
         if not self.activity.rounds:
             self.shadow_rebuild.begin()
             beforehand = self.modes.planned is not Mode.LAZY
-            self.supply.deliver(micro_batches=self.micro_batches, beforehand=beforehand)
+            self.feed.supply.deliver(micro_batches=self.micro_batches, beforehand=beforehand)
             context = self.programs.context(training=True, micro_batches=self.micro_batches)
             for replica in self.host.owners():
                 self.worker.strike_if_scripted(replica.coordinate, "idle")

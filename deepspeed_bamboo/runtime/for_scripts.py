@@ -12,17 +12,21 @@ from typing import Any, TypeVar
 
 import torch
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.slowness import DATA, SCRIPT, Cause
 from deepspeed_bamboo.eventlog.log import EventLog
 from deepspeed_bamboo.runtime.checkpoint.stage_files import Around, StageFiles
-from deepspeed_bamboo.runtime.feeding import FedEngine
 from deepspeed_bamboo.runtime.iteration.activity import Round
+from deepspeed_bamboo.runtime.iteration.feeding import Feed
+from deepspeed_bamboo.runtime.iteration.micro_batches import DataFactory, PipelineData
+from deepspeed_bamboo.runtime.iteration.training_data import data_set_factory
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job import garbage
 from deepspeed_bamboo.runtime.job.script_clock import ScriptClock
+from deepspeed_bamboo.runtime.job.session import WorkerSession
 from deepspeed_bamboo.runtime.job.view import CurrentView
 from deepspeed_bamboo.runtime.recovery.agreed_digest import agreed_digest
 from deepspeed_bamboo.runtime.recovery.whole_state import collect_whole_state
@@ -47,16 +51,22 @@ def at_work(method: Method) -> Method:
     return call  # type: ignore[return-value]
 
 
-class ScriptEngine(FedEngine):
+class ScriptEngine(PipelineEngine):  # type: ignore[misc]
     """The part of the engine that scripts call besides training; see the module."""
 
     # The engine's; whose they are is said there.
     view: CurrentView
     worker: Worker
+    session: WorkerSession
+    home: int
+    job_grid: Grid
+    data: PipelineData
+    feed: Feed
     stage_files: StageFiles
     script_writes: ScriptWrites
     _stage_host: StageHost | None = None
     optimizer_source: Any = None
+    _training_set: Any = None
     _working = 0
 
     @contextmanager
@@ -122,6 +132,53 @@ class ScriptEngine(FedEngine):
         self.links.close()
         self.session.close()
         garbage.take_back()
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Every worker keeps its own copy of the data position, since it may inherit the first or last stage."""
+        self.training_dataloader = loader
+        self.data_iterator = iter(loader)
+        self.data.set_iterator(self.data_iterator)
+
+    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
+        """See :meth:`set_dataloader`."""
+        self.training_dataloader = None
+        self.data.set_iterator(iterator)
+        self.data_iterator = iterator
+
+    def set_data_source(self, training: DataFactory, *, evaluation: DataFactory | None = None) -> None:
+        """Say where the data of any pipeline come from, for when this worker hosts stages of another pipeline.
+
+        ``training(pipeline, step)`` returns an iterator over that pipeline's micro-batches from ``step`` on,
+        ``evaluation`` the same for ``eval_batch``. Call it on every rank, before training; iterators passed to
+        ``train_batch`` are still used for this worker's first pipeline. ``training_data`` needs none of this.
+        """
+        self.feed.set_source(training, evaluation=evaluation)
+
+    def _next_batch(self) -> Any:
+        return self.feed.next_batch()
+
+    def complete_data(self) -> None:
+        """Pull what others need of this iteration's data."""
+        self.feed.complete()
+
+    def _build_data_iter(self, dataset: Any) -> None:
+        super()._build_data_iter(dataset)
+        self._training_set = dataset
+
+    def _make_feed(self) -> Feed:
+        """Tell what the user gave to ``initialize`` from what belongs to one pipeline only."""
+        given, self.data = self.data, PipelineData(self.home)
+        if self._training_set is not None:
+            self.data.set_factory(data_set_factory(self, self._training_set))
+        else:
+            self.data.set_iterator(given.iterator)
+        return Feed(
+            self.worker,
+            data=self.data,
+            home=self.home,
+            transform=lambda: self.batch_fn,
+            used=lambda: int(self.global_samples // (self.micro_batch_size * self.job_grid.pipelines)),
+        )
 
     def _make_stage_files(self) -> StageFiles:
         """The part that saves and loads, on top of what stock's engine does for one stage."""

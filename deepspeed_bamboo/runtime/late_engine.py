@@ -61,7 +61,7 @@ class LateEngine(CatchingUpEngine):
                     "agent starts another one"
                 )
         self._begin_at(self.beginning.step)
-        self.data.start_at(self.worker.step, used=self.micro_batches_used(since=self.beginning.step))
+        self.data.start_at(self.worker.step, used=self.feed.used(since=self.beginning.step))
 
     def _answer(self, call: int) -> Loaded:
         """(None, None) where the job loaded nothing, as where there is no checkpoint: the state comes from the others.

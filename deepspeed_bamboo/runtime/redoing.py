@@ -86,7 +86,7 @@ class RedoingEngine(ScriptEngine):
         """What this worker contributes to the agreement of an iteration."""
         if self.memory is None:
             return {}
-        wanted = not self.owner_changes.by_hand and not self.confined
+        wanted = not self.owner_changes.by_hand and not self.worker.confined
         return self.memory.contribution(step=self.worker.step + 1, wanted=wanted)
 
     def _keep_in_memory(self) -> None:
@@ -106,7 +106,7 @@ class RedoingEngine(ScriptEngine):
 
     def _first_to_keep(self) -> int:
         """The first step that may have to be done again."""
-        if self.owner_changes.by_hand or self.confined:
+        if self.owner_changes.by_hand or self.worker.confined:
             return self.worker.step
         in_memory = None if self.memory is None else self.memory.first_wanted
         wanted = sorted({*(() if in_memory is None else (in_memory,)), *(self.stored.wanted if self.stored else ())})
@@ -147,18 +147,18 @@ class RedoingEngine(ScriptEngine):
 
     def _redo_step(self) -> None:
         """Do the next iteration as it was done before. The script does not see it."""
-        aside = self.evaluation_data, self.evaluation_supply, self._compute_loss, self.eval_return_logits
-        self.evaluation_data = self.evaluation_supply = None
+        aside = self._compute_loss, self.eval_return_logits
         self._compute_loss, self.eval_return_logits = True, False
         step, samples = self.worker.step, self.train_batch_size()
-        self._take_batch_size(self.history.of(step).samples)
-        self.supply.agree()
-        for replica in self.host.replicas():
-            self.host.restart(replica, micro_batches=self.micro_batches)
-        self.host.activate_shown()
-        self._train_iteration()
-        aggregate_losses(self)  # type: ignore[arg-type]
-        self.history.note(written=self.script_writes.take_written())
+        with self.feed.reading(None):
+            self._take_batch_size(self.history.of(step).samples)
+            self.feed.supply.agree()
+            for replica in self.host.replicas():
+                self.host.restart(replica, micro_batches=self.micro_batches)
+            self.host.activate_shown()
+            self._train_iteration()
+            aggregate_losses(self)  # type: ignore[arg-type]
+            self.history.note(written=self.script_writes.take_written())
         loss = self.mean_loss
         before = self.history.done(step, loss=loss, samples=self.train_batch_size())
         self._take_batch_size(samples)
@@ -169,7 +169,7 @@ class RedoingEngine(ScriptEngine):
                 f"step {step} was done again with the loss {loss!r}, and had {before!r}: the same work does not give "
                 "the same bits here",
             )
-        self.evaluation_data, self.evaluation_supply, self._compute_loss, self.eval_return_logits = aside
+        self._compute_loss, self.eval_return_logits = aside
 
     def _take_batch_size(self, samples: int | None) -> None:
         """That of a step that is done again; the script may have changed it since."""

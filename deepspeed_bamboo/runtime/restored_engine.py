@@ -50,7 +50,7 @@ class RestoredEngine(CatchingUpEngine):
             self.stored.began_from(self._reached)
         self.beginning.take(state.get(BEGAN, {}))
         # The script's iterator is where it was when the job began.
-        self.data.start_at(self._reached, used=self.micro_batches_used(since=self.beginning.step))
+        self.data.start_at(self._reached, used=self.feed.used(since=self.beginning.step))
         self._begin_at(self.beginning.step)
         if self.beginning.loads:
             self.stage_files.publish_beginning()

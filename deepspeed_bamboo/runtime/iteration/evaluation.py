@@ -12,8 +12,8 @@ import torch
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.runtime.iteration.evaluation_position import EvaluationPositions
 from deepspeed_bamboo.runtime.iteration.executor import Executor
+from deepspeed_bamboo.runtime.iteration.feeding import EvaluationData, Feed
 from deepspeed_bamboo.runtime.iteration.losses import mean_over_pipelines, to_host
-from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
 from deepspeed_bamboo.runtime.iteration.programs import Programs
 from deepspeed_bamboo.runtime.iteration.recompute import BufferState, restore_state, state_before
 from deepspeed_bamboo.runtime.iteration.step_history import StepHistory
@@ -26,13 +26,11 @@ class EvaluatedEngine(Protocol):
     """What an evaluation uses of an engine, most of it stock's."""
 
     worker: Worker
-    data: PipelineData
+    feed: Feed
     programs: Programs
     executor: Executor
     monitor: Any
     evaluated: EvaluationPositions
-    evaluation_data: PipelineData | None
-    evaluation_supply: DataSupply | None
     evaluated_micro_batches: int
     is_data_parallel: bool
     batch_fn: Any
@@ -57,20 +55,22 @@ class EvaluationRequest:
     broadcast: bool
 
 
-def go_on_as_others(engine: EvaluatedEngine, iterator: Iterator[Any] | None, *, data: PipelineData) -> DataSupply:
-    """Before an evaluation with ``data``: learn who has data for it, and give late workers the others' position.
+def data_as_others(engine: EvaluatedEngine, iterator: Iterator[Any] | None) -> EvaluationData:
+    """Before an evaluation of ``iterator``: learn who has data for it, and give late workers the others' position.
 
     A late worker's ``iterator`` continues where the others' are, which have served evaluations before. Otherwise inputs
     and labels of different samples would meet, if it hosts one end of a pipeline and not the other. Collective.
     """
-    if iterator is not None and iterator is engine.data.iterator:
-        data.distrusted = engine.data.distrusted
+    data = engine.feed.for_evaluation(iterator)
+    if iterator is not None and iterator is engine.feed.data.iterator:
+        data.distrusted = engine.feed.data.distrusted
     own = engine.evaluated.of(iterator)
     given: dict[str, Any] = {"data": lambda: data, "transform": lambda: engine.batch_fn}
     supply = DataSupply(engine.worker, **given)
     told = engine.worker.agree_on("evaluation position", lambda: (own, supply.own()))
     engine.evaluated.skip(iterator, max(position for position, _ in told.values()) - own)
-    return DataSupply(engine.worker, **given, table={worker: has for worker, (_, has) in told.items()})
+    table = {worker: has for worker, (_, has) in told.items()}
+    return EvaluationData(data, DataSupply(engine.worker, **given, table=table))
 
 
 def evaluate(engine: EvaluatedEngine, request: EvaluationRequest) -> Any:
@@ -101,9 +101,10 @@ def evaluate(engine: EvaluatedEngine, request: EvaluationRequest) -> Any:
     _prepare(engine, request)
     engine.evaluated_micro_batches = request.micro_batches
     engine.worker.agree_on("evaluate", outputs_here)
-    if engine.worker.protects and engine.evaluation_data is not None:
+    evaluation = engine.feed.evaluation
+    if engine.worker.protects and evaluation is not None:
         # Every worker's iterator advances as far, since each may have to feed a stage the next time.
-        engine.evaluation_data.complete(request.micro_batches, step=engine.worker.step, transform=engine.batch_fn)
+        evaluation.data.complete(request.micro_batches, step=engine.worker.step, transform=engine.batch_fn)
     result = _result(engine, request, kept=kept, shared=shared)
     engine.worker.session.past.note_evaluation(engine.worker.step, _number(result))
     logits = next((replica.attributes.get("outputs") for replica in _last_stages(engine)), None)
@@ -131,8 +132,8 @@ def _run_forwards(engine: EvaluatedEngine, request: EvaluationRequest) -> None:
     for replica in engine.worker.host.owners():
         engine.worker.host.restart(replica, micro_batches=request.micro_batches, training=False)
     context = engine.programs.context(training=False, micro_batches=request.micro_batches)
-    if engine.evaluation_supply is not None:
-        engine.evaluation_supply.deliver(micro_batches=request.micro_batches, beforehand=False)
+    if engine.feed.evaluation is not None:
+        engine.feed.evaluation.supply.deliver(micro_batches=request.micro_batches, beforehand=False)
     with torch.no_grad():
         for instruction in engine.programs.own(training=False):
             engine.executor.execute(instruction, context)

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
+from deepspeed_bamboo.runtime.iteration.feeding import Feed
 from deepspeed_bamboo.runtime.iteration.recompute import RunningTotals
 from deepspeed_bamboo.runtime.job.session import WorkerSession
 
@@ -35,8 +36,7 @@ class PassEngine(RunningTotals, Protocol):
     pipe_buffers: dict[str, list[Any]]
     grad_layer: Any
     loss: Any
-    # Which micro-batch the next load takes.
-    next_micro_batch: int
+    feed: Feed
 
     @property
     def iteration_end(self) -> LateSteps:
@@ -45,9 +45,6 @@ class PassEngine(RunningTotals, Protocol):
     @property
     def failover(self) -> Recovery:
         """Whether this iteration was interrupted."""
-
-    def has_read(self, pipeline: int, micro_batch: int) -> bool:
-        """Whether loading it runs nothing of the user's."""
 
     def stock_forward(self, buffer_id: int) -> None:
         """Stock's forward of the active stage."""

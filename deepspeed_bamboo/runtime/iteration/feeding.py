@@ -1,0 +1,175 @@
+"""Where a worker gets its micro-batches from. Any worker may need those of a first or last stage after a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_bamboo.runtime.iteration.micro_batches import (
+    DataFactory,
+    PipelineData,
+    Transform,
+    check_complete,
+    missing_data,
+)
+from deepspeed_bamboo.runtime.iteration.supply import DataSupply
+from deepspeed_bamboo.runtime.iteration.worker import Worker
+from deepspeed_bamboo.runtime.job.news import tell_once
+
+
+class BatchOfJob:
+    """The size of the job's batch, which a script may change: known alike on all workers.
+
+    Args:
+        size: returns it: samples of an iteration, of all pipelines.
+        change: changes it on this worker.
+    """
+
+    def __init__(self, *, size: Callable[[], int], change: Callable[[int], None]) -> None:
+        self.size = size
+        self._change = change
+        self._of_job: int | None = None
+
+    def to_json(self) -> int:
+        """What a worker that joins has to know."""
+        return int(self.size())
+
+    def take(self, value: int) -> None:
+        """Inverse of :meth:`to_json`; it counts when :meth:`adopt` is called."""
+        self._of_job = value
+
+    def adopt(self) -> None:
+        """Use the job's; a script that counts by itself has set its own on the way."""
+        self.use(self._of_job)
+
+    def use(self, samples: int | None) -> None:
+        """Iterations have so many samples from now on, on this worker; None changes nothing."""
+        if samples is not None and samples != self.size():
+            self._change(samples)
+
+
+@dataclass(frozen=True)
+class EvaluationData:
+    """What an evaluation reads: its own data, and what other workers send of theirs."""
+
+    data: PipelineData
+    supply: DataSupply
+
+
+class Feed:
+    """One worker's micro-batches, see the module.
+
+    Args:
+        worker: whose stages need them.
+        data: the script's, for training.
+        home: the pipeline whose iterators this worker's script passes.
+        transform: returns what the script has the engine do to each batch, or None.
+        used: returns how many micro-batches each pipeline has used since the job began.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        data: PipelineData,
+        home: int,
+        transform: Callable[[], Transform],
+        used: Callable[[], int],
+    ) -> None:
+        self._worker = worker
+        self._home = home
+        self._transform = transform
+        self._used = used
+        self._evaluation: EvaluationData | None = None
+        self._evaluation_factory: DataFactory | None = None
+        self._said_confined = False
+        self.data = data
+        self.supply = DataSupply(worker, data=lambda: data, transform=transform)
+        self.next_micro_batch = 0
+
+    def set_source(self, training: DataFactory, *, evaluation: DataFactory | None) -> None:
+        """Where the data of any pipeline come from, see the engine's ``set_data_source``."""
+        self.data.set_factory(training)
+        self._evaluation_factory = evaluation
+
+    def used(self, *, since: int) -> int:
+        """How many micro-batches each pipeline has used since step ``since``, at which the script's iterators began."""
+        return (self._worker.step - since) * self._worker.micro_batches if since else self._used()
+
+    # -- evaluation --------------------------------------------------------------------------------
+
+    @property
+    def evaluation(self) -> EvaluationData | None:
+        """What the evaluation in progress reads; None while there is none."""
+        return self._evaluation
+
+    def for_evaluation(self, iterator: Iterator[Any] | None) -> PipelineData:
+        """The data of an evaluation whose script passes ``iterator``."""
+        data = PipelineData(self._home)
+        data.set_iterator(iterator)
+        data.set_factory(self._evaluation_factory)
+        return data
+
+    @contextmanager
+    def reading(self, evaluation: EvaluationData | None) -> Iterator[None]:
+        """Inside, micro-batches are those of ``evaluation``; None: of training."""
+        before, self._evaluation = self._evaluation, evaluation
+        try:
+            yield
+        finally:
+            self._evaluation = before
+
+    # -- in an iteration ---------------------------------------------------------------------------
+
+    def next_batch(self) -> Any:
+        """Micro-batch :attr:`next_micro_batch` of the active stage's pipeline.
+
+        Raises ConfigError where nobody has it, and what the script's iterator raises.
+        """
+        worker, active = self._worker, self._worker.host.active
+        if active is None:
+            raise RuntimeError("no stage is active")
+        pipeline, evaluation = active.coordinate.pipeline, self._evaluation
+        data, supply = (self.data, self.supply) if evaluation is None else (evaluation.data, evaluation.supply)
+        if not data.has(pipeline) and supply.has(pipeline):
+            return supply.take(pipeline, self.next_micro_batch)
+        if not data.has(pipeline) and (active.coordinate.stage == 0 or pipeline != self._home):
+            raise missing_data(worker=worker.me, pipeline=pipeline, home=self._home, why=f"hosts {active.coordinate}")
+        batch = data.get(pipeline, self.next_micro_batch, step=worker.step, transform=self._transform())
+        if evaluation is None and worker.protects:
+            check_complete(batch, worker=worker.me)
+        return batch
+
+    def has_read(self, pipeline: int, micro_batch: int) -> bool:
+        """Whether loading ``micro_batch`` runs nothing of the user's: another stage has loaded it already."""
+        data = self.data if self._evaluation is None else self._evaluation.data
+        return data.has(pipeline) and data.has_read(pipeline, micro_batch, step=self._worker.step)
+
+    def complete(self) -> None:
+        """Pull what others need of this iteration's data. Before the step: an iterator may look at the global step."""
+        worker = self._worker
+        if worker.protects:
+            self.data.complete(worker.micro_batches, step=worker.step, transform=self._transform())
+
+    # -- data of one pipeline only -----------------------------------------------------------------
+
+    @property
+    def confined(self) -> bool:
+        """True where a worker has the data of its own pipeline only: nobody else can do its first and last stages."""
+        return self._worker.grid.pipelines > 1 and not self.data.covers_every_pipeline
+
+    def warn_if_confined(self) -> None:
+        """Say once, before the first step, what a script with several pipelines has to tell for all of it to work."""
+        worker = self._worker
+        if not self._said_confined and worker.protects and self.confined:
+            memory = " no memory checkpoints are kept," if worker.session.config.remembers else ""
+            tell_once(
+                worker,
+                f"with {worker.grid.pipelines} pipelines, and data from iterators alone, a lost worker's first or "
+                f"last stage can be taken over only in its own pipeline,{memory} and nobody can join: call "
+                "engine.set_data_source(lambda pipeline, step: iterator) on every rank before training, or pass "
+                "training_data to initialize",
+            )
+        self._said_confined = True
