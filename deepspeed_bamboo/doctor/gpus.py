@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from deepspeed_bamboo.device_queues import few_queues
 from deepspeed_bamboo.doctor.finding import Finding, warning
 from deepspeed_bamboo.doctor.subject import Subject
 
 _GIB = 1 << 30
 _MUCH_USED_SHARE = 0.1
-_QUEUES = 8  # what CUDA has where nobody says otherwise
 # The plugin sets these where nobody does; another value stays.
 _EXPECTED = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "torch would end processes that could continue after a loss"),
@@ -58,14 +58,8 @@ def check_nccl_settings(subject: Subject) -> Iterator[Finding]:
         found = subject.environment.get(name)
         if found not in (None, value):
             yield Finding(f"{name} is {found}: {otherwise}", f"unset {name}, or set it to {value}")
-    queues = subject.environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    if queues.isdecimal() and int(queues) < _QUEUES:
-        yield Finding(
-            f"CUDA_DEVICE_MAX_CONNECTIONS is {queues}: transfers and passes that share a queue of the GPU wait for "
-            "each other, and workers that send to each other may wait for ever",
-            f"unset CUDA_DEVICE_MAX_CONNECTIONS, or set it to {_QUEUES} or more (1 is for tensor parallelism, which "
-            "pipelines of the plugin don't have)",
-        )
+    if few := few_queues(subject.environment):
+        yield Finding(*few)
     architectures = subject.environment.get("TORCH_CUDA_ARCH_LIST", "")
     if re.search(r"\d[a-z]", architectures):
         yield Finding(

@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
+import torch
+from deepspeed.utils import logger
 
 import deepspeed_bamboo
 from deepspeed_bamboo import news
 from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobFailure, connect
+from deepspeed_bamboo.device_queues import few_queues
 from deepspeed_bamboo.errors import DrainedError, ExpelledError, JobFailedError, JobStoppedError
 from deepspeed_bamboo.protocol import (
     ERROR_FILE,
@@ -68,6 +71,9 @@ def _prepare_nccl() -> None:
         ("NCCL_NVLS_ENABLE", "0"),
     ):
         os.environ.setdefault(name, value)
+    few = few_queues(os.environ)
+    if few and torch.cuda.is_available():
+        logger.warning("; ".join(few))
 
 
 def supervised(function: Callable[[], Any]) -> int:

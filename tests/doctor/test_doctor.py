@@ -20,6 +20,7 @@ from deepspeed_bamboo.cli.main import main
 from deepspeed_bamboo.coordination.endpoints import Endpoint
 from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.server import PrivateEtcd
+from deepspeed_bamboo.device_queues import few_queues
 from deepspeed_bamboo.doctor import coordinator
 from deepspeed_bamboo.doctor.examination import examine
 from deepspeed_bamboo.doctor.finding import Finding
@@ -385,3 +386,9 @@ def test_locks_of_builds_are_found_where_torch_has_them(tmp_path: Path, *, own: 
     os.utime(lock, (0.0, 0.0))
     [(path, age_seconds)] = ThisMachine().build_locks(environment)
     assert path == lock and age_seconds > 1e9
+
+
+@pytest.mark.parametrize(("value", "wrong"), [("1", True), ("7", True), ("8", False), ("32", False), ("", False)])
+def test_few_queues_of_a_gpu_are_wrong_and_no_value_is_right(value: str, *, wrong: bool) -> None:
+    assert (few_queues({"CUDA_DEVICE_MAX_CONNECTIONS": value}) is not None) == wrong
+    assert few_queues({}) is None
