@@ -16,42 +16,37 @@ from deepspeed_bamboo.core.contributions import merged
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.core.schedule import Mode
-from deepspeed_bamboo.runtime.checkpoint.automatic import automatic_checkpoints
+from deepspeed_bamboo.runtime.changes import Changes
 from deepspeed_bamboo.runtime.checkpoint.beginning import Beginning
-from deepspeed_bamboo.runtime.checkpoint.in_place import StoredStates
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.comm.peers import Links
-from deepspeed_bamboo.runtime.for_scripts import at_work
+from deepspeed_bamboo.runtime.for_scripts import ScriptEngine, at_work
 from deepspeed_bamboo.runtime.iteration.activity import ActivityState
 from deepspeed_bamboo.runtime.iteration.evaluation import EvaluationRequest, data_as_others, evaluate
 from deepspeed_bamboo.runtime.iteration.evaluation_position import EvaluationPositions
 from deepspeed_bamboo.runtime.iteration.executor import FAULT_POINTS, Executor
 from deepspeed_bamboo.runtime.iteration.feeding import BatchOfJob
 from deepspeed_bamboo.runtime.iteration.iteration_end import Contributors, IterationEnd
-from deepspeed_bamboo.runtime.iteration.losses import aggregate_losses, agreed_losses
+from deepspeed_bamboo.runtime.iteration.losses import aggregate_losses, agreed_losses, stage_losses
 from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
 from deepspeed_bamboo.runtime.iteration.monitoring import follow_reporter, note_step
 from deepspeed_bamboo.runtime.iteration.programs import Programs
 from deepspeed_bamboo.runtime.iteration.redundant_forwards import RedundantForwards
 from deepspeed_bamboo.runtime.iteration.step_event import log_step
-from deepspeed_bamboo.runtime.iteration.step_history import StepHistory
 from deepspeed_bamboo.runtime.iteration.worker import Numbers, Worker
 from deepspeed_bamboo.runtime.job import garbage
 from deepspeed_bamboo.runtime.job.mismatched_calls import Where, Whereabouts
 from deepspeed_bamboo.runtime.job.news import tell
 from deepspeed_bamboo.runtime.job.session import WorkerSession
 from deepspeed_bamboo.runtime.job.view import CurrentView
-from deepspeed_bamboo.runtime.membership.balancing import Balancing
-from deepspeed_bamboo.runtime.membership.common_state import CommonState, Known
-from deepspeed_bamboo.runtime.membership.device_memory import DeviceMemory, usable_bytes_of
+from deepspeed_bamboo.runtime.kept_states import KeptStates
+from deepspeed_bamboo.runtime.membership.common_state import Known
 from deepspeed_bamboo.runtime.membership.own_facts import own_facts
-from deepspeed_bamboo.runtime.membership.reconfiguration import Reconfiguration
 from deepspeed_bamboo.runtime.membership.starting import Built, agreed_seed, enter_first_epoch
 from deepspeed_bamboo.runtime.owner_changes import OwnerChanges
-from deepspeed_bamboo.runtime.recovery.shadow_check import check_shadows
+from deepspeed_bamboo.runtime.recovery.shadow_check import check_shadows_if_due
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
-from deepspeed_bamboo.runtime.redoing import KnownMemory, RedoingEngine
-from deepspeed_bamboo.runtime.stock.attributes import COUNTERS
+from deepspeed_bamboo.runtime.step_news import StepNews
 from deepspeed_bamboo.runtime.stock.built_state import take_over_stock_state
 from deepspeed_bamboo.runtime.stock.hosted_view import show_all_hosted
 from deepspeed_bamboo.runtime.stock.hosting import StageHost
@@ -68,7 +63,7 @@ from deepspeed_bamboo.runtime.survival import Hooks, Survival
 _OPERATION_TIMEOUT_SECONDS = 1800.0  # one transfer may wait for a peer that computes
 
 
-class BambooPipelineEngine(RedoingEngine):
+class BambooPipelineEngine(ScriptEngine):
     """Hosts one or more stages and shadows; see the module.
 
     Made by :func:`deepspeed_bamboo.initialize`, which passes ``session`` and the groups that the script made; all other
@@ -80,6 +75,8 @@ class BambooPipelineEngine(RedoingEngine):
     fwd_outputs: list[Any]
     # True on a worker that joined late and whose script has not come to the job's step yet.
     catching_up = False
+    _compute_loss: bool
+    eval_return_logits: bool
 
     def __init__(self, *args: Any, session: WorkerSession, script_groups: ScriptGroups, **kwargs: Any) -> None:
         # Until the grid is known, every iterator is that of the pipeline in which this worker starts.
@@ -119,7 +116,7 @@ class BambooPipelineEngine(RedoingEngine):
         show_all_hosted(self.module, self._shown_to_script)
         self._make_parts_of_an_iteration()
         self._make_parts_of_changes()
-        self.forget_memory()
+        self.redoing.forget()
         follow_reporter(self)
         self._whereabouts = Whereabouts(session.coordinator, worker=session.worker, where=self._where)
         self._begin(grid)
@@ -130,17 +127,17 @@ class BambooPipelineEngine(RedoingEngine):
         self.transfer = StateTransfer(
             self.worker, written=self.script_writes.note, process_rank=lambda: int(self.global_rank)
         )
-        self.owner_changes = OwnerChanges(self.worker, transfer=self.transfer, changed=self.forget_memory)
-        self.history = StepHistory()
+        self.owner_changes = OwnerChanges(self.worker, transfer=self.transfer, changed=lambda: self.redoing.forget())
         self.forward_seed = agreed_seed(self.session.config.seed, device=self.device)
+        self.stock_steps = StockSteps(self)
         self.iteration_end = IterationEnd(
             self.worker,
-            stock=StockSteps(self),
+            stock=self.stock_steps,
             running=self.running,
             writes=self.script_writes,
             contributors=Contributors(
                 prepare=self.complete_data,
-                first=self._first_contribution,
+                first=lambda: self.news.contribution(),
                 last=lambda: merged(self.shadow_rebuild.contribution(), self.failover.contribution()),
                 counts=lambda agreed: self.redundancy_repair.count_on_rebuilt(agreed),
                 rebuilt=lambda: self.shadow_rebuild,
@@ -155,30 +152,26 @@ class BambooPipelineEngine(RedoingEngine):
             me=self.session.worker,
             seed=lambda: self.forward_seed,
             before=self._before_instruction,
-            after=self._after_instruction,
+            after=lambda _, replica: self.failover.after(replica),
             redundant=redundant,
             pulse=self.session.pulse,
         )
 
     def _make_parts_of_changes(self) -> None:
-        self._survive_losses()
         self.stage_files = self._make_stage_files()
-        self.checkpoints = automatic_checkpoints(self.worker, copy=self.stage_files.copy_of)
-        if self.checkpoints is not None and self.session.config.goes_back:
-            self.stored = StoredStates(self.worker, self.checkpoints, self.stage_files.load_in_place)
-        balancing = Balancing(
+        kept = KeptStates(
             self.worker,
-            times=self.executor.times,
-            beside=self._take_seconds_beside,
-            device_memory=DeviceMemory(
-                self.worker,
-                kept_bytes=lambda: self.executor.times.kept_bytes,
-                usable_bytes=usable_bytes_of(self.device),
-            ),
+            files=self.stage_files,
+            feed=self.feed,
+            batch=self.batch_of_job,
+            writes=self.script_writes,
+            owner_changes=self.owner_changes,
+            train=self._train_again,
         )
+        self.checkpoints, self.stored = kept.checkpoints, kept.stored
+        self.memory, self.redoing, self.history = kept.memory, kept.redoing, kept.redoing.history
+        self._survive_losses()
         known: dict[str, Known] = {
-            "balancing": balancing,
-            "modes": self.modes,
             "owner_changes": self.owner_changes,
             "beginning": self.beginning,
             "past": self.session.past,
@@ -187,15 +180,27 @@ class BambooPipelineEngine(RedoingEngine):
         if self.checkpoints is not None:
             known["checkpoints"] = self.checkpoints.rounds
         if self.session.config.goes_back:
-            known["memory"] = KnownMemory(self)
-        self.common = CommonState(self.__dict__, names=(*COUNTERS, "forward_seed"), parts=known)
-        self.reconfiguration = Reconfiguration(
+            known["memory"] = self.redoing
+        changes = Changes(
             self.worker,
+            times=self.executor.times,
+            beside=self._take_seconds_beside,
             transfer=self.transfer,
-            balancing=balancing,
             modes=self.modes,
             world=self.world,
-            known=self.common.to_json,
+            numbers=self.__dict__,
+            known=known,
+        )
+        self.common, self.reconfiguration = changes.common, changes.reconfiguration
+        self.news = StepNews(
+            self.worker,
+            losses=lambda: stage_losses(self),
+            again=lambda: self.failover.redoing,
+            redoing=self.redoing,
+            modes=self.modes,
+            owner_changes=self.owner_changes,
+            checkpoints=self.checkpoints,
+            reconfiguration=self.reconfiguration,
         )
 
     def _as_worker(self) -> Worker:
@@ -225,12 +230,14 @@ class BambooPipelineEngine(RedoingEngine):
             abandon=self.iteration_end.abandon,
             evaluated=lambda: self.evaluated_micro_batches,
             on_rank=self._take_rank,
-            way_back=self._way_back(),
+            way_back=self.redoing.way_back(count_to=self.stock_steps.count_to),
         )
-        survival = Survival(self.worker, transfer=self.transfer, groups=self.script_groups, hooks=hooks)
+        survival = Survival(
+            self.worker, transfer=self.transfer, memory=self.memory, groups=self.script_groups, hooks=hooks
+        )
         self.modes, self.shadow_rebuild, self.world = survival.modes, survival.shadow_rebuild, survival.world
         self.script_server, self.failover = survival.script_server, survival.failover
-        self.redundancy_repair, self.memory = survival.redundancy_repair, survival.memory
+        self.redundancy_repair = survival.redundancy_repair
         self.programs = Programs(
             self.worker,
             modes=self.modes,
@@ -313,9 +320,9 @@ class BambooPipelineEngine(RedoingEngine):
                 self.module.train()  # every layer, as stock does of the stage that is shown
                 self.total_loss = None
                 self.total_additional_losses = None
-        self.activate_first()
+        self.host.activate_shown()
         loss = super().train_batch()
-        self._keep_in_memory()
+        self.redoing.keep(loss=self.mean_loss)
         mode, slow = self.modes.mode.value, self.reconfiguration.balancing.slow_workers
         log_step(self, seconds=time.perf_counter() - started, mode=mode, slow=slow)
         note_step(self)
@@ -373,24 +380,29 @@ class BambooPipelineEngine(RedoingEngine):
             self.host.activate(replica)
             self._reserve_pipe_buffers(self.micro_batches)
             self.fwd_outputs = []
-        self.activate_first()  # whose counters are right: a shadow's step may be yet to come
+        self.host.activate_shown()  # whose counters are right: a shadow's step may be yet to come
         step = self.worker.step
         self.perform("train", self._train_body)
         if not self.host.replicas():
-            self.count_to(step + 1)
+            self.stock_steps.count_to(step + 1)
         self.last_losses = agreed_losses(self)
-        if not self.failover.redoing:
-            self._take_in_what_was_agreed()
+        self.news.take_in()
         self.iteration_end.forget()
         self.host_offload.start_iteration()
         self.failover.log_if_any()
         self.data.forget(step)
-        self.activate_first()
+        self.host.activate_shown()
         self.redundancy_repair.repair()
         self.owner_changes.note()
-        every = self.session.config.debug_check_shadows
-        if every and self.global_steps % every == 0:
-            check_shadows(self.worker)
+        check_shadows_if_due(self.worker)
+
+    def _train_again(self) -> float:
+        aside = self._compute_loss, self.eval_return_logits
+        self._compute_loss, self.eval_return_logits = True, False
+        self._train_iteration()
+        aggregate_losses(self)
+        self._compute_loss, self.eval_return_logits = aside
+        return self.mean_loss
 
     def _train_body(self) -> None:
         if not self.activity.rounds:
@@ -413,10 +425,6 @@ class BambooPipelineEngine(RedoingEngine):
         self.iteration_end.step(self.programs.context(training=True, micro_batches=self.micro_batches))
         self.failover.copy_lost()
 
-    def activate_first(self) -> None:
-        """Between iterations the engine shows one stage, see ``StageHost.shown``."""
-        self.host.activate_shown()
-
     # ---- collectives and faults -----------------------------------------------------------------------
 
     def exchange(self) -> Exchange:
@@ -435,6 +443,3 @@ class BambooPipelineEngine(RedoingEngine):
         if at is not None:
             self.worker.strike_if_scripted(replica.coordinate, at, instruction.micro_batch)
         self.failover.before(instruction)
-
-    def _after_instruction(self, instruction: Instruction, replica: StageReplica) -> None:
-        self.failover.after(replica)

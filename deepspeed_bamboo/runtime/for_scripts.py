@@ -29,6 +29,7 @@ from deepspeed_bamboo.runtime.job.script_clock import ScriptClock
 from deepspeed_bamboo.runtime.job.session import WorkerSession
 from deepspeed_bamboo.runtime.job.view import CurrentView
 from deepspeed_bamboo.runtime.recovery.agreed_digest import agreed_digest
+from deepspeed_bamboo.runtime.recovery.memory_rounds import MemoryRounds
 from deepspeed_bamboo.runtime.recovery.whole_state import collect_whole_state
 from deepspeed_bamboo.runtime.stock.hosted_view import in_thread_of_script
 from deepspeed_bamboo.runtime.stock.hosting import StageHost
@@ -64,6 +65,7 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
     feed: Feed
     stage_files: StageFiles
     script_writes: ScriptWrites
+    memory: MemoryRounds | None = None
     _stage_host: StageHost | None = None
     optimizer_source: Any = None
     _training_set: Any = None
@@ -124,6 +126,8 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
 
     def leave(self) -> None:
         """Leave the job at once; the others need this worker no more."""
+        if self.memory is not None:
+            self.memory.close()
         if self.session.closed:
             return
         self._whereabouts.close()
@@ -191,8 +195,8 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
             around=Around(
                 data=lambda: self.data,
                 numbers=lambda: {"seed": self.forward_seed, "loss": self.mean_loss},
-                repair=self.redundancy_repair.repair,
-                loaded=self.forget_memory,
+                repair=lambda: self.redundancy_repair.repair(),
+                loaded=lambda: self.redoing.forget(),
                 alike=self.owner_changes.note,
             ),
         )

@@ -1,200 +1,164 @@
-"""The part of the engine that keeps memory checkpoints, and does steps again after one was restored."""
+"""Keeps memory checkpoints, and does steps again after an earlier state was restored."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from deepspeed_bamboo.core.contributions import merged
 from deepspeed_bamboo.core.memory_rounds import MemoryProgress
-from deepspeed_bamboo.runtime.checkpoint.automatic import AutomaticCheckpoints
 from deepspeed_bamboo.runtime.checkpoint.in_place import StoredStates
-from deepspeed_bamboo.runtime.for_scripts import ScriptEngine
-from deepspeed_bamboo.runtime.iteration.activity import ActivityState
-from deepspeed_bamboo.runtime.iteration.losses import aggregate_losses, stage_losses
-from deepspeed_bamboo.runtime.iteration.mode_choice import ModeChoice
+from deepspeed_bamboo.runtime.iteration.feeding import BatchOfJob, Feed
 from deepspeed_bamboo.runtime.iteration.step_history import StepHistory
+from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
-from deepspeed_bamboo.runtime.membership.reconfiguration import Reconfiguration
 from deepspeed_bamboo.runtime.owner_changes import OwnerChanges
 from deepspeed_bamboo.runtime.recovery.memory_rounds import MemoryRounds, limit_bytes
 from deepspeed_bamboo.runtime.recovery.restore import WayBack
-from deepspeed_bamboo.runtime.recovery.take_over import Failover
 from deepspeed_bamboo.runtime.stock.script_writes import ScriptWrites
 
 
-class RedoingEngine(ScriptEngine):
-    """See the module. ``memory`` is None where no memory checkpoints are kept, ``stored`` where there is no store."""
+class Redoing:
+    """One worker's past steps, as far as they may have to be done again; see the module.
 
-    # The engine's; whose they are is said there.
-    script_writes: ScriptWrites
-    owner_changes: OwnerChanges
-    failover: Failover
-    modes: ModeChoice
-    reconfiguration: Reconfiguration
-    checkpoints: AutomaticCheckpoints | None
-    activity: ActivityState
-    mean_loss: float
-    _compute_loss: bool
-    eval_return_logits: bool
-    memory: MemoryRounds | None = None
-    stored: StoredStates | None = None
-    history: StepHistory
+    Args:
+        worker: who does them.
+        memory: its memory checkpoints, None where none are kept.
+        stored: the states in ``checkpoint.dir`` that the job may go back to, None where there are none.
+        feed: where micro-batches come from.
+        batch: the size of the job's batch.
+        writes: carries what the script writes into its optimizers.
+        owner_changes: knows whether the script changes weights itself.
+        train: does the next iteration, of which the script does not hear, and returns its loss.
+    """
 
-    def _way_back(self) -> WayBack:
-        """What it takes to do steps again."""
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        memory: MemoryRounds | None,
+        stored: StoredStates | None,
+        feed: Feed,
+        batch: BatchOfJob,
+        writes: ScriptWrites,
+        owner_changes: OwnerChanges,
+        train: Callable[[], float],
+    ) -> None:
+        self._worker = worker
+        self._memory = memory
+        self._stored = stored
+        self._feed = feed
+        self._batch = batch
+        self._writes = writes
+        self._owner_changes = owner_changes
+        self._train = train
+        self.history = StepHistory()
+
+    def way_back(self, *, count_to: Callable[[int], None]) -> WayBack:
+        """What it takes to do steps again; ``count_to`` has a worker that stands by be at a step."""
         return WayBack(
-            history=lambda: self.history,
-            data=lambda: self.data,
-            writes=self.script_writes,
+            history=self.history,
+            data=lambda: self._feed.data,
+            writes=self._writes,
             redo=self._redo_step,
-            count_to=self.count_to,
-            look_alike=self.owner_changes.note,
-            store=lambda: self.stored,
+            count_to=count_to,
+            look_alike=self._owner_changes.note,
+            store=lambda: self._stored,
         )
 
-    def _first_contribution(self) -> dict[str, Any]:
-        losses: dict[str, Any] = {"losses": stage_losses(self)}  # type: ignore[arg-type]
-        if self.failover.redoing:
-            return losses
-        return merged(
-            losses,
-            self._memory_contribution(),
-            self.modes.contribution(),
-            self.owner_changes.contribution(),
-            self.checkpoints.contribution() if self.checkpoints is not None else {},
-            self.reconfiguration.contribution(),
-        )
+    # -- with each iteration -----------------------------------------------------------------------
 
-    def _take_in_what_was_agreed(self) -> None:
-        """What all have handed in with the iteration that has just ended; an iteration done again brings no news."""
-        self.reconfiguration.note()
-        self.owner_changes.learn(self.activity.previous[0])
-        self._note_memory()
-        if self.checkpoints is not None:
-            self.checkpoints.note()
+    def contribution(self) -> dict[str, Any]:
+        """What this worker contributes to the agreement of an iteration."""
+        if self._memory is None:
+            return {}
+        wanted = not self._owner_changes.by_hand and not self._worker.confined
+        return self._memory.contribution(step=self._worker.step + 1, wanted=wanted)
 
-    def _note_memory(self) -> None:
+    def note(self) -> None:
         """At the end of an iteration that the script sees: take in what was agreed of memory checkpoints with it."""
         # What was noted with an iteration that was done again belongs to checkpoints of before.
-        if self.memory is not None and not self.activity.was_redone:
-            self.memory.note(self.activity.previous[0])
+        if self._memory is not None and not self._worker.activity.was_redone:
+            self._memory.note(self._worker.activity.previous[0])
 
-    def _memory_contribution(self) -> dict[str, Any]:
-        """What this worker contributes to the agreement of an iteration."""
-        if self.memory is None:
-            return {}
-        wanted = not self.owner_changes.by_hand and not self.worker.confined
-        return self.memory.contribution(step=self.worker.step + 1, wanted=wanted)
-
-    def _keep_in_memory(self) -> None:
+    def keep(self, *, loss: float) -> None:
         """At the boundary after an iteration: note what it takes to do it again, and take a checkpoint if it is due."""
-        memory, step = self.memory, self.worker.step
-        written = self.script_writes.take_written()
-        if memory is None and self.stored is None:
+        memory, step = self._memory, self._worker.step
+        written = self._writes.take_written()
+        if memory is None and self._stored is None:
             return
         self.history.note(written=written)
-        self.history.done(step - 1, loss=self.mean_loss, samples=self.train_batch_size())
+        self.history.done(step - 1, loss=loss, samples=self._batch.size())
         if memory is not None:
             memory.take_if_due()
-            self.host.activate_shown()
+            self._worker.host.activate_shown()
         first = self._first_to_keep()
         self.history.begin_at(first)
-        self.data.keep_from(first)
+        self._feed.data.keep_from(first)
 
     def _first_to_keep(self) -> int:
         """The first step that may have to be done again."""
-        if self.owner_changes.by_hand or self.worker.confined:
-            return self.worker.step
-        in_memory = None if self.memory is None else self.memory.first_wanted
-        wanted = sorted({*(() if in_memory is None else (in_memory,)), *(self.stored.wanted if self.stored else ())})
-        if wanted and self.data.kept_bytes > self._data_limit_bytes:
+        if self._owner_changes.by_hand or self._worker.confined:
+            return self._worker.step
+        in_memory = None if self._memory is None else self._memory.first_wanted
+        wanted = sorted({*(() if in_memory is None else (in_memory,)), *(self._stored.wanted if self._stored else ())})
+        if wanted and self._feed.data.kept_bytes > self._data_limit_bytes:
             wanted = [step for step in wanted if step > self.history.first]
-        return wanted[0] if wanted else self.worker.step
+        return wanted[0] if wanted else self._worker.step
 
     @functools.cached_property
     def _data_limit_bytes(self) -> float:
         """What the micro-batches may take that are kept."""
-        if self.memory is not None:
-            return self.memory.limit_bytes
-        return limit_bytes(self.worker.session.config.checkpoint.memory_limit_gigabytes)
+        if self._memory is not None:
+            return self._memory.limit_bytes
+        return limit_bytes(self._worker.session.config.checkpoint.memory_limit_gigabytes)
 
-    def forget_memory(self) -> None:
+    def forget(self) -> None:
         """The state has become another one otherwise than by training; on all workers, between iterations."""
-        self.history = StepHistory.beginning_at(self.worker.step)
-        self.script_writes.take_written()
-        if self.memory is not None:
-            self.memory.forget()
-        if self.stored is not None:
-            self.stored.forget()
-        if self.memory is not None or self.stored is not None:
-            self.data.keep()
+        self.history.begin_anew(self._worker.step)
+        self._writes.take_written()
+        if self._memory is not None:
+            self._memory.forget()
+        if self._stored is not None:
+            self._stored.forget()
+        if self._memory is not None or self._stored is not None:
+            self._feed.data.keep()
 
-    def leave(self) -> None:
-        """As without memory checkpoints; nobody sends or gets any more of them."""
-        if self.memory is not None:
-            self.memory.close()
-        super().leave()
-
-    def count_to(self, step: int) -> None:
-        """Be at ``step``, on a worker that stands by: what stock counts in its optimizer steps."""
-        more = step - self.worker.step
-        self.__dict__["global_steps"] = step
-        self.__dict__["global_samples"] += more * self.train_batch_size()
-        self.__dict__["micro_steps"] += more * self.micro_batches
+    # -- doing a step again ------------------------------------------------------------------------
 
     def _redo_step(self) -> None:
         """Do the next iteration as it was done before. The script does not see it."""
-        aside = self._compute_loss, self.eval_return_logits
-        self._compute_loss, self.eval_return_logits = True, False
-        step, samples = self.worker.step, self.train_batch_size()
-        with self.feed.reading(None):
-            self._take_batch_size(self.history.of(step).samples)
-            self.feed.supply.agree()
-            for replica in self.host.replicas():
-                self.host.restart(replica, micro_batches=self.micro_batches)
-            self.host.activate_shown()
-            self._train_iteration()
-            aggregate_losses(self)  # type: ignore[arg-type]
-            self.history.note(written=self.script_writes.take_written())
-        loss = self.mean_loss
-        before = self.history.done(step, loss=loss, samples=self.train_batch_size())
-        self._take_batch_size(samples)
-        self.session.log("redone", step=step, loss=loss)
+        worker = self._worker
+        step, samples = worker.step, self._batch.size()
+        with self._feed.reading(None):
+            self._batch.use(self.history.of(step).samples)
+            self._feed.supply.agree()
+            for replica in worker.host.replicas():
+                worker.host.restart(replica, micro_batches=worker.micro_batches)
+            worker.host.activate_shown()
+            loss = self._train()
+            self.history.note(written=self._writes.take_written())
+            before = self.history.done(step, loss=loss, samples=self._batch.size())
+            self._batch.use(samples)
+        worker.session.log("redone", step=step, loss=loss)
         if before is not None and before != loss and not (math.isnan(before) and math.isnan(loss)):
             tell_once(
-                self.worker,
+                worker,
                 f"step {step} was done again with the loss {loss!r}, and had {before!r}: the same work does not give "
                 "the same bits here",
             )
-        self._compute_loss, self.eval_return_logits = aside
 
-    def _take_batch_size(self, samples: int | None) -> None:
-        """That of a step that is done again; the script may have changed it since."""
-        if samples not in (None, self.train_batch_size()):
-            self.set_train_batch_size(samples)
-
-    def _train_iteration(self) -> None:
-        raise NotImplementedError
-
-
-class KnownMemory:
-    """What a worker that joins has to know of the states that the job may go back to."""
-
-    def __init__(self, engine: RedoingEngine) -> None:
-        self._engine = engine
+    # -- what a worker that joins has to know ------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """As values that can be sent."""
-        memory = self._engine.memory
-        progress = MemoryProgress() if memory is None else memory.progress
+        """What a worker that joins has to know of the states that the job may go back to."""
+        progress = MemoryProgress() if self._memory is None else self._memory.progress
         return {
             "progress": progress.to_json(),
-            "plain_from": self._engine.history.plain_from,
-            "unseen": self._engine.activity.unseen,
-            "others": [] if self._engine.stored is None else self._engine.stored.to_json(),
+            "plain_from": self.history.plain_from,
+            "unseen": self._worker.activity.unseen,
+            "others": [] if self._stored is None else self._stored.to_json(),
         }
 
     def take(self, value: Mapping[str, Any]) -> None:
@@ -202,12 +166,11 @@ class KnownMemory:
 
         What others have done before this worker came it could do again only with data that can be had from any step on.
         """
-        engine = self._engine
-        engine.forget_memory()
-        engine.activity.unseen = int(value["unseen"])
-        if engine.memory is not None:
-            engine.memory.progress = MemoryProgress.from_json(value["progress"])
-        if engine.stored is not None:
-            engine.stored.take(value["others"])
-        if engine.data.covers_every_pipeline:
-            engine.history.first = min(engine.history.first, int(value["plain_from"]))
+        self.forget()
+        self._worker.activity.unseen = int(value["unseen"])
+        if self._memory is not None:
+            self._memory.progress = MemoryProgress.from_json(value["progress"])
+        if self._stored is not None:
+            self._stored.take(value["others"])
+        if self._feed.data.covers_every_pipeline:
+            self.history.first = min(self.history.first, int(value["plain_from"]))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.iteration.mode_choice import ModeChoice
 from deepspeed_bamboo.runtime.iteration.worker import Worker
-from deepspeed_bamboo.runtime.recovery.memory_rounds import memory_rounds
+from deepspeed_bamboo.runtime.recovery.memory_rounds import MemoryRounds
 from deepspeed_bamboo.runtime.recovery.redundancy_repair import RedundancyRepair
 from deepspeed_bamboo.runtime.recovery.restore import Restoring, WayBack
 from deepspeed_bamboo.runtime.recovery.script_server import ScriptServer
@@ -40,13 +40,20 @@ class Hooks:
 class Survival:
     """One worker's parts; each is described where it is defined."""
 
-    def __init__(self, worker: Worker, *, transfer: StateTransfer, groups: ScriptGroups, hooks: Hooks) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        transfer: StateTransfer,
+        memory: MemoryRounds | None,
+        groups: ScriptGroups,
+        hooks: Hooks,
+    ) -> None:
         self.modes = ModeChoice(worker)
         self.shadow_rebuild = ShadowRebuild(worker, transfer=transfer)
         self.script_server = ScriptServer(worker, recover=hooks.recover, catching_up=hooks.catching_up)
         self.world = WorldEntry(worker, groups=groups, server=self.script_server, on_rank=hooks.on_rank)
-        self.memory = memory_rounds(worker)
-        restoring = Restoring(worker, memory=self.memory, transfer=transfer, world=self.world, way_back=hooks.way_back)
+        restoring = Restoring(worker, memory=memory, transfer=transfer, world=self.world, way_back=hooks.way_back)
         self.failover = Failover(
             worker,
             transfer=transfer,

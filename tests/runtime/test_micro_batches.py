@@ -64,7 +64,7 @@ def test_checksums_tell_batches_apart() -> None:
 
 
 def test_a_step_is_done_again_with_its_own_number_of_samples() -> None:
-    history = StepHistory.beginning_at(0)
+    history = StepHistory()
     for step, samples in enumerate((4, 4, 8, 8)):
         history.done(step, loss=1.0, samples=samples)
     assert [history.of(step).samples for step in range(4)] == [4, 4, 8, 8] and history.of(4).samples is None

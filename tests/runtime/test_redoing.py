@@ -54,7 +54,8 @@ def test_a_factory_makes_them_again() -> None:
 
 
 def test_what_the_script_did_belongs_to_the_step_that_followed() -> None:
-    history = StepHistory.beginning_at(4)
+    history = StepHistory()
+    history.begin_anew(4)
     history.note(evaluated=2)
     assert history.of(4).evaluated == 2 and history.of(3).evaluated == 0
     assert history.done(4, loss=0.5) is None

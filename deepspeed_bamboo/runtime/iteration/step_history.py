@@ -28,10 +28,10 @@ class StepHistory:
     coming: PastStep = field(default_factory=PastStep)
     _steps: dict[int, PastStep] = field(default_factory=dict)
 
-    @classmethod
-    def beginning_at(cls, step: int) -> StepHistory:
+    def begin_anew(self, step: int) -> None:
         """Nothing before ``step`` can be done again."""
-        return cls(first=step, following=step)
+        self.first = self.following = step
+        self.coming, self._steps = PastStep(), {}
 
     @property
     def plain_from(self) -> int:

@@ -46,12 +46,13 @@ _PROTECT = "protect"  # the activity in which lost shadows are copied
 class WayBack:
     """What it takes to do steps again.
 
-    ``history`` returns what was before each, ``data`` where micro-batches come from. ``writes`` carries what the script
-    writes. ``redo`` does the next iteration. ``count_to`` has a worker that stands by be at a step, ``look_alike`` is
-    called when owners and shadows are. ``store`` returns the checkpoints of ``checkpoint.dir``, None where none are.
+    ``history`` is what was before each, ``data`` returns where micro-batches come from. ``writes`` carries what the
+    script writes. ``redo`` does the next iteration. ``count_to`` has a worker that stands by be at a step,
+    ``look_alike`` is called when owners and shadows are. ``store`` returns the checkpoints of ``checkpoint.dir``, None
+    where none are.
     """
 
-    history: Callable[[], StepHistory]
+    history: StepHistory
     data: Callable[[], PipelineData]
     writes: ScriptWrites
     redo: Callable[[], None]
@@ -127,7 +128,7 @@ class Restoring:
         """What this worker could go back to, for its report."""
         store = self._way_back.store()
         parts = {} if self._memory is None else self._memory.parts.held()
-        return Kept(parts, self._way_back.history().first, () if store is None else store.known)
+        return Kept(parts, self._way_back.history.first, () if store is None else store.known)
 
     def interrupt(self) -> None:
         """There is a new epoch."""
@@ -148,7 +149,7 @@ class Restoring:
         worker.activity.adopt(conclusion.agreed)
         if first and worker.activity.kind is None:  # later what optimizers hold is no more what the script left
             self._way_back.writes.follow()
-        self._way_back.history().note(written=self._way_back.writes.take_written())
+        self._way_back.history.note(written=self._way_back.writes.take_written())
         while not self._bring_newest(record, conclusion, started):
             self._give_up(record, before)
         self._enter(self._committed(record))
@@ -293,7 +294,7 @@ class Restoring:
         elif self._memory is not None:
             self._memory.forget()
         back.data().rewind(way.step)
-        back.history().begin_at(way.step)
+        back.history.begin_at(way.step)
         back.writes.restored()
         back.look_alike()
         way.outer = replace(worker.activity)
@@ -314,7 +315,7 @@ class Restoring:
 
     def _as_before(self, step: int) -> None:
         """What the script has done before ``step``."""
-        past = self._way_back.history().of(step)
+        past = self._way_back.history.of(step)
         self._way_back.writes.write_again(past.written)
         for replica in self._worker.host.replicas():
             replica.micro_offset += past.evaluated

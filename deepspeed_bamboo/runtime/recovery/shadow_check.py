@@ -16,6 +16,13 @@ from deepspeed_bamboo.runtime.stock.replica import StageReplica
 Hashes = dict[str, str]
 
 
+def check_shadows_if_due(worker: Worker) -> None:
+    """After each iteration: :func:`check_shadows` as often as the job's settings say."""
+    every = worker.session.config.debug_check_shadows
+    if every and worker.step % every == 0:
+        check_shadows(worker)
+
+
 def check_shadows(worker: Worker) -> None:
     """Compare every shadow with its owner; collective. Raises ShadowError, on every worker, for any difference."""
 

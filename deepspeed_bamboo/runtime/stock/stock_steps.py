@@ -104,6 +104,14 @@ class StockSteps:
         """Stock's step, of which neither console nor monitor hears."""
         self._engine._take_model_step(None)
 
+    def count_to(self, step: int) -> None:
+        """Be at ``step``, on a worker that stands by: what stock counts in its steps."""
+        engine, state = self._engine, self._engine.__dict__
+        more = step - int(state["global_steps"])
+        state["global_steps"] = step
+        state["global_samples"] += more * engine.train_batch_size()
+        state["micro_steps"] += more * engine.micro_batches
+
     def take_step(self, active: StageReplica | None) -> None:
         """Stock's step of ``active``, which this worker owns; its first stage stands for it on console and monitor."""
         engine = self._engine
