@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -180,6 +181,32 @@ def test_no_import_circle_in_runtime_but_through_the_engines_type() -> None:
         raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
 
 
+def test_two_levels_and_a_kind_stand_above_stocks_engine() -> None:
+    stock = importlib.import_module("deepspeed.runtime.pipe.engine").PipelineEngine
+    importlib.import_module(f"{NAME}.runtime.catching_up_engine")
+    own = [kind for kind in subclasses(stock) if kind.__module__.startswith(f"{NAME}.")]
+    levels = {kind.__name__: [level.__name__ for level in kind.__mro__[: kind.__mro__.index(stock)]] for kind in own}
+    two = ["BambooPipelineEngine", "ScriptEngine"]
+    assert levels == {
+        "ScriptEngine": two[1:],
+        "BambooPipelineEngine": two,
+        "CatchingUpEngine": ["CatchingUpEngine", *two],
+    }, "make a part of it that gets what it uses as arguments"
+
+
+def test_every_class_above_stocks_engine_is_among_these() -> None:
+    """The test before sees only what is imported."""
+    based = {
+        node.name
+        for path in (PACKAGE / "runtime").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+        and any(isinstance(base, ast.Name) and base.id.endswith("Engine") for base in node.bases)
+        and not any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases)
+    }
+    assert based == {"ScriptEngine", "BambooPipelineEngine", "CatchingUpEngine", "CapturedFiles"}
+
+
 def test_files_are_short() -> None:
     long = {
         str(path.relative_to(PACKAGE))
@@ -220,6 +247,13 @@ def test_what_the_package_offers() -> None:
     assert sorted(offered) == sorted(OFFERED)
     for name in offered:
         assert hasattr(deepspeed_bamboo, name)
+
+
+def subclasses(kind: type) -> Iterator[type]:
+    """All classes below ``kind``."""
+    for below in kind.__subclasses__():
+        yield below
+        yield from subclasses(below)
 
 
 def _names(node: ast.Import | ast.ImportFrom) -> set[str]:

@@ -1,4 +1,4 @@
-"""An engine whose script begins at step 0 while its job is at a later step. It skips what the job has done already.
+"""How a script that begins at step 0, while its job is at a later step, comes to that step.
 
 The script's first call shows how it counts. A script that asks for ``global_steps``, and then counts by it, is at the
 job's step at once. In a script that counts by itself ``train_batch`` returns at once until the script has called it as
@@ -8,57 +8,65 @@ often as the job has trained, and so does everything else that belongs to those 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from enum import Enum
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from deepspeed_bamboo.coordination import CoordinatorUnavailable
-from deepspeed_bamboo.runtime.checkpoint.beginning import Loaded
-from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+from deepspeed_bamboo.runtime.checkpoint.beginning import Beginning, Loaded
+from deepspeed_bamboo.runtime.iteration.feeding import BatchOfJob, Feed
+from deepspeed_bamboo.runtime.iteration.worker import Worker
+from deepspeed_bamboo.runtime.script_position import Phase, ScriptPosition
+from deepspeed_bamboo.runtime.stock.script_writes import ScriptWrites
 
 
-class Phase(Enum):
-    """Where the script is."""
+@dataclass(frozen=True)
+class ScriptParts:
+    """The worker whose script catches up, where the script is, and what else follows it.
 
-    OUTSIDE = "outside"  # it has not shown yet how it counts
-    CATCHING_UP = "catching up"  # it counts by itself, and has not come to the job's step
-    INSIDE = "inside"
+    ``writes`` carries what the script writes into its optimizers, ``feed`` has its micro-batches, ``batch`` is the size
+    of the job's, and ``beginning`` knows what the script loaded when the job began.
+    """
+
+    worker: Worker
+    position: ScriptPosition
+    writes: ScriptWrites
+    feed: Feed
+    batch: BatchOfJob
+    beginning: Beginning
 
 
-class CatchingUpEngine(BambooPipelineEngine):
+class CatchingUp(ABC):
     """See the module; a subclass says when OUTSIDE begins, and what happens on entering."""
 
-    _phase = Phase.INSIDE  # while stock builds the engine
-    _calls = 0  # of train_batch, by a script that counts by itself; and the step at which it began
-    _began = 0  # that step
-    _answers = False  # whether what its loads return is what they returned when the job began
-    _asked = 0  # how many it has done
-    _reached = 0  # the job's step, as last heard of
-    _loss = math.nan  # its loss there
-    _evaluated = (-1, 0)  # how often the script has evaluated after how many of its calls
+    def __init__(self, parts: ScriptParts) -> None:
+        self._worker = parts.worker
+        self._position = parts.position
+        self._writes = parts.writes
+        self._feed = parts.feed
+        self._batch = parts.batch
+        self._beginning = parts.beginning
+        self._asked = 0  # loads that this script has done
+        self.answers = False
+        """Whether what the script's loads return is what they returned when the job began."""
 
-    def _enter(self, *, counts_by_itself: bool) -> None:
+    def enter(self, *, counts_by_itself: bool) -> None:
         """The script has shown how it counts."""
-        self._phase = Phase.INSIDE
-        written = self.script_writes.written()
+        position = self._position
+        position.phase = Phase.INSIDE
+        written = self._writes.written()
         self._take_part()
-        if counts_by_itself and self._calls < self._reached:
-            self._phase = Phase.CATCHING_UP
-            self.script_writes.go_back(written)
+        if counts_by_itself and position.calls < position.reached:
+            position.phase = Phase.CATCHING_UP
+            self._writes.go_back(written)
         else:
-            self.script_writes.come_back()
+            self._writes.come_back()
         if not counts_by_itself:
-            self.batch_of_job.adopt()
+            self._batch.adopt()
 
-    def _begin_at(self, step: int) -> None:
-        """What this script calls first belongs to ``step``."""
-        self._calls += step - self._began
-        self._began = step
-
-    def _take_part(self) -> None:
+    def _take_part(self) -> None:  # noqa: B027 - a job that continues has begun with this worker
         """On entering: become one of the job's workers, if that is still to be done."""
 
     def _has_to_enter(self) -> bool:
@@ -66,100 +74,63 @@ class CatchingUpEngine(BambooPipelineEngine):
         return True
 
     @property
-    def _is_behind(self) -> bool:
+    @abstractmethod
+    def is_behind(self) -> bool:
         """Whether what the script does now belongs to what the job has done before."""
-        return self._phase is not Phase.INSIDE
 
-    @property
-    def global_steps(self) -> int:
-        """The job's iterations; a script that asks for it first counts by it."""
-        if self._phase is Phase.OUTSIDE and self._calls == self._began:
-            self._enter(counts_by_itself=False)
-        return int(self._calls if self._phase is not Phase.INSIDE else self.__dict__["global_steps"])
-
-    @global_steps.setter
-    def global_steps(self, count: int) -> None:
-        self.__dict__["global_steps"] = count
-
-    @property
-    def catching_up(self) -> bool:  # type: ignore[override]
-        """True while the script has yet to come to the job's step."""
-        return self._phase is Phase.CATCHING_UP
-
-    @contextmanager
-    def _unnoticed(self) -> Iterator[None]:
-        """Inside, nothing that is looked at shows how the script counts."""
-        before, self._phase = self._phase, Phase.INSIDE
-        try:
-            yield
-        finally:
-            self._phase = before
-
-    def _is_before_its_time(self) -> bool:
+    def is_before_its_time(self) -> bool:
         """Whether this call of ``train_batch`` stands for an iteration that the job did before."""
-        if self._phase is Phase.OUTSIDE and self._has_to_enter():
-            self._enter(counts_by_itself=True)
-        if self._phase is Phase.CATCHING_UP and self._calls >= self._reached:
-            self._phase = Phase.INSIDE
-            self.script_writes.come_back()
-        return self._phase is not Phase.INSIDE
+        position = self._position
+        if position.phase is Phase.OUTSIDE and self._has_to_enter():
+            self.enter(counts_by_itself=True)
+        if position.phase is Phase.CATCHING_UP and position.calls >= position.reached:
+            position.phase = Phase.INSIDE
+            self._writes.come_back()
+        return not position.inside
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Any:
-        """As stock's, and surviving losses; the loss that it had for an iteration that the job did before."""
-        if self._is_before_its_time():
-            loss = self._past(lambda: self.session.past.loss(self._calls))
-            self._calls += 1
-            self.data.pass_by(data_iter, micro_batches=self.micro_batches)
-            return torch.tensor(self._loss if math.isnan(loss) else loss, device=self.device)
-        self._answers = False
-        return super().train_batch(data_iter)
+    def past_loss(self) -> float:
+        """The loss of the iteration for which a call of ``train_batch`` stands, which is passed by."""
+        position = self._position
+        loss = _known(lambda: self._worker.session.past.loss(position.calls))
+        position.calls += 1
+        return position.loss if math.isnan(loss) else loss
 
-    def eval_batch(self, data_iter: Iterator[Any] | None, return_logits: bool = False, **arguments: Any) -> Any:  # type: ignore[override]
-        """As stock's; what it was where the job evaluated before, not a number where that isn't known."""
-        if not self._is_behind:
-            with self._unnoticed():
-                return super().eval_batch(data_iter, return_logits, **arguments)
-        # One iterator may serve all evaluations; the others' has gone on.
-        self.evaluated.skip(data_iter, arguments.get("num_micro_batches") or self.micro_batches)
-        step, number = self._evaluated
-        number = number + 1 if step == self._calls else 0
-        self._evaluated = (self._calls, number)
-        loss = torch.tensor(self._past(lambda: self.session.past.evaluation(self._calls, number)), device=self.device)
-        return (loss, None) if return_logits else loss
+    def past_evaluation(self) -> float:
+        """What the evaluation had for which a call of ``eval_batch`` stands; not a number where that isn't known."""
+        position, number = self._position, self._position.next_evaluation()
+        return _known(lambda: self._worker.session.past.evaluation(position.calls, number))
 
-    def _past(self, look: Callable[[], float]) -> float:
-        try:
-            return look()
-        except CoordinatorUnavailable:
-            return math.nan
-
-    def load_checkpoint(self, *arguments: Any, **options: Any) -> Any:
-        """As stock's; before this worker trains it reads nothing, and returns what it returned when the job began."""
-        if not self._answers:
-            return super().load_checkpoint(*arguments, **options)
+    def next_load(self) -> Loaded:
+        """What the script's next load returned when the job began."""
         self._asked += 1
         return self._answer(self._asked - 1)
 
+    @abstractmethod
     def _answer(self, call: int) -> Loaded:
         """What load number ``call`` returned when the job began."""
-        raise NotImplementedError
 
-    def barrier(self) -> None:
-        """Wait for the others, unless they have been here before."""
-        if not self._is_behind:
-            with self._unnoticed():
-                super().barrier()
+    def before_activity(self) -> None:  # noqa: B027 - see LateWorker
+        """Before anything that all workers do together."""
 
-    def state_digest(self) -> str:
-        """Of the job's state; empty where it was computed before."""
-        if self._is_behind:
-            return ""
-        with self._unnoticed():
-            return super().state_digest()
+    def check_iterator(self, iterator: Iterator[Any] | None) -> None:  # noqa: B027 - see LateWorker
+        """Before the script's iterator for training becomes ``iterator``. Raises ExpelledError where it can't."""
 
-    def save_checkpoint(self, *arguments: Any, **options: Any) -> Any:
-        """As stock's; nothing where the job saved one before: the state of then is not there any more."""
-        if self._is_behind:
-            return True
-        with self._unnoticed():
-            return super().save_checkpoint(*arguments, **options)
+    def where_data_end(self) -> AbstractContextManager[None]:
+        """Inside, an iterator may end."""
+        return nullcontext()
+
+    @property
+    def leaves_at_once(self) -> bool:
+        """Whether a script that ends now leaves a job that does not know of it."""
+        return False
+
+    def at_close(self) -> AbstractContextManager[None]:
+        """Inside, the script ends the job."""
+        return nullcontext()
+
+
+def _known(look: Callable[[], float]) -> float:
+    try:
+        return look()
+    except CoordinatorUnavailable:
+        return math.nan

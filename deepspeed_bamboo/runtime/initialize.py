@@ -115,13 +115,11 @@ def _restricted(parameters: Iterable[Any], own: Container[int]) -> list[Any]:
 
 def _kind_of_engine(session: WorkerSession) -> type[BambooPipelineEngine]:
     # Not before the check: what these import of DeepSpeed may be missing.
+    from deepspeed_bamboo.runtime.catching_up_engine import CatchingUpEngine
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
-    from deepspeed_bamboo.runtime.late_engine import LateEngine
-    from deepspeed_bamboo.runtime.restored_engine import RestoredEngine
 
-    if session.identity.joining:
-        return LateEngine
-    return BambooPipelineEngine if session.config.checkpoint.dir is None else RestoredEngine
+    begins_elsewhere = session.identity.joining or session.config.checkpoint.dir is not None
+    return CatchingUpEngine if begins_elsewhere else BambooPipelineEngine
 
 
 def is_bamboo_engine(engine: Any) -> bool:

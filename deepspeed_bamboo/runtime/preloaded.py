@@ -12,11 +12,11 @@ import os
 import deepspeed.runtime.zero.muon.muon_optimizer
 import torch._dynamo
 
-from deepspeed_bamboo.runtime import engine, late_engine, main, restored_engine
+from deepspeed_bamboo.runtime import catching_up_engine, engine, main
 from deepspeed_bamboo.runtime.membership import joining
 from deepspeed_bamboo.runtime.stock.patches.shared_memory_op import leave_out_shared_memory_op
 
-__all__ = ["deepspeed", "engine", "joining", "late_engine", "main", "restored_engine", "torch"]
+__all__ = ["catching_up_engine", "deepspeed", "engine", "joining", "main", "torch"]
 
 if os.environ.get("DS_ACCELERATOR") == "cpu":
     leave_out_shared_memory_op()

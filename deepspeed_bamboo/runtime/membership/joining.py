@@ -2,7 +2,7 @@
 
 Until then the script sees a process group of the job's size in which this worker is alone: collectives give back what
 they are given. What stock DeepSpeed builds with it is a stage that this worker may be given; its values come from the
-others (``reconfiguration.py`` has their side, ``late_engine.py`` the moment).
+others (``reconfiguration.py`` has their side, ``late_worker.py`` the moment).
 """
 
 from __future__ import annotations

@@ -1,0 +1,166 @@
+"""The engine of a worker whose script begins at step 0 while its job is at a later step, see ``catching_up.py``.
+
+It is that of a worker that joins late (``late_worker.py``), and of a job that may continue from a checkpoint
+(``restored_job.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from deepspeed_bamboo.core.grid import Grid
+from deepspeed_bamboo.runtime.catching_up import CatchingUp, ScriptParts
+from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+from deepspeed_bamboo.runtime.late_worker import LateWorker
+from deepspeed_bamboo.runtime.membership.joining import check_grid, join
+from deepspeed_bamboo.runtime.membership.own_facts import check_same_job
+from deepspeed_bamboo.runtime.restored_job import RestoredJob
+from deepspeed_bamboo.runtime.script_position import Phase, ScriptPosition
+
+
+class CatchingUpEngine(BambooPipelineEngine):
+    """See the module. Until it is built its script counts as being where the job is."""
+
+    _made_catching_up: CatchingUp | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.position = ScriptPosition()
+        super().__init__(*args, **kwargs)
+
+    def _begin(self, grid: Grid) -> None:
+        parts = ScriptParts(
+            self.worker,
+            position=self.position,
+            writes=self.script_writes,
+            feed=self.feed,
+            batch=self.batch_of_job,
+            beginning=self.beginning,
+        )
+        if self.session.identity.joining:
+            check_grid(self.session, grid)
+            check_same_job(self)
+            if self.checkpoints is not None:
+                self.checkpoints.check_visible()
+            self._made_catching_up = late = LateWorker(parts, join=self._join)
+            late.begin()
+            return
+        super()._begin(grid)
+        if self.checkpoints is None:
+            raise RuntimeError("a job without checkpoints has no need of this engine")
+        restored = RestoredJob(
+            parts,
+            checkpoints=self.checkpoints,
+            files=self.stage_files,
+            stored=self.stored,
+            seeded=self._take_seed,
+        )
+        self._made_catching_up = restored
+        restored.begin()
+
+    def _join(self, known: Callable[[], None]) -> None:
+        join(self.worker, reconfiguration=self.reconfiguration, common=self.common, known=known)
+
+    def _take_seed(self, state: dict[str, Any]) -> None:
+        self.forward_seed = state.get("seed", self.forward_seed)
+
+    @property
+    def _catching_up(self) -> CatchingUp:
+        if self._made_catching_up is None:
+            raise RuntimeError("the engine is not ready")
+        return self._made_catching_up
+
+    @property
+    def global_steps(self) -> int:
+        """The job's iterations; a script that asks for it first counts by it.
+
+        On a late worker that is the moment at which it enters the job: the script chooses its data by this number.
+        """
+        if self.position.untouched:
+            self._catching_up.enter(counts_by_itself=False)
+        return int(self.__dict__["global_steps"] if self.position.inside else self.position.calls)
+
+    @global_steps.setter
+    def global_steps(self, count: int) -> None:
+        self.__dict__["global_steps"] = count
+
+    @property
+    def catching_up(self) -> bool:  # type: ignore[override]
+        """True while the script has yet to come to the job's step."""
+        return self.position.phase is Phase.CATCHING_UP
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Any:
+        """As stock's, and surviving losses; the loss that it had for an iteration that the job did before."""
+        if self._catching_up.is_before_its_time():
+            loss = self._catching_up.past_loss()
+            self.data.pass_by(data_iter, micro_batches=self.micro_batches)
+            return torch.tensor(loss, device=self.device)
+        self._catching_up.answers = False
+        return super().train_batch(data_iter)
+
+    def eval_batch(self, data_iter: Iterator[Any] | None, return_logits: bool = False, **arguments: Any) -> Any:  # type: ignore[override]
+        """As stock's; what it was where the job evaluated before, not a number where that isn't known."""
+        if not self._catching_up.is_behind:
+            with self.position.unnoticed():
+                return super().eval_batch(data_iter, return_logits, **arguments)
+        # One iterator may serve all evaluations; the others' has gone on.
+        self.evaluated.skip(data_iter, arguments.get("num_micro_batches") or self.micro_batches)
+        loss = torch.tensor(self._catching_up.past_evaluation(), device=self.device)
+        return (loss, None) if return_logits else loss
+
+    def load_checkpoint(self, *arguments: Any, **options: Any) -> Any:
+        """As stock's; before this worker trains it reads nothing, and returns what it returned when the job began."""
+        if not self._catching_up.answers:
+            return super().load_checkpoint(*arguments, **options)
+        return self._catching_up.next_load()
+
+    def save_checkpoint(self, *arguments: Any, **options: Any) -> Any:
+        """As stock's; nothing where the job saved one before: the state of then is not there any more."""
+        if self._catching_up.is_behind:
+            return True
+        with self.position.unnoticed():
+            return super().save_checkpoint(*arguments, **options)
+
+    def barrier(self) -> None:
+        """Wait for the others, unless they have been here before."""
+        if not self._catching_up.is_behind:
+            with self.position.unnoticed():
+                super().barrier()
+
+    def state_digest(self) -> str:
+        """Of the job's state; empty where it was computed before."""
+        if self._catching_up.is_behind:
+            return ""
+        with self.position.unnoticed():
+            return super().state_digest()
+
+    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
+        """As stock's. Raises ExpelledError on a late worker where nobody can know where ``iterator`` belongs."""
+        if self._made_catching_up is not None:
+            self._made_catching_up.check_iterator(iterator)
+        super().set_dataiterator(iterator)
+
+    def _next_batch(self) -> Any:
+        with self._catching_up.where_data_end():
+            return super()._next_batch()
+
+    def complete_data(self) -> None:
+        """Pull what others need of this iteration's data."""
+        with self._catching_up.where_data_end():
+            super().complete_data()
+
+    def perform(self, kind: str, body: Callable[[], None]) -> None:
+        """As on the others, once this worker is one of them."""
+        if self._made_catching_up is not None:
+            self._made_catching_up.before_activity()
+        super().perform(kind, body)
+
+    def close(self) -> None:
+        """As on the others; a script that ends before a late worker came to the job's step just leaves."""
+        if self._catching_up.leaves_at_once:
+            self.leave()
+            return
+        with self._catching_up.at_close():
+            super().close()

@@ -1,0 +1,144 @@
+"""A worker that comes to a running job: its script begins at step 0, the job is far beyond.
+
+Everybody waits for a member. So the job learns of the worker only when its script has finished its preparations, for
+example reading data: when the script asks for ``global_steps``, or, if it counts by itself, when it has called
+``train_batch`` as often as the job has trained.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from deepspeed_bamboo.errors import ExpelledError, JobStoppedError
+from deepspeed_bamboo.runtime.catching_up import CatchingUp, ScriptParts
+from deepspeed_bamboo.runtime.checkpoint.beginning import Loaded
+from deepspeed_bamboo.runtime.job.news import tell
+from deepspeed_bamboo.runtime.script_position import Phase
+
+# This worker catches up to here while the job continues; for the rest the job waits.
+_NEAR_STEPS = 3
+_MOST_LOOKS = 10
+_LOOK_SECONDS = 0.2
+_NOTHING: Loaded = (None, None)
+
+
+class LateWorker(CatchingUp):
+    """See the module. OUTSIDE the job does not know of this worker.
+
+    Args:
+        parts: see there.
+        join: makes this worker one of the job's; calls its argument once the job's numbers are known.
+    """
+
+    def __init__(self, parts: ScriptParts, *, join: Callable[[Callable[[], None]], None]) -> None:
+        super().__init__(parts)
+        self._join = join
+        self._looks = 0
+        self._given: tuple[Loaded, ...] = ()  # what this script's loads have returned
+
+    def begin(self) -> None:
+        """The script's own steps begin."""
+        self._learn()
+        self._position.phase = Phase.OUTSIDE
+        self.answers = True
+
+    def _learn(self) -> bool:
+        """How the job's script began, as far as that is published; returns whether it is."""
+        published = self._beginning.look(self._worker.session.coordinator)
+        self._position.begin_at(self._beginning.step)
+        return published
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether what the script does now belongs to what the job has done before."""
+        return not self._position.inside
+
+    def _take_part(self) -> None:
+        self._join(self._start_data)
+        self._position.reached = self._worker.step
+
+    def _start_data(self) -> None:
+        for call, (path, _) in enumerate(self._given):
+            if ((self._beginning.returned(call) or _NOTHING)[0] is None) != (path is None):
+                raise ExpelledError(
+                    f"worker {self._worker.me} had not heard what load_checkpoint returned when the job began; its "
+                    "agent starts another one"
+                )
+        self._position.begin_at(self._beginning.step)
+        self._feed.data.start_at(self._worker.step, used=self._feed.used(since=self._beginning.step))
+
+    def _answer(self, call: int) -> Loaded:
+        """(None, None) where the job loaded nothing, as where there is no checkpoint: the state comes from the others.
+
+        Waits until the job has loaded, or trains. Raises JobStoppedError when it ends before.
+        """
+        session = self._worker.session
+        coordinator = session.coordinator
+        while not self._learn() and coordinator.status() is None:
+            if session.finished or coordinator.finished() is not None:
+                raise JobStoppedError(f"job {coordinator.job} was complete before this worker could join it")
+            time.sleep(_LOOK_SECONDS)
+        found = self._beginning.returned(call) or _NOTHING
+        self._given = (*self._given, found)
+        return found
+
+    def _has_to_enter(self) -> bool:
+        """Not before it has called as often as the job has trained: from then on the others wait for it."""
+        if self._position.calls >= self._position.reached:
+            self._look()
+        return self._position.calls >= self._position.reached
+
+    def _look(self) -> None:
+        """Where the job is now; nowhere new when this worker is so near, or so slow, that it had better join."""
+        self._learn()
+        position = self._position
+        status = self._worker.session.coordinator.status() or {}
+        step = int(status.get("step", -1)) + 1
+        position.loss = float(status.get("loss", math.nan))
+        self._looks += 1
+        if step - position.calls > _NEAR_STEPS and self._looks <= _MOST_LOOKS:
+            if self._looks == 1:
+                tell(
+                    self._worker,
+                    f"this worker joins a job at step {step}: train_batch returns at once for those before, "
+                    "with the losses that they had, and so does eval_batch",
+                )
+            position.reached = step
+
+    def before_activity(self) -> None:
+        """The others wait for a member, so it becomes one now."""
+        if self._position.phase is Phase.OUTSIDE:
+            self.enter(counts_by_itself=False)
+
+    def check_iterator(self, iterator: Iterator[Any] | None) -> None:
+        """Raise ExpelledError where nobody can know to which step ``iterator`` belongs."""
+        if self._feed.data.would_guess(iterator):
+            raise ExpelledError(
+                f"worker {self._worker.me}, which came late, is given another data iterator than before: in a loop by "
+                "engine.global_steps nobody can know to which step it belongs. Its agent starts another one, which "
+                "gets its data from the others"
+            )
+
+    def where_data_end(self) -> AbstractContextManager[None]:
+        """Inside, an iterator that ends is a loss of this worker only: those of the others may have more."""
+        return self._leaving_where_data_end()
+
+    @contextmanager
+    def _leaving_where_data_end(self) -> Iterator[None]:
+        try:
+            yield
+        except StopIteration as error:
+            raise ExpelledError(
+                f"worker {self._worker.me}, which came late, has no more data where the others have: {error}. In a "
+                "loop by engine.global_steps nobody can know which epoch an iterator is of: let the script count its "
+                "steps, or give one iterator that begins again (deepspeed.utils.RepeatingLoader)"
+            ) from error
+
+    @property
+    def leaves_at_once(self) -> bool:
+        """A script that ends before it came to the job's step just leaves."""
+        return self._position.phase is Phase.OUTSIDE

@@ -1,0 +1,137 @@
+"""A worker of a job that continues from a checkpoint that the plugin took (``bamboo.checkpoint``).
+
+The script runs from the top, unchanged. Its engine has the job's step and state once it is built, and skips what the
+first run did before that step, as on a worker that joins late.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from deepspeed_bamboo.errors import ConfigError
+from deepspeed_bamboo.protocol import REACHED
+from deepspeed_bamboo.runtime.catching_up import CatchingUp, ScriptParts
+from deepspeed_bamboo.runtime.checkpoint.automatic import AutomaticCheckpoints
+from deepspeed_bamboo.runtime.checkpoint.beginning import BEGAN, SEVERAL, Loaded
+from deepspeed_bamboo.runtime.checkpoint.in_place import StoredStates
+from deepspeed_bamboo.runtime.checkpoint.stage_files import StageFiles
+from deepspeed_bamboo.runtime.job.news import tell_once
+from deepspeed_bamboo.runtime.job.past_results import PAST
+from deepspeed_bamboo.runtime.recovery.sources import STORE
+from deepspeed_bamboo.runtime.script_position import Phase
+
+
+class RestoredJob(CatchingUp):
+    """See the module. Where there is no checkpoint yet the job begins.
+
+    Args:
+        parts: see there.
+        checkpoints: where the state comes from.
+        files: loads it.
+        stored: the states that the job may go back to in place, None where there are none.
+        seeded: called with the plugin's own state in the checkpoint, which has the seed.
+    """
+
+    def __init__(
+        self,
+        parts: ScriptParts,
+        *,
+        checkpoints: AutomaticCheckpoints,
+        files: StageFiles,
+        stored: StoredStates | None,
+        seeded: Callable[[dict[str, Any]], None],
+    ) -> None:
+        super().__init__(parts)
+        self._checkpoints = checkpoints
+        self._files = files
+        self._stored = stored
+        self._seeded = seeded
+        self._several = False  # the script had passed one data iterator after another
+        self._restored: str | None = None
+
+    def begin(self) -> None:
+        """Find the checkpoint to continue from, and load it if there is one; collective."""
+        started, tag = time.perf_counter(), self._checkpoints.find()
+        if tag is not None:
+            self._restore(tag)
+        self._tell_what_is_redone(time.perf_counter() - started)
+
+    def _restore(self, tag: str) -> None:
+        worker, position = self._worker, self._position
+        started, written = time.perf_counter(), self._writes.written()
+        state = self._checkpoints.restore(tag, self._files.load_without_code)
+        self._seeded(state)
+        position.loss = float(state.get("loss", math.nan))
+        position.reached = worker.step
+        worker.session.past.take(state.get(PAST, {}))
+        self._several = bool(state.get(SEVERAL))
+        if self._stored is not None:
+            self._stored.began_from(position.reached)
+        self._beginning.take(state.get(BEGAN, {}))
+        # The script's iterator is where it was when the job began.
+        self._feed.data.start_at(position.reached, used=self._feed.used(since=self._beginning.step))
+        position.begin_at(self._beginning.step)
+        if self._beginning.loads:
+            self._files.publish_beginning()
+        self._restored = f"{worker.session.config.checkpoint.dir}/{tag}"
+        seconds = time.perf_counter() - started
+        tell_once(worker, f"this job goes on from step {position.reached}, from {self._restored} ({seconds:.1f} s)")
+        worker.session.log("fatal_restore", step=position.reached, path=self._restored, seconds=seconds)
+        self._writes.go_back(written)
+        position.phase = Phase.OUTSIDE
+        self.answers = True
+
+    def _tell_what_is_redone(self, seconds: float) -> None:
+        """In workers that start a job anew, of which nobody was left: how far it had come."""
+        before, reached = int(os.environ.get(REACHED) or 0), self._position.reached
+        if before:
+            steps = max(0, before - reached)
+            again = f"{steps} step is" if steps == 1 else f"{steps} steps are"
+            tell_once(self._worker, f"nobody was left after {before} steps; {again} done again")
+            fields = {"from_step": reached, "source": STORE, "redone": steps, "workers": [], "seconds": seconds}
+            self._worker.session.log("restored", step=before, reason="workers start anew", **fields)
+
+    def enter(self, *, counts_by_itself: bool) -> None:
+        """The script has shown how it counts. Raises ConfigError where nobody can know which data it has now."""
+        if self._several and not counts_by_itself and not self._feed.data.covers_every_pipeline:
+            raise ConfigError(
+                "before its checkpoint this job's script had passed one data iterator after another, and it goes by "
+                "engine.global_steps: nobody can know where the first iterator that it passes now belongs. Let the "
+                "script count its steps itself (the plugin then has it pass by what was done), or pass one iterator "
+                "that begins again (deepspeed.utils.RepeatingLoader), or training_data"
+            )
+        super().enter(counts_by_itself=counts_by_itself)
+        position = self._position
+        if position.phase is Phase.CATCHING_UP:
+            tell_once(
+                self._worker,
+                f"the script counts its steps itself: train_batch returns at once for steps {position.calls} to "
+                f"{position.reached - 1}, with the losses that they had, and so does eval_batch",
+            )
+
+    @property
+    def is_behind(self) -> bool:
+        """Before it is known how the script counts, what it does is done: all workers do it."""
+        return self._position.phase is Phase.CATCHING_UP
+
+    def _answer(self, call: int) -> Loaded:
+        """What a script loads before it trains is older. Where it loads more than when the job began: this job's path.
+
+        In a script that counts by itself, what it loaded on its way is not loaded again either.
+        """
+        before = self._beginning.returned(call)
+        what = "no state, since the script did not load when the job began" if before is None else "what it did then"
+        tell_once(
+            self._worker,
+            f"load_checkpoint reads nothing, for the job is beyond at step {self._position.reached}; it returns {what}",
+        )
+        return (self._restored, {}) if before is None else before
+
+    def at_close(self) -> AbstractContextManager[None]:
+        """Inside, also a script that did not train any more ends the job at the job's step."""
+        return self._position.unnoticed()
