@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,15 +19,36 @@ from deepspeed_bamboo.runtime.stock.hyperparameters import accept_values, values
 from deepspeed_bamboo.runtime.stock.plain_values import PlainValues, accept_plain_values
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
-if TYPE_CHECKING:
-    from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
-
 Mirrored = tuple[list[bool], Any, Any, list[BufferName], PlainValues, HookState | None]
 """Which parameters are trained, flags of their gradients, values of the optimizer's groups; buffers; values of layers;
 what hooks keep, with the number of its tensors, None for none that move.
 
 The tensors are the gradients, then the buffers, and then those of hooks.
 """
+
+
+class SteppingEngine(Protocol):
+    """What reductions and steps use of an engine, most of it stock's, of its active stage."""
+
+    device: torch.device
+    is_data_parallel: bool
+    using_bf16_optimizer: bool
+    micro_batches: int
+    module: Any
+    optimizer: Any
+    basic_optimizer: Any
+    _global_grad_norm: Any
+
+    def train_batch_size(self) -> int:
+        """Samples of an iteration, of all pipelines."""
+
+    def is_shown(self, replica: StageReplica | None) -> bool:
+        """True for the one replica of this worker that represents it on the console and in monitors."""
+
+    def _exec_reduce_tied_grads(self) -> None: ...
+    def _exec_reduce_grads(self) -> None: ...
+    def _exec_optimizer_step(self) -> None: ...
+    def _take_model_step(self, lr_kwargs: Any) -> None: ...
 
 
 class StockSteps:
@@ -37,7 +58,7 @@ class StockSteps:
         engine: whose active stage they act on.
     """
 
-    def __init__(self, engine: BambooPipelineEngine) -> None:
+    def __init__(self, engine: SteppingEngine) -> None:
         self._engine = engine
 
     def reduce_tied(self) -> None:
