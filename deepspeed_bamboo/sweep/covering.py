@@ -62,8 +62,9 @@ def _complete(
 
 
 def _met(combination: Combination, pairs: Sequence[_Pair]) -> int:
-    return sum(_meets(combination, pair) for pair in pairs)
+    there = combination.items()
+    return sum(one in there and other in there for one, other in pairs)
 
 
 def _meets(combination: Combination, pair: _Pair) -> bool:
-    return all(combination.get(name) == value for name, value in pair)
+    return all(value in combination.items() for value in pair)

@@ -50,7 +50,7 @@ def test_plan_shows_what_devices_hold_and_plans_nothing_that_they_cannot(
     nodes, config = tmp_path / "nodes.csv", tmp_path / "deepspeed.json"
     nodes.write_text("worker,node,zone\n" + "".join(f"w{i},n{i},z{i}\n" for i in range(3)), encoding="utf-8")
     config.write_text('{"optimizer": {"type": "Adam"}, "train_micro_batch_size_per_gpu": 2}', encoding="utf-8")
-    common = ["plan", "--nodes", str(nodes), "--pipelines", "1", "--stages", "6"]
+    common = ["plan", "--nodes", str(nodes), "--pipelines", "1", "--stages", "4", "--micro-batches", "4"]
     known = ["--config", str(config), "--model", "gpt2-tiny"]
     assert main([*common, *known, "--device-gib", "1"]) == 0
     shown = capsys.readouterr().out
