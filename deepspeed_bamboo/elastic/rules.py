@@ -37,7 +37,8 @@ class Rules:
     """``max_restarts``: how often a slot replaces a lost worker, first after ``restart_seconds``, then twice that...
 
     ``notice_signals`` to the agent are notices for its node, ``grace_seconds`` before its end. ``hangs``: what to do
-    about a worker that stands still.
+    about a worker that stands still. A worker that ended because the job has expelled it is at fault itself if no
+    epoch says so within ``expulsion_seconds``.
     """
 
     entry: Entry = Entry.START
@@ -46,3 +47,4 @@ class Rules:
     notice_signals: frozenset[int] = frozenset({signal.SIGUSR1})
     grace_seconds: float = 30.0
     hangs: HangRules = field(default_factory=HangRules)
+    expulsion_seconds: float = 10.0

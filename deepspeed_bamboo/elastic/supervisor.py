@@ -58,7 +58,6 @@ _SIGNALS_OF_THE_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _WAIT_FOR_OWN_SIGNAL_SECONDS = 0.3
 _WAIT_FOR_FAILURE_SECONDS = 2.0
 _WAIT_FOR_EPOCH_SECONDS = 2.0
-_WAIT_FOR_EXPULSION_SECONDS = 10.0
 
 
 class Supervisor(AnewSlot):
@@ -114,7 +113,7 @@ class Supervisor(AnewSlot):
         if self._was_expelled():
             return self._on_expelled(event)
         if event.code == EXIT_EXPELLED:
-            return self._wait_for_explanation(event, _WAIT_FOR_EXPULSION_SECONDS)  # the epoch that says so, too
+            return self._wait_for_explanation(event, self._rules.expulsion_seconds)  # the epoch that says so, too
         if self._starts_anew and event.code > 0:  # another may have been lost, which is known with its lease
             return self._wait_for_explanation(event, self._lease_seconds + _WAIT_FOR_EPOCH_SECONDS)
         if event.code < 0 and self._finished:

@@ -89,6 +89,7 @@ class Machine:
         start_workers: int | None = None,
         max_restarts: int = 0,
         restart_seconds: float = 0.1,
+        expulsion_seconds: float = 10.0,
         notices: Mapping[str, Mapping[str, Any]] | None = None,
         hangs: Mapping[str, Any] | None = None,
     ) -> None:
@@ -106,7 +107,9 @@ class Machine:
         self._store: EtcdStore | None = None
         self._agents: dict[int, ForkedProcess] = {}
         self._started = time.monotonic()
-        self._rules = Rules(max_restarts=max_restarts, restart_seconds=restart_seconds)
+        self._rules = Rules(
+            max_restarts=max_restarts, restart_seconds=restart_seconds, expulsion_seconds=expulsion_seconds
+        )
         self._start_workers = start_workers
         self._nodes, self._notices, self._hangs = list(nodes), dict(notices or {}), dict(hangs or {})
         self._server, self._lease_seconds = server, lease_seconds
@@ -263,6 +266,7 @@ class Machine:
                 "entry": entry.value,
                 "max_restarts": self._rules.max_restarts,
                 "restart_seconds": self._rules.restart_seconds,
+                "expulsion_seconds": self._rules.expulsion_seconds,
             },
             "hangs": self._hangs,
         }

@@ -8,18 +8,28 @@ import os
 import re
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deepspeed_bamboo.coordination import EpochRecord
+from deepspeed_bamboo.coordination.server import PrivateEtcd
 from deepspeed_bamboo.elastic.processes import ProcessIdentity
 from deepspeed_bamboo.testing.fork_server import ForkRequest, ForkServer, reference
 from deepspeed_bamboo.testing.harness import Machine, Outcome
 from tests.coordination.helpers import alive, freeze, stretched, wait_until
 from tests.coordination.manual_etcd import ManualEtcd
 from tests.elastic import interrupted_agent, workers
+
+
+@pytest.fixture(scope="module")
+def etcd(temporary_folder: Path) -> Iterator[list[str]]:
+    """The endpoints of one server for all jobs but those whose subject it is: they have each their own."""
+    with PrivateEtcd() as server:
+        yield [str(server.endpoint)]
 
 
 def epoch_of(machine: Machine, number: int) -> EpochRecord:
@@ -54,8 +64,10 @@ def leased(seconds: float) -> dict[str, Any]:
 ALL_WELL = {0: 0, 1: 0, 2: 0, 3: 0}
 
 
-def test_workers_see_who_they_are(fork_server: ForkServer) -> None:
-    with Machine(fork_server, workers.print_environment, workers=2, environment={"BAMBOO_ZONE": "ignored"}) as machine:
+def test_workers_see_who_they_are(fork_server: ForkServer, etcd: list[str]) -> None:
+    with Machine(
+        fork_server, workers.print_environment, endpoints=etcd, workers=2, environment={"BAMBOO_ZONE": "ignored"}
+    ) as machine:
         outcome = machine.wait(within_seconds=60)
         assert outcome.exit_codes == {0: 0, 1: 0}, outcome.output
         for rank in (0, 1):
@@ -68,9 +80,9 @@ def test_workers_see_who_they_are(fork_server: ForkServer) -> None:
             assert seen["BAMBOO_ZONE"] == "unknown"
 
 
-def test_four_agents_and_workers_start_and_end_within_two_seconds(fork_server: ForkServer) -> None:
+def test_four_agents_and_workers_start_and_end_within_two_seconds(fork_server: ForkServer, etcd: list[str]) -> None:
     start = time.monotonic()
-    with Machine(fork_server, workers.trivial, argv=["there"]) as machine:
+    with Machine(fork_server, workers.trivial, endpoints=etcd, argv=["there"]) as machine:
         outcome = machine.wait(within_seconds=60)
     assert outcome.exit_codes == ALL_WELL, outcome.output
     assert all(text.strip() == "hello there" for text in outcome.outputs.values()), outcome.output
@@ -78,8 +90,10 @@ def test_four_agents_and_workers_start_and_end_within_two_seconds(fork_server: F
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_a_killed_worker_is_lost_at_once_and_its_agent_stays(fork_server: ForkServer, rank: int) -> None:
-    with Machine(fork_server, workers.train, **leased(20)) as machine:
+def test_a_killed_worker_is_lost_at_once_and_its_agent_stays(
+    fork_server: ForkServer, etcd: list[str], rank: int
+) -> None:
+    with Machine(fork_server, workers.train, endpoints=etcd, **leased(20)) as machine:
         epoch_of(machine, 0)
         killed = machine.kill_worker(rank)
         epoch = epoch_of(machine, 1)
@@ -96,8 +110,10 @@ def test_a_killed_worker_is_lost_at_once_and_its_agent_stays(fork_server: ForkSe
     assert re.search(rf"\[bamboo \d\d:\d\d:\d\d rank {rank}\] lost ", outcome.outputs[rank])
 
 
-def test_a_stopped_worker_is_lost_with_its_lease_and_killed_by_its_agent(fork_server: ForkServer) -> None:
-    with Machine(fork_server, workers.train, **leased(short_lease())) as machine:
+def test_a_stopped_worker_is_lost_with_its_lease_and_killed_by_its_agent(
+    fork_server: ForkServer, etcd: list[str]
+) -> None:
+    with Machine(fork_server, workers.train, endpoints=etcd, **leased(short_lease())) as machine:
         epoch_of(machine, 0)
         pid = machine.worker_pid(2)
         stopped = machine.kill_worker(2, signal.SIGSTOP)
@@ -109,9 +125,9 @@ def test_a_stopped_worker_is_lost_with_its_lease_and_killed_by_its_agent(fork_se
     assert outcome.exit_codes == ALL_WELL, outcome.output
 
 
-def test_a_stopped_agent_alone_loses_nobody(fork_server: ForkServer) -> None:
+def test_a_stopped_agent_alone_loses_nobody(fork_server: ForkServer, etcd: list[str]) -> None:
     """Its worker looks after its own key meanwhile."""
-    with Machine(fork_server, workers.train, **leased(short_lease())) as machine:
+    with Machine(fork_server, workers.train, endpoints=etcd, **leased(short_lease())) as machine:
         epoch_of(machine, 0)
         freeze(machine.agent_pids[2])
         wait_until(lambda: 2 not in machine.coordinator.agents(), within_seconds=60, what="the agent's silence")
@@ -122,8 +138,8 @@ def test_a_stopped_agent_alone_loses_nobody(fork_server: ForkServer) -> None:
     assert outcome.exit_codes == ALL_WELL, outcome.output
 
 
-def test_a_worker_stopped_with_its_agent_is_lost_with_its_lease(fork_server: ForkServer) -> None:
-    with Machine(fork_server, workers.train, **leased(short_lease())) as machine:
+def test_a_worker_stopped_with_its_agent_is_lost_with_its_lease(fork_server: ForkServer, etcd: list[str]) -> None:
+    with Machine(fork_server, workers.train, endpoints=etcd, **leased(short_lease())) as machine:
         epoch_of(machine, 0)
         pid = machine.worker_pid(2)
         freeze(machine.agent_pids[2])
@@ -137,20 +153,34 @@ def test_a_worker_stopped_with_its_agent_is_lost_with_its_lease(fork_server: For
     assert outcome.exit_codes == ALL_WELL, outcome.output
 
 
-@pytest.mark.parametrize("holders", ["all", "2"])
-def test_a_worker_that_holds_the_gil_for_three_leases_is_not_lost(fork_server: ForkServer, holders: str) -> None:
+@pytest.fixture(scope="module")
+def holding_the_gil(fork_server: ForkServer, etcd: list[str]) -> Iterator[dict[str, Machine]]:
+    """Both jobs, by who holds the GIL, at the same time: nearly all that they do is sleep."""
     lease = short_lease()
-    arguments = [str(3 * lease), holders]
-    with Machine(fork_server, workers.hold_the_gil, argv=arguments, **leased(lease)) as machine:
-        epoch_of(machine, 0)
-        outcome = machine.wait(within_seconds=120)
-        assert outcome.output.count("held the GIL") == (8 if holders == "all" else 2), outcome.output
+    with ExitStack() as machines:
+        running = {}
+        for holders in ("all", "2"):
+            arguments = [str(3 * lease), holders]
+            machine = Machine(fork_server, workers.hold_the_gil, endpoints=etcd, argv=arguments, **leased(lease))
+            running[holders] = machines.enter_context(machine)
+        for machine in running.values():
+            for rank in range(4):
+                machine.worker_pid(rank)  # before a test looks at what it starts itself
+        yield running
+
+
+@pytest.mark.parametrize("holders", ["all", "2"])
+def test_a_worker_that_holds_the_gil_for_three_leases_is_not_lost(
+    holding_the_gil: dict[str, Machine], holders: str
+) -> None:
+    outcome = holding_the_gil[holders].wait(within_seconds=120)
+    assert outcome.output.count("held the GIL") == (8 if holders == "all" else 2), outcome.output
     assert outcome.exit_codes == ALL_WELL, outcome.output
     assert "lost" not in outcome.output, outcome.output
 
 
-def test_two_losses_in_a_row(fork_server: ForkServer) -> None:
-    with Machine(fork_server, workers.train) as machine:
+def test_two_losses_in_a_row(fork_server: ForkServer, etcd: list[str]) -> None:
+    with Machine(fork_server, workers.train, endpoints=etcd) as machine:
         epoch_of(machine, 0)
         machine.kill_worker(0)
         epoch_of(machine, 1)
@@ -160,8 +190,8 @@ def test_two_losses_in_a_row(fork_server: ForkServer) -> None:
     assert outcome.exit_codes == ALL_WELL, outcome.output
 
 
-def test_two_losses_at_once(fork_server: ForkServer) -> None:
-    with Machine(fork_server, workers.train) as machine:
+def test_two_losses_at_once(fork_server: ForkServer, etcd: list[str]) -> None:
+    with Machine(fork_server, workers.train, endpoints=etcd) as machine:
         epoch_of(machine, 0)
         machine.worker_pid(1)
         machine.kill_worker(1)
@@ -171,8 +201,8 @@ def test_two_losses_at_once(fork_server: ForkServer) -> None:
     assert outcome.exit_codes == ALL_WELL, outcome.output
 
 
-def test_a_fatal_loss_ends_the_job_and_names_what_is_lost(fork_server: ForkServer) -> None:
-    with Machine(fork_server, workers.train) as machine:
+def test_a_fatal_loss_ends_the_job_and_names_what_is_lost(fork_server: ForkServer, etcd: list[str]) -> None:
+    with Machine(fork_server, workers.train, endpoints=etcd) as machine:
         epoch_of(machine, 0)
         start = machine.kill_worker(1)
         machine.kill_worker(2)
@@ -183,8 +213,8 @@ def test_a_fatal_loss_ends_the_job_and_names_what_is_lost(fork_server: ForkServe
     assert len(lines) == 1 and "0.2" in lines[0] and "checkpoint" in lines[0]
 
 
-def test_an_exception_ends_all_with_its_traceback_once(fork_server: ForkServer) -> None:
-    with Machine(fork_server, workers.raise_on_rank_2) as machine:
+def test_an_exception_ends_all_with_its_traceback_once(fork_server: ForkServer, etcd: list[str]) -> None:
+    with Machine(fork_server, workers.raise_on_rank_2, endpoints=etcd) as machine:
         outcome = machine.wait(within_seconds=60)
     assert outcome.exit_codes == {0: 1, 1: 1, 2: 1, 3: 1}, outcome.output
     assert outcome.seconds < stretched(10)
@@ -194,31 +224,33 @@ def test_an_exception_ends_all_with_its_traceback_once(fork_server: ForkServer) 
     assert "bootstrap" not in text and "runpy" not in text, "only the user's frames are shown"
 
 
-def test_a_failed_worker_that_hangs_at_its_exit_does_not_hold_up_the_end(fork_server: ForkServer) -> None:
-    with Machine(fork_server, workers.raise_and_hang_at_exit) as machine:
+def test_a_failed_worker_that_hangs_at_its_exit_does_not_hold_up_the_end(
+    fork_server: ForkServer, etcd: list[str]
+) -> None:
+    with Machine(fork_server, workers.raise_and_hang_at_exit, endpoints=etcd) as machine:
         outcome = machine.wait(within_seconds=60)
     assert set(outcome.exit_codes.values()) == {1}, outcome.output
     assert outcome.seconds < stretched(10)
     assert "RuntimeError: an exit handler will hang" in outcome.outputs[1]
 
 
-def test_an_exit_code_without_a_traceback_is_an_error_of_the_script(fork_server: ForkServer) -> None:
-    with Machine(fork_server, workers.leave_with_code_7_on_rank_1) as machine:
+def test_an_exit_code_without_a_traceback_is_an_error_of_the_script(fork_server: ForkServer, etcd: list[str]) -> None:
+    with Machine(fork_server, workers.leave_with_code_7_on_rank_1, endpoints=etcd) as machine:
         outcome = machine.wait(within_seconds=60)
     assert set(outcome.exit_codes.values()) == {1}, outcome.output
     assert "ended with exit code 7" in outcome.outputs[1]
 
 
-def test_a_script_that_ends_while_others_need_it_is_named(fork_server: ForkServer) -> None:
-    with Machine(fork_server, workers.leave_early_on_rank_1) as machine:
+def test_a_script_that_ends_while_others_need_it_is_named(fork_server: ForkServer, etcd: list[str]) -> None:
+    with Machine(fork_server, workers.leave_early_on_rank_1, endpoints=etcd) as machine:
         outcome = machine.wait(within_seconds=60)
     assert set(outcome.exit_codes.values()) == {1}, outcome.output
     assert "same number of steps" in outcome.output and "Traceback" not in outcome.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_one_agent_ends_all(fork_server: ForkServer, number: signal.Signals) -> None:
-    with Machine(fork_server, workers.train) as machine:
+def test_a_signal_to_one_agent_ends_all(fork_server: ForkServer, etcd: list[str], number: signal.Signals) -> None:
+    with Machine(fork_server, workers.train, endpoints=etcd) as machine:
         epoch_of(machine, 0)
         start = time.monotonic()
         machine.signal_agent(2, number)
@@ -229,8 +261,8 @@ def test_a_signal_to_one_agent_ends_all(fork_server: ForkServer, number: signal.
     assert "lost" not in outcome.output, "an interruption is no loss"
 
 
-def test_a_worker_that_ignores_sigterm_is_killed_in_time(fork_server: ForkServer) -> None:
-    with Machine(fork_server, workers.train_ignoring_sigterm) as machine:
+def test_a_worker_that_ignores_sigterm_is_killed_in_time(fork_server: ForkServer, etcd: list[str]) -> None:
+    with Machine(fork_server, workers.train_ignoring_sigterm, endpoints=etcd) as machine:
         epoch_of(machine, 0)
         start = time.monotonic()
         machine.signal_agent(0, signal.SIGTERM)
@@ -239,8 +271,8 @@ def test_a_worker_that_ignores_sigterm_is_killed_in_time(fork_server: ForkServer
     assert None not in outcome.exit_codes.values() and 0 not in outcome.exit_codes.values(), outcome.output
 
 
-def test_a_signal_to_the_worker_alone_is_a_loss(fork_server: ForkServer) -> None:
-    with Machine(fork_server, workers.train) as machine:
+def test_a_signal_to_the_worker_alone_is_a_loss(fork_server: ForkServer, etcd: list[str]) -> None:
+    with Machine(fork_server, workers.train, endpoints=etcd) as machine:
         epoch_of(machine, 0)
         machine.kill_worker(1, signal.SIGTERM)
         epoch = epoch_of(machine, 1)
@@ -249,9 +281,9 @@ def test_a_signal_to_the_worker_alone_is_a_loss(fork_server: ForkServer) -> None
     assert outcome.exit_codes == ALL_WELL, outcome.output
 
 
-def test_a_signal_to_worker_and_agent_is_no_loss(fork_server: ForkServer) -> None:
+def test_a_signal_to_worker_and_agent_is_no_loss(fork_server: ForkServer, etcd: list[str]) -> None:
     """As when a launcher ends the tree of a slot: children first."""
-    with Machine(fork_server, workers.train) as machine:
+    with Machine(fork_server, workers.train, endpoints=etcd) as machine:
         epoch_of(machine, 0)
         machine.kill_worker(1, signal.SIGTERM)
         time.sleep(0.05)
@@ -261,8 +293,8 @@ def test_a_signal_to_worker_and_agent_is_no_loss(fork_server: ForkServer) -> Non
     assert "lost" not in outcome.output
 
 
-def test_a_worker_dies_with_its_agent_and_is_missed(fork_server: ForkServer) -> None:
-    with Machine(fork_server, workers.train, **leased(short_lease())) as machine:
+def test_a_worker_dies_with_its_agent_and_is_missed(fork_server: ForkServer, etcd: list[str]) -> None:
+    with Machine(fork_server, workers.train, endpoints=etcd, **leased(short_lease())) as machine:
         epoch_of(machine, 0)
         pid = machine.worker_pid(1)
         machine.signal_agent(1, signal.SIGKILL)
@@ -272,8 +304,10 @@ def test_a_worker_dies_with_its_agent_and_is_missed(fork_server: ForkServer) -> 
     assert outcome.exit_codes == {0: 0, 1: -9, 2: 0, 3: 0}, outcome.output
 
 
-def test_a_suspicion_makes_a_vanished_process_known_before_its_lease_runs_out(fork_server: ForkServer) -> None:
-    with Machine(fork_server, workers.suspect_rank_1, **leased(20)) as machine:
+def test_a_suspicion_makes_a_vanished_process_known_before_its_lease_runs_out(
+    fork_server: ForkServer, etcd: list[str]
+) -> None:
+    with Machine(fork_server, workers.suspect_rank_1, endpoints=etcd, **leased(20)) as machine:
         epoch_of(machine, 0)
         start = time.monotonic()
         machine.signal_agent(1, signal.SIGKILL)
@@ -286,11 +320,15 @@ def test_a_suspicion_makes_a_vanished_process_known_before_its_lease_runs_out(fo
 
 @pytest.mark.parametrize("code", [0, 4, 7])
 def test_a_process_that_ends_itself_is_judged_by_its_own_agent_whoever_notices_first(
-    fork_server: ForkServer, code: int
+    fork_server: ForkServer, etcd: list[str], code: int
 ) -> None:
     """The others suspect it at once, and its agent is held up; that does not make a loss of a script's end."""
-    apart = {"nodes": ("a", "b", "c", "d"), **leased(20)}  # nobody keeps its key while its agent is held up
-    with Machine(fork_server, workers.suspect_rank_1, argv=[str(code)], **apart) as machine:
+    apart = {
+        "nodes": ("a", "b", "c", "d"),
+        "expulsion_seconds": 2.0,
+        **leased(20),
+    }  # nobody keeps its key while its agent is held up
+    with Machine(fork_server, workers.suspect_rank_1, endpoints=etcd, argv=[str(code)], **apart) as machine:
         pid, agent = machine.worker_pid(1), machine.agent_pids[1]
         freeze(agent)
         epoch_of(machine, 0)
@@ -303,8 +341,8 @@ def test_a_process_that_ends_itself_is_judged_by_its_own_agent_whoever_notices_f
     assert "lost" not in outcome.output, outcome.output
 
 
-def test_a_suspicion_alone_expels_nobody(fork_server: ForkServer) -> None:
-    with Machine(fork_server, workers.suspect_a_live_worker) as machine:
+def test_a_suspicion_alone_expels_nobody(fork_server: ForkServer, etcd: list[str]) -> None:
+    with Machine(fork_server, workers.suspect_a_live_worker, endpoints=etcd) as machine:
         epoch_of(machine, 0)
         time.sleep(1)  # there is no event to wait for: nothing must happen
         assert epoch_of(machine, 0).number == 0
@@ -312,8 +350,8 @@ def test_a_suspicion_alone_expels_nobody(fork_server: ForkServer) -> None:
     assert outcome.exit_codes == ALL_WELL, outcome.output
 
 
-def test_what_a_killed_worker_leaves_is_removed(fork_server: ForkServer) -> None:
-    with Machine(fork_server, workers.train_with_children) as machine:
+def test_what_a_killed_worker_leaves_is_removed(fork_server: ForkServer, etcd: list[str]) -> None:
+    with Machine(fork_server, workers.train_with_children, endpoints=etcd) as machine:
         epoch_of(machine, 0)
         pid = machine.worker_pid(2)
         before = [ProcessIdentity.of(child) for child in _session(pid) if child != pid]
@@ -338,8 +376,8 @@ def _session(pid: int) -> list[int]:
     return processes_of_session(pid)
 
 
-def test_a_death_before_the_first_epoch_starts_all_again(fork_server: ForkServer) -> None:
-    with Machine(fork_server, workers.die_before_the_first_epoch, argv=["2"]) as machine:
+def test_a_death_before_the_first_epoch_starts_all_again(fork_server: ForkServer, etcd: list[str]) -> None:
+    with Machine(fork_server, workers.die_before_the_first_epoch, endpoints=etcd, argv=["2"]) as machine:
         epoch = epoch_of(machine, 0)
         assert ranks(epoch) == [0, 1, 2, 3]
         assert all(worker.endswith("-2") for worker in epoch.members), "the third attempt succeeded"
@@ -352,16 +390,20 @@ def test_a_death_before_the_first_epoch_starts_all_again(fork_server: ForkServer
     assert told == [("its process was killed by SIGKILL", "2"), ("its process was killed by SIGKILL", "3")]
 
 
-def test_deaths_at_every_start_end_the_job(fork_server: ForkServer) -> None:
-    with Machine(fork_server, workers.die_before_the_first_epoch, argv=["99"]) as machine:
+def test_deaths_at_every_start_end_the_job(fork_server: ForkServer, etcd: list[str]) -> None:
+    with Machine(fork_server, workers.die_before_the_first_epoch, endpoints=etcd, argv=["99"]) as machine:
         outcome = machine.wait(within_seconds=60)
     assert outcome.exit_codes == {0: 1, 1: 1, 2: 1, 3: 1}, outcome.output
     assert "was lost before training began" in outcome.outputs[0] and "killed by SIGKILL" in outcome.outputs[0]
 
 
-def test_slots_lost_before_training_begins_end_the_job_and_are_named_once_a_machine(fork_server: ForkServer) -> None:
+def test_slots_lost_before_training_begins_end_the_job_and_are_named_once_a_machine(
+    fork_server: ForkServer, etcd: list[str]
+) -> None:
     nodes = ("vm-0", "vm-0", "vm-1", "vm-1")
-    with Machine(fork_server, workers.prepare_for_ever, nodes=nodes, **leased(short_lease())) as machine:
+    with Machine(
+        fork_server, workers.prepare_for_ever, endpoints=etcd, nodes=nodes, **leased(short_lease())
+    ) as machine:
         wait_until(lambda: len(machine.coordinator.agents()) == 4, what="all agents")
         for rank in range(4):
             machine.worker_pid(rank)
