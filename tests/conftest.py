@@ -66,6 +66,6 @@ def fork_server(temporary_folder: Path) -> Iterator[ForkServer]:
         patch.setenv("DS_ACCELERATOR", "cpu")
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.delenv(FAULTS, raising=False)
-        server = ForkServer((*PRELOAD, "deepspeed.launcher.launch", "tests.elastic.workers"))
+        server = ForkServer((*PRELOAD, "deepspeed.launcher.launch", "tests.elastic.workers", "tests.runtime.scenarios"))
     with server:
         yield server

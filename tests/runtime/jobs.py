@@ -1,4 +1,4 @@
-"""Small jobs for tests: worker processes from a forkserver, without launcher, over a private etcd.
+"""Small jobs for tests: worker processes from the fork server, without launcher, over a private etcd.
 
 The test process stands in for the agents: it tells the job which worker died. Everything else is what a real
 worker runs, ``runtime.main.supervised`` included.
@@ -6,9 +6,12 @@ worker runs, ``runtime.main.supervised`` included.
 
 from __future__ import annotations
 
+import base64
 import json
 import multiprocessing
 import os
+import pickle
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,12 +24,11 @@ from deepspeed_bamboo.coordination import JobCoordinator, JobFailure
 from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.server import PrivateEtcd, free_port
 from deepspeed_bamboo.protocol import EXIT_DRAINED
+from deepspeed_bamboo.testing.fork_server import ForkedProcess, ForkRequest, ForkServer, reference
 
 Body = Callable[..., Any]
 AWAITED = "awaited"
 """The file in a job's directory that a worker writes when it waits for workers to join."""
-
-_PRELOAD = ["deepspeed_bamboo.runtime.preloaded", "tests.runtime.scenarios"]
 
 
 @dataclass(frozen=True)
@@ -54,14 +56,37 @@ class JobResult:
         return "\n".join(f"--- rank {rank}\n{text[-3000:]}" for rank, text in self.outputs.items())
 
 
+class _Worker:
+    """A worker's process: ``_work(*arguments)`` in a fork of ``server``."""
+
+    def __init__(self, server: ForkServer, *arguments: Any) -> None:
+        self._server, self._arguments = server, arguments
+        self._process: ForkedProcess | None = None
+
+    def start(self) -> None:
+        pickled = base64.b64encode(pickle.dumps(self._arguments)).decode()
+        self._process = self._server.fork(ForkRequest(reference(_begin), arguments=(pickled,)))
+
+    @property
+    def exitcode(self) -> int | None:
+        """Negative for a signal; None while it runs."""
+        return None if self._process is None else self._process.exit_code(within_seconds=0)
+
+    def kill(self) -> None:
+        """Return when it has ended."""
+        if self._process is not None:
+            self._process.signal(signal.SIGKILL)
+            self._process.exit_code(within_seconds=10)
+
+
 class Jobs:
     """Runs jobs one after another under ``directory``, over one etcd."""
 
-    def __init__(self, directory: Path, etcd: PrivateEtcd) -> None:
+    def __init__(self, directory: Path, etcd: PrivateEtcd, server: ForkServer) -> None:
         self.directory = directory
         self._etcd = etcd
         self._count = 0
-        self._context = multiprocessing.get_context("forkserver")
+        self._server = server
 
     @property
     def etcd_socket(self) -> str:
@@ -111,15 +136,14 @@ class Jobs:
         where = [dict(zip(("BAMBOO_NODE", "BAMBOO_ZONE"), site.split("/"), strict=True)) for site in sites]
         where += [{} for _ in range(world + joining - len(sites))]
         processes = [
-            self._context.Process(target=_work, args=(rank, {**environment, **where[rank]}, directory, body, arguments))
+            _Worker(self._server, rank, {**environment, **where[rank]}, directory, body, arguments)
             for rank in range(world)
         ]
         for process in processes:
             process.start()
         late = [
-            self._context.Process(
-                target=_work,
-                args=(rank, {**environment, **where[rank], "BAMBOO_JOINING": "1"}, directory, body, arguments),
+            _Worker(
+                self._server, rank, {**environment, **where[rank], "BAMBOO_JOINING": "1"}, directory, body, arguments
             )
             for rank in range(world, world + joining)
         ]
@@ -136,15 +160,14 @@ class Jobs:
         for process in processes:
             if process.exitcode is None:
                 process.kill()
-                process.join()
         result = _collect(directory, [process.exitcode for process in processes])
         assert not stuck, f"ranks {stuck} still ran after {timeout_seconds:.0f} s\n{result.transcript()}"
         return result
 
     def _watch(
         self,
-        processes: list[Any],
-        late: Sequence[Any],
+        processes: list[_Worker],
+        late: Sequence[_Worker],
         directory: Path,
         *,
         after_deaths: int,
@@ -197,12 +220,14 @@ class Jobs:
 
 
 @contextmanager
-def jobs_in(directory: Path) -> Iterator[Jobs]:
+def jobs_in(directory: Path, server: ForkServer) -> Iterator[Jobs]:
     """Runs jobs with a private etcd for as long as the block lasts."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    multiprocessing.set_forkserver_preload(_PRELOAD)
     with PrivateEtcd() as etcd:
-        yield Jobs(directory, etcd)
+        yield Jobs(directory, etcd, server)
+
+
+def _begin(pickled: str) -> None:
+    _work(*pickle.loads(base64.b64decode(pickled)))
 
 
 def _work(rank: int, environment: Mapping[str, str], directory: Path, body: Body, arguments: Mapping[str, Any]) -> None:

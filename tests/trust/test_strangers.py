@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from deepspeed_bamboo.testing.fork_server import ForkServer
 from tests.runtime.jobs import JobResult, Jobs, jobs_in
 from tests.runtime.scenarios import Training
 from tests.trust.namespaces import enter_network, networks
@@ -74,8 +75,8 @@ def visited(jobs: Jobs) -> Iterator[tuple[Visit, list[JobResult]]]:
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
-    with jobs_in(tmp_path_factory.mktemp("jobs")) as running:
+def jobs(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+    with jobs_in(tmp_path_factory.mktemp("jobs"), fork_server) as running:
         yield running
 
 
