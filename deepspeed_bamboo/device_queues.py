@@ -1,21 +1,28 @@
-"""How many queues a GPU may have: CUDA_DEVICE_MAX_CONNECTIONS, which scripts for tensor parallelism set to 1."""
+"""Environment variables that have streams of a GPU share its queues where they must not.
+
+Workers that send to each other would wait for ever if a receive stood behind a send in one queue.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
-_QUEUES = 8  # what CUDA has where nobody says otherwise
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_LEAST = 8  # what CUDA has where nobody says otherwise
+_PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"
+_WAIT = "so receives can stand behind sends in a queue of the GPU, and workers that send to each other wait for ever"
 
 
-def few_queues(environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """What is wrong with the variable in ``environment``, and the remedy; None where nothing is."""
-    value = environment.get(VARIABLE, "")
-    if not value.isdecimal() or int(value) >= _QUEUES:
-        return None
-    return (
-        f"{VARIABLE} is {value}: transfers and passes that share a queue of the GPU wait for each other, and workers "
-        "that send to each other may wait for ever",
-        f"unset {VARIABLE}, or set it to {_QUEUES} or more (1 is for tensor parallelism, which pipelines of the plugin "
-        "don't have)",
-    )
+def queue_problems(environment: Mapping[str, str]) -> list[tuple[str, str]]:
+    """What is wrong with the variables in ``environment``, each with a remedy."""
+    problems = []
+    value = environment.get(_QUEUES, "")
+    if value.isdecimal() and int(value) < _LEAST:
+        remedy = (
+            f"unset {_QUEUES}, or set it to {_LEAST} or more (1 is for tensor parallelism, which the plugin has not)"
+        )
+        problems.append((f"{_QUEUES} is {value}: transfers and passes wait for each other there", remedy))
+    value = environment.get(_PRIORITY, "")
+    if value not in ("", "0"):
+        problems.append((f"{_PRIORITY} is {value}, {_WAIT}", f"unset {_PRIORITY}"))
+    return problems

@@ -30,7 +30,7 @@ class Iteration:
     Args:
         seconds: from its first pass to its last.
         micro_batches: of each pipeline.
-        predicted: how many times as long iterations take if that worker has that speed.
+        predicted: returns how many seconds an iteration takes longer if that worker has that speed.
     """
 
     seconds: float
@@ -75,13 +75,15 @@ class Measured:
         if iteration is None:
             slowness = slowness.after(known._ratios(samples), members=members)
         else:
-            spread = (iteration.micro_batches, tuple(sorted(seen.values())))
+            spread = (iteration.micro_batches, tuple(sorted(seen.values())), tuple(sorted(slowness.speeds)))
             spans = after = spans.after(spread, seconds=iteration.seconds)
             predicted = iteration.predicted
             slowness = slowness.after(
                 known._ratios(samples),
                 members=members,
-                shows=lambda worker, speed: after.show(spread, predicted=predicted(worker, speed)),
+                shows=lambda worker, speed, newest: after.show(
+                    spread, newest=newest, predicted=lambda: predicted(worker, speed)
+                ),
             )
         stages = dict(known.stages)
         for worker, its in samples.items():

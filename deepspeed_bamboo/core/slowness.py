@@ -34,11 +34,11 @@ _LEAST_SECONDS = 0.02
 _IN_A_ROW = 4
 
 
-Shows = Callable[[WorkerId, float], bool]
-"""Whether iterations take longer as they would if that worker had that speed, 1 being as fast as before."""
+Shows = Callable[[WorkerId, float, int], bool]
+"""Whether so many of the last iterations took longer, as they would if that worker had that speed (1: as before)."""
 
 
-def _always(_: WorkerId, __: float) -> bool:
+def _always(_: WorkerId, __: float, ___: int) -> bool:
     return True
 
 
@@ -80,9 +80,9 @@ class Slowness:
             if worker in self.speeds and seen._is_well(worker):
                 del speeds[worker]
                 beyond[worker] = ()
-            elif worker not in self.speeds and seen._is_slow(worker):
+            elif worker not in self.speeds and (window := seen._slow_for(worker)):
                 speed = math.exp(-median(its[-_WINDOWS[0][0] :]))
-                if shows(worker, speed):
+                if shows(worker, speed, window):
                     speeds[worker] = speed
         return Slowness(speeds, paces, beyond, idle)
 
@@ -99,10 +99,14 @@ class Slowness:
         past = self.paces.get(worker, ())[: -_WINDOWS[0][0]]
         return median(past) if len(past) >= _ENOUGH else 0.0
 
-    def _is_slow(self, worker: WorkerId) -> bool:
+    def _slow_for(self, worker: WorkerId) -> int:
+        """The number of iterations whose mean is slow enough, the fewest if there are several; 0 if none is."""
         its = self.beyond[worker]
-        reached = [_mean(its[-count:]) / share for count, share in _WINDOWS if len(its) >= count]
-        return max(reached, default=0.0) >= _SLOW and max(reached) >= self._threshold(worker)
+        reached = [(_mean(its[-count:]) / share, count) for count, share in _WINDOWS if len(its) >= count]
+        if max(reached, default=(0.0, 0))[0] < _SLOW:
+            return 0
+        threshold = max(_SLOW, self._threshold(worker))
+        return next((count for value, count in reached if value >= threshold), 0)
 
     def _is_well(self, worker: WorkerId) -> bool:
         """The wider values scatter, the more iterations that takes: their mean is as sure as one of a few then."""

@@ -7,16 +7,14 @@ iteration has to take longer, too, about as much as it would with such a worker.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
 _KEPT = 48  # iterations of a spread that say how it used to be
-_NEWEST = 5  # that are compared with those before
-_ENOUGH = 5  # of those before
+_ENOUGH = 5  # iterations of a past that counts
 _SPREADS = 16  # of which something is kept
-_SHOWN = 0.5  # of the predicted growth (as a logarithm), for a slow worker to be believed
+_SHOWN = 0.5  # of the predicted seconds, for a slow worker to be believed
 
 
 @dataclass(frozen=True)
@@ -30,13 +28,15 @@ class Spans:
         others = [(key, its) for key, its in self.kept.items() if key != spread][1 - _SPREADS :]
         return Spans({**dict(others), spread: (*self.kept.get(spread, ()), seconds)[-_KEPT:]})
 
-    def show(self, spread: Hashable, *, predicted: float) -> bool:
-        """Whether the last iterations took enough longer than those before, of ``spread``.
+    def show(self, spread: Hashable, *, newest: int, predicted: Callable[[], float]) -> bool:
+        """Whether the ``newest`` iterations took enough longer than those before, of ``spread``.
 
-        ``predicted``: how many times as long iterations take with the slow worker. True where the past is too short.
+        ``predicted`` returns how many seconds an iteration takes longer with the slow worker; it is called only where
+        that decides. True where the past is too short.
         """
         its = self.kept.get(spread, ())
-        past = its[:-_NEWEST]
-        if len(past) < _ENOUGH or min(its) <= 0.0:
+        past = its[:-newest]
+        if len(past) < _ENOUGH:
             return True
-        return math.log(median(its[-_NEWEST:]) / median(past)) >= _SHOWN * math.log(max(1.0, predicted))
+        grown = median(its[-newest:]) - median(past)
+        return grown >= 0.0 and grown >= _SHOWN * predicted()

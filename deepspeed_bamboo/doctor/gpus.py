@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from deepspeed_bamboo.device_queues import few_queues
+from deepspeed_bamboo.device_queues import queue_problems
 from deepspeed_bamboo.doctor.finding import Finding, warning
 from deepspeed_bamboo.doctor.subject import Subject
 
@@ -58,8 +58,8 @@ def check_nccl_settings(subject: Subject) -> Iterator[Finding]:
         found = subject.environment.get(name)
         if found not in (None, value):
             yield Finding(f"{name} is {found}: {otherwise}", f"unset {name}, or set it to {value}")
-    if few := few_queues(subject.environment):
-        yield Finding(*few)
+    for problem, remedy in queue_problems(subject.environment):
+        yield Finding(problem, remedy)
     architectures = subject.environment.get("TORCH_CUDA_ARCH_LIST", "")
     if re.search(r"\d[a-z]", architectures):
         yield Finding(

@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -217,7 +216,7 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
         """
         options = {"exclude_frozen_parameters": exclude_frozen_parameters}
         state = {} if client_state is None else client_state
-        self.stage_files.save(Path(save_dir), tag, client_state=state, latest=save_latest, options=options)
+        self.stage_files.save(save_dir, tag, client_state=state, latest=save_latest, options=options)
         return True
 
     @at_work

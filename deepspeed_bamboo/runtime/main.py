@@ -22,7 +22,7 @@ from deepspeed.utils import logger
 import deepspeed_bamboo
 from deepspeed_bamboo import news
 from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobFailure, connect
-from deepspeed_bamboo.device_queues import few_queues
+from deepspeed_bamboo.device_queues import queue_problems
 from deepspeed_bamboo.errors import DrainedError, ExpelledError, JobFailedError, JobStoppedError
 from deepspeed_bamboo.protocol import (
     ERROR_FILE,
@@ -71,9 +71,10 @@ def _prepare_nccl() -> None:
         ("NCCL_NVLS_ENABLE", "0"),
     ):
         os.environ.setdefault(name, value)
-    few = few_queues(os.environ)
-    if few and torch.cuda.is_available():
-        logger.warning("; ".join(few))
+    problems = queue_problems(os.environ)
+    if problems and torch.cuda.is_available():
+        for problem, remedy in problems:
+            logger.warning(f"{problem}; {remedy}")
 
 
 def supervised(function: Callable[[], Any]) -> int:

@@ -20,7 +20,7 @@ from deepspeed_bamboo.cli.main import main
 from deepspeed_bamboo.coordination.endpoints import Endpoint
 from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.server import PrivateEtcd
-from deepspeed_bamboo.device_queues import few_queues
+from deepspeed_bamboo.device_queues import queue_problems
 from deepspeed_bamboo.doctor import coordinator
 from deepspeed_bamboo.doctor.examination import examine
 from deepspeed_bamboo.doctor.finding import Finding
@@ -390,5 +390,14 @@ def test_locks_of_builds_are_found_where_torch_has_them(tmp_path: Path, *, own: 
 
 @pytest.mark.parametrize(("value", "wrong"), [("1", True), ("7", True), ("8", False), ("32", False), ("", False)])
 def test_few_queues_of_a_gpu_are_wrong_and_no_value_is_right(value: str, *, wrong: bool) -> None:
-    assert (few_queues({"CUDA_DEVICE_MAX_CONNECTIONS": value}) is not None) == wrong
-    assert few_queues({}) is None
+    assert [remedy.split(",")[0] for _, remedy in queue_problems({"CUDA_DEVICE_MAX_CONNECTIONS": value})] == (
+        ["unset CUDA_DEVICE_MAX_CONNECTIONS"] if wrong else []
+    )
+    assert queue_problems({}) == []
+
+
+def test_one_priority_for_all_of_nccl_is_wrong() -> None:
+    [(problem, remedy)] = queue_problems({"TORCH_NCCL_HIGH_PRIORITY": "1"})
+    assert problem.startswith("TORCH_NCCL_HIGH_PRIORITY is 1, so receives can stand behind sends")
+    assert remedy == "unset TORCH_NCCL_HIGH_PRIORITY"
+    assert queue_problems({"TORCH_NCCL_HIGH_PRIORITY": "0"}) == []

@@ -77,9 +77,15 @@ class StageFiles:
     # -- saving ------------------------------------------------------------------------------------
 
     def save(
-        self, folder: Path, tag: str | None, *, client_state: dict[str, Any], latest: bool, options: dict[str, Any]
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None,
+        *,
+        client_state: dict[str, Any],
+        latest: bool,
+        options: dict[str, Any],
     ) -> None:
-        """Save all stages as checkpoint ``tag``, and have the file ``latest`` name it; collective.
+        """Save all stages as checkpoint ``tag`` in ``directory``, and have the file ``latest`` name it; collective.
 
         ``options`` are stock's. Raises CheckpointError when a file can't be written.
         """
@@ -87,8 +93,9 @@ class StageFiles:
         tag = f"global_step{self._worker.step}" if tag is None else str(tag)
         decoupled = self._stock.checkpoint_engine.is_decoupled()  # it commits later, and then writes the file itself
         self._stock.save(
-            os.fspath(folder), tag=tag, client_state=client_state, save_latest=latest and decoupled, **options
+            os.fspath(directory), tag=tag, client_state=client_state, save_latest=latest and decoupled, **options
         )
+        folder = Path(directory)
         if not decoupled:
             self._name(folder, tag, latest=latest)
         self._tell("saved", folder / tag, started)
@@ -288,8 +295,8 @@ class StageFiles:
 
     def refresh_shadows(self) -> None:
         """Give shadows the state of their owners; collective, between iterations."""
-        label = f"{self._worker.activity.index}/refresh"
-        self._worker.agree_on("refresh", lambda: self._transfer.refresh_shadows(label=label))
+        activity = self._worker.activity  # its index may be another one after a recovery
+        self._worker.agree_on("refresh", lambda: self._transfer.refresh_shadows(label=f"{activity.index}/refresh"))
         self._around.loaded()
         self._around.alike()
 

@@ -154,16 +154,16 @@ class Balancing:
             self._worker.log_event("memory", **self.memory.to_json())
 
     def _predicted(self, worker: WorkerId, speed: float) -> float:
-        """How many times as long an iteration takes if ``worker`` has that ``speed``; 1 if nothing is known."""
+        """How many seconds an iteration takes longer if ``worker`` has that ``speed``; 0 if nothing is known."""
         profile, placement = self.profile, self._worker.placement
         if profile is None:
-            return 1.0
-        slowed = replace(profile, speeds={**profile.speeds, worker: speed})
-        if not self._simulated:
-            return slowest_seconds(placement, slowed) / slowest_seconds(placement, profile)
-        micro_batches = self._worker.micro_batches
-        usual = iteration_seconds(placement, profile, micro_batches=micro_batches)
-        return iteration_seconds(placement, slowed, micro_batches=micro_batches) / usual
+            return 0.0
+        slowed, micro_batches = replace(profile, speeds={**profile.speeds, worker: speed}), self._worker.micro_batches
+        if self._simulated:
+            usual, longer = (iteration_seconds(placement, p, micro_batches=micro_batches) for p in (profile, slowed))
+        else:
+            usual, longer = (slowest_seconds(placement, p) * micro_batches for p in (profile, slowed))
+        return longer - usual
 
     def _note_span(self, seconds: float) -> None:
         """What all passes of an iteration have taken: once it is known of a placement, it shows what messages cost."""
