@@ -113,12 +113,13 @@ def test_a_killed_worker_is_lost_at_once_and_its_agent_stays(
 def test_a_stopped_worker_is_lost_with_its_lease_and_killed_by_its_agent(
     fork_server: ForkServer, etcd: list[str]
 ) -> None:
-    with Machine(fork_server, workers.train, endpoints=etcd, **leased(short_lease())) as machine:
+    lease = short_lease()  # it may be long on loaded cores
+    with Machine(fork_server, workers.train, endpoints=etcd, **leased(lease)) as machine:
         epoch_of(machine, 0)
         pid = machine.worker_pid(2)
         stopped = machine.kill_worker(2, signal.SIGSTOP)
         epoch = epoch_of(machine, 1)
-        assert 0.5 < time.monotonic() - stopped < stretched(4)
+        assert 0.5 < time.monotonic() - stopped < lease + stretched(2)
         assert ranks(epoch) == [0, 1, 3] and "no sign of life" in epoch.reason
         wait_until(lambda: not alive(pid), what="the stopped worker's end")
         outcome = finish(machine)
@@ -139,13 +140,14 @@ def test_a_stopped_agent_alone_loses_nobody(fork_server: ForkServer, etcd: list[
 
 
 def test_a_worker_stopped_with_its_agent_is_lost_with_its_lease(fork_server: ForkServer, etcd: list[str]) -> None:
-    with Machine(fork_server, workers.train, endpoints=etcd, **leased(short_lease())) as machine:
+    lease = short_lease()  # it may be long on loaded cores
+    with Machine(fork_server, workers.train, endpoints=etcd, **leased(lease)) as machine:
         epoch_of(machine, 0)
         pid = machine.worker_pid(2)
         freeze(machine.agent_pids[2])
         stopped = machine.kill_worker(2, signal.SIGSTOP)
         epoch = epoch_of(machine, 1)
-        assert 0.5 < time.monotonic() - stopped < stretched(4)
+        assert 0.5 < time.monotonic() - stopped < lease + stretched(2)
         assert ranks(epoch) == [0, 1, 3] and "no sign of life" in epoch.reason
         machine.signal_agent(2, signal.SIGCONT)
         wait_until(lambda: not alive(pid), within_seconds=60, what="the stopped worker's end")
@@ -398,10 +400,8 @@ def test_deaths_at_every_start_end_the_job(fork_server: ForkServer, etcd: list[s
 def test_slots_lost_before_training_begins_end_the_job_and_are_named_once_a_machine(
     fork_server: ForkServer, etcd: list[str]
 ) -> None:
-    nodes = ("vm-0", "vm-0", "vm-1", "vm-1")
-    with Machine(
-        fork_server, workers.prepare_for_ever, endpoints=etcd, nodes=nodes, **leased(short_lease())
-    ) as machine:
+    nodes, lease = ("vm-0", "vm-0", "vm-1", "vm-1"), short_lease()
+    with Machine(fork_server, workers.prepare_for_ever, endpoints=etcd, nodes=nodes, **leased(lease)) as machine:
         wait_until(lambda: len(machine.coordinator.agents()) == 4, what="all agents")
         for rank in range(4):
             machine.worker_pid(rank)
@@ -409,7 +409,7 @@ def test_slots_lost_before_training_begins_end_the_job_and_are_named_once_a_mach
         machine.signal_agent(3, signal.SIGKILL)
         start = time.monotonic()
         outcome = machine.wait(within_seconds=60)
-        assert time.monotonic() - start < stretched(6)
+        assert time.monotonic() - start < lease + stretched(4)
     assert outcome.exit_codes == {0: 75, 1: 75, 2: -9, 3: -9}, outcome.output
     assert outcome.output.count("the job ends: ") == 1, outcome.output
     assert "lost slots 2, 3 on vm-1 before training began" in outcome.outputs[0]
@@ -490,12 +490,13 @@ def test_a_death_during_an_outage_is_settled_after_it(fork_server: ForkServer) -
 
 
 def test_a_killed_etcd_comes_back_and_nobody_is_lost(fork_server: ForkServer) -> None:
-    with Machine(fork_server, workers.train, **leased(short_lease())) as machine:
+    lease = short_lease()
+    with Machine(fork_server, workers.train, **leased(lease)) as machine:
         epoch_of(machine, 0)
         os.kill(machine.etcd.pid, signal.SIGKILL)
         killed = machine.kill_worker(2)
         assert ranks(epoch_of(machine, 1)) == [0, 1, 3]
-        assert time.monotonic() - killed < stretched(5)
+        assert time.monotonic() - killed < lease + stretched(3)
         outcome = finish(machine)
     assert outcome.exit_codes == ALL_WELL, outcome.output
 
