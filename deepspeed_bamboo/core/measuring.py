@@ -5,12 +5,13 @@ Who is slow is found by ``core/slowness.py``. A job that is slow as a whole (loa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 
 from deepspeed_bamboo.core.placement import WorkerId
-from deepspeed_bamboo.core.slowness import Slowness
+from deepspeed_bamboo.core.slowness import Slowness, believed
 from deepspeed_bamboo.core.spans import Spans
 from deepspeed_bamboo.core.timing import Profile
 
@@ -71,20 +72,12 @@ class Measured:
         known = self._with_first(samples)
         seen = {**{w: its for w, its in self.seen.items() if w in members}, **{w: tuple(samples[w]) for w in samples}}
         moved = [worker for worker in samples if worker in self.seen and self.seen[worker] != seen[worker]]
-        slowness, spans = self.slowness.forget(moved), self.spans
-        if iteration is None:
-            slowness = slowness.after(known._ratios(samples), members=members)
-        else:
+        slowness, spans, shows = self.slowness.forget(moved), self.spans, believed
+        if iteration is not None:
             spread = (iteration.micro_batches, tuple(sorted(seen.values())), tuple(sorted(slowness.speeds)))
-            spans = after = spans.after(spread, seconds=iteration.seconds)
-            predicted = iteration.predicted
-            slowness = slowness.after(
-                known._ratios(samples),
-                members=members,
-                shows=lambda worker, speed, newest: after.show(
-                    spread, newest=newest, predicted=lambda: predicted(worker, speed)
-                ),
-            )
+            spans = spans.after(spread, seconds=iteration.seconds)
+            shows = partial(_shows, spans, spread, iteration)
+        slowness = slowness.after(known._ratios(samples), members=members, shows=shows)
         stages = dict(known.stages)
         for worker, its in samples.items():
             if worker not in slowness.speeds and slowness.newest(worker) < _AS_EVER:
@@ -120,6 +113,10 @@ class Measured:
             if taken > 0.0:
                 ratios[worker] = taken / known
         return ratios
+
+
+def _shows(spans: Spans, spread: Hashable, iteration: Iteration, worker: WorkerId, speed: float, newest: int) -> bool:
+    return spans.show(spread, newest=newest, predicted=lambda: iteration.predicted(worker, speed))
 
 
 def _drifted(known: Passes, seen: Passes) -> Passes:

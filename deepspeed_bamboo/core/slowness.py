@@ -38,7 +38,8 @@ Shows = Callable[[WorkerId, float, int], bool]
 """Whether so many of the last iterations took longer, as they would if that worker had that speed (1: as before)."""
 
 
-def _always(_: WorkerId, __: float, ___: int) -> bool:
+def believed(_worker: WorkerId, _speed: float, _newest: int) -> bool:
+    """What passes take is believed alone, see :data:`Shows`."""
     return True
 
 
@@ -54,7 +55,7 @@ class Slowness:
     idle: Mapping[WorkerId, int] = field(default_factory=dict)  # iterations in which a slow one had nothing to do
 
     def after(
-        self, ratios: Mapping[WorkerId, float], *, members: Collection[WorkerId], shows: Shows = _always
+        self, ratios: Mapping[WorkerId, float], *, members: Collection[WorkerId], shows: Shows = believed
     ) -> Slowness:
         """With one more iteration, in which the passes of a worker took ``ratios`` times what they should.
 
@@ -105,7 +106,7 @@ class Slowness:
         reached = [(_mean(its[-count:]) / share, count) for count, share in _WINDOWS if len(its) >= count]
         if max(reached, default=(0.0, 0))[0] < _SLOW:
             return 0
-        threshold = max(_SLOW, self._threshold(worker))
+        threshold = self._threshold(worker)  # no less than that
         return next((count for value, count in reached if value >= threshold), 0)
 
     def _is_well(self, worker: WorkerId) -> bool:
