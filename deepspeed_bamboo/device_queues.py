@@ -18,9 +18,7 @@ def queue_problems(environment: Mapping[str, str]) -> list[tuple[str, str]]:
     problems = []
     value = environment.get(_QUEUES, "")
     if value.isdecimal() and int(value) < _LEAST:
-        remedy = (
-            f"unset {_QUEUES}, or set it to {_LEAST} or more (1 is for tensor parallelism, which the plugin has not)"
-        )
+        remedy = f"unset {_QUEUES}, or set it to {_LEAST} or more (1 is for tensor parallelism, which is refused here)"
         problems.append((f"{_QUEUES} is {value}: transfers and passes wait for each other there", remedy))
     value = environment.get(_PRIORITY, "")
     if value not in ("", "0"):
