@@ -90,8 +90,10 @@ class OwnerChanges:
         self._unsendable: list[str] = []  # changed by hooks anywhere
 
     def note(self) -> None:
-        """Owners and shadows are alike now."""
+        """Owners and shadows are alike now. Without shadows there is nothing to do, and a look takes milliseconds."""
         worker = self._worker
+        if not worker.protects:
+            return
         if self._looks < _LOOKS or self.by_hand:
             self._known = {c: self._now(r) for c, r in worker.host.owned.items()}
         self._versions = {c: _version(r) for c, r in worker.host.owned.items()}
