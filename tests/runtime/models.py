@@ -167,9 +167,24 @@ def plain(count: int, *, dropout: float = 0.0) -> list[Any]:
     return [LayerSpec(Layer, str(index), dropout=dropout) for index in range(count)]
 
 
+class Numbered(nn.Linear):
+    """Numbers itself by a counter of its class, on which its output depends."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        scale = 1.0 + Numbered.made / 8
+        self.scaled = lambda x: scale * x
+        Numbered.made += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(super().forward(x))
+
+
 def drawn(count: int) -> list[Any]:
-    """Layers whose first weights are drawn from torch's generator, where it is when they are built."""
-    return [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(count)]
+    """Layers whose first weights are drawn from torch's generator, where it is when they are built, and numbered."""
+    return [LayerSpec(Numbered) for _ in range(count)]
 
 
 def tied_drawn(count: int) -> list[Any]:

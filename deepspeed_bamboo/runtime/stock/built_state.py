@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from deepspeed import comm as deepspeed_comm
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
+from deepspeed_bamboo.runtime.stock.class_values import BEGINNING
 from deepspeed_bamboo.runtime.stock.hosting import stock_twins, use_logical_groups
 from deepspeed_bamboo.runtime.stock.patches.throughput_timer import let_the_device_run
 from deepspeed_bamboo.runtime.stock.replica import count_in_global_norm, tied_groups
@@ -36,6 +37,7 @@ def take_over_stock_state(engine: BambooPipelineEngine, grid: Grid) -> None:
     engine.mpu = logical
     let_the_device_run(engine)
     block = engine.module.__dict__.pop(BLOCK, None)
+    engine.host.beginning = engine.module.__dict__.pop(BEGINNING, None)
     replica = engine.host.adopt_primary(coordinate, logical)
     for group in replica.groups:
         group.name_ranks(process_rank)

@@ -17,6 +17,7 @@ from deepspeed_bamboo.core.replica_differences import differences
 from deepspeed_bamboo.runtime.stock import zero_one  # noqa: F401 (registers the optimizer)
 from deepspeed_bamboo.runtime.stock.attributes import COUNTERS, MADE_LATER, STAGE_ATTRIBUTES
 from deepspeed_bamboo.runtime.stock.blank import BlankParameters
+from deepspeed_bamboo.runtime.stock.class_values import ClassValues, counting_from
 from deepspeed_bamboo.runtime.stock.description import Description, describe
 from deepspeed_bamboo.runtime.stock.gradients import clear_gradients, parameters, require_state, require_supported
 from deepspeed_bamboo.runtime.stock.hyperparameters import values_of
@@ -69,6 +70,7 @@ class StageHost:
         self._active: StageReplica | None = None
         self._primary: StageReplica | None = None
         self.building = False
+        self.beginning: ClassValues | None = None  # from which constructors of a stage's layers count
         self.gradient_updates = GradientUpdates()
         self.owned: dict[Coordinate, StageReplica] = {}
         self.shadows: dict[Coordinate, StageReplica] = {}
@@ -214,7 +216,7 @@ class StageHost:
         self.save()
         previous = self._active
         module = template.attributes["module"]
-        with generators_untouched(engine.device), _more_threads(engine.device):
+        with generators_untouched(engine.device), counting_from(self.beginning), _more_threads(engine.device):
             logical = self.logical_grid(coordinate, topology=module._topo, process_rank=process_rank)
             new_module = self._module(coordinate, logical=logical, like=module, description=description, fill=fill)
             for group in logical_groups(new_module, logical):

@@ -20,6 +20,7 @@ from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.runtime.comm.c10d import c10d
 from deepspeed_bamboo.runtime.comm.start_workers import StartWorkers
 from deepspeed_bamboo.runtime.job.start import Start
+from deepspeed_bamboo.runtime.stock.class_values import BEGINNING, ClassValues
 from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
 from deepspeed_bamboo.runtime.stock.start_block import BLOCK, StartBlock
 from deepspeed_bamboo.runtime.stock.world import (
@@ -54,6 +55,7 @@ class LogicalWorld:
         def construct(module: PipelineModule, *args: Any, **kwargs: Any) -> None:
             arguments = signature.bind_partial(module, *args, **kwargs).arguments
             start = self._start_for(arguments.get("num_stages"), arguments.get("topology"))
+            module.__dict__[BEGINNING] = ClassValues.now()
             if start is None:
                 stock(module, *args, **kwargs)
                 return

@@ -3,9 +3,9 @@
 So what a script does to its module between making it and ``initialize`` (freezing, initial weights by name, hooks)
 reaches every stage that its worker hosts. ``initialize`` then takes the stages apart.
 
-Each stage gets the weights that a worker hosting nothing else would give it: random generators begin each stage
-where they were when the first one began, and tied layers and the same stage of several pipelines are made equal as
-stock DeepSpeed does it.
+Each stage gets the weights that a worker hosting nothing else would give it: random generators, and what layers count
+in their classes, begin each stage where they were when the first one began. Tied layers and the same stage of several
+pipelines are made equal as stock DeepSpeed does it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.seating import Seat
 from deepspeed_bamboo.runtime.comm.start_workers import StartWorkers
 from deepspeed_bamboo.runtime.job.start import Start
+from deepspeed_bamboo.runtime.stock.class_values import ClassValues
 from deepspeed_bamboo.runtime.stock.likeness import REGISTER
 from deepspeed_bamboo.runtime.stock.randomness import GeneratorStates
 
@@ -90,7 +91,7 @@ class StartBlock:
 
     def build(self, module: PipelineModule) -> None:
         """In place of ``PipelineModule._build``: the layers of all stages of this worker."""
-        before, after = _generators(), None
+        before, after = _Beginning.now(), None
         for stage in self.seat.stages:
             before.restore()
             module.tied_modules, module.tied_weight_attrs = torch.nn.ModuleDict(), {}
@@ -101,7 +102,7 @@ class StartBlock:
                 first, stop, tied=dict(module.tied_modules), tied_attributes=module.tied_weight_attrs
             )
             if stage == self.seat.primary.stage:
-                after = _generators()
+                after = _Beginning.now()
         if after is not None:
             after.restore()
         shown = [*reversed(self.layers.values())]
@@ -233,6 +234,19 @@ def _copied(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
     return copied
 
 
-def _generators() -> GeneratorStates:
-    on_gpu = torch.cuda.is_available()
-    return GeneratorStates.now(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
+@dataclass(frozen=True)
+class _Beginning:
+    """What the building of a stage begins with, apart from its arguments."""
+
+    generators: GeneratorStates
+    counted: ClassValues
+
+    @classmethod
+    def now(cls) -> _Beginning:
+        on_gpu = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        return cls(GeneratorStates.now(device), ClassValues.now())
+
+    def restore(self) -> None:
+        self.generators.restore()
+        self.counted.restore()
