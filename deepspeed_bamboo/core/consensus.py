@@ -86,7 +86,8 @@ class Conclusion:
     ``activity`` is the newest one that anybody is in. ``agreed`` maps an activity to the agreements that
     somebody saw in it: everybody carries it out. When ``activity`` itself is not in it, it goes on from
     ``progress``, as ``kind`` (None: nobody has started it). ``step``: how many iterations were complete when it began.
-    ``kept``: what each survivor has in host memory.
+    ``kept``: what each survivor has in host memory. ``owned`` and ``stored`` are ``progress`` and ``redundant`` by the
+    worker that reported it.
     """
 
     activity: int
@@ -96,6 +97,8 @@ class Conclusion:
     redundant: Mapping[Coordinate, CoordinateProgress] = field(default_factory=dict)
     step: int = 0
     kept: Mapping[WorkerId, Kept] = field(default_factory=dict)
+    owned: Mapping[WorkerId, Mapping[Coordinate, CoordinateProgress]] = field(default_factory=dict)
+    stored: Mapping[WorkerId, Mapping[Coordinate, CoordinateProgress]] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -145,12 +148,14 @@ def conclude(reports: Mapping[WorkerId, Report]) -> Conclusion:
     kinds = {report.kind for report in reports.values() if report.activity == newest and report.kind is not None}
     if len(kinds) > 1:
         raise ValueError(f"activity {newest} differs by worker: {sorted(kinds)}; every rank must make the same calls")
-    progress: dict[Coordinate, CoordinateProgress] = {}
-    redundant: dict[Coordinate, CoordinateProgress] = {}
-    for report in reports.values():
+    owned: dict[WorkerId, dict[Coordinate, CoordinateProgress]] = {}
+    stored: dict[WorkerId, dict[Coordinate, CoordinateProgress]] = {}
+    for worker, report in reports.items():
         started = report.activity == newest and report.kind is not None
-        for result, reported in ((progress, report.progress), (redundant, report.redundant)):
-            result.update((c, counts if started else CoordinateProgress()) for c, counts in reported.items())
+        for result, reported in ((owned, report.progress), (stored, report.redundant)):
+            result[worker] = {c: counts if started else CoordinateProgress() for c, counts in reported.items()}
+    progress = {c: counts for its in owned.values() for c, counts in its.items()}
+    redundant = {c: counts for its in stored.values() for c, counts in its.items()}
     step = next(report.step for report in reports.values() if report.activity == newest)
     kept = {worker: report.kept for worker, report in sorted(reports.items())}
-    return Conclusion(newest, kinds.pop() if kinds else None, agreed, progress, redundant, step, kept)
+    return Conclusion(newest, kinds.pop() if kinds else None, agreed, progress, redundant, step, kept, owned, stored)

@@ -13,9 +13,9 @@ from deepspeed_bamboo.core.placement import Placement, WorkerId
 class LossCost:
     """The consequences of one loss. Coordinates are in grid order.
 
-    ``taken_over`` go to their shadow's worker, ``copied`` to one that has the same stage of another pipeline (only
+    ``taken_over`` go to the worker of a shadow, ``copied`` to one that has the same stage of another pipeline (only
     where pipelines are alike), ``fatal`` are held by nobody: the last checkpoint is restored (architecture 2).
-    ``unprotected`` are those that live on and lose their shadow only.
+    ``unprotected`` are those that live on and lose their last shadow only.
     """
 
     taken_over: tuple[Coordinate, ...]
@@ -27,14 +27,15 @@ class LossCost:
 def loss_cost(placement: Placement, lost: Iterable[WorkerId]) -> LossCost:
     """What the loss of all workers in ``lost`` at once costs."""
     gone = frozenset(lost)
-    shadows = dict(placement.shadows)
     ownerless = [c for c, worker in placement.owners if worker in gone]
-    taken_over = tuple(c for c in ownerless if c in shadows and shadows[c] not in gone)
-    stateless = [c for c in ownerless if c not in shadows or shadows[c] in gone]
+    had = {c for c, _ in placement.shadows}
+    protected = {c for c, worker in placement.all_shadows if worker not in gone}
+    taken_over = tuple(c for c in ownerless if c in protected)
+    stateless = [c for c in ownerless if c not in protected]
     fatal = placement.without(gone)[1] if stateless else ()
     return LossCost(
         taken_over=taken_over,
         copied=tuple(c for c in stateless if c not in fatal),
         fatal=fatal,
-        unprotected=tuple(c for c, worker in placement.owners if worker not in gone and shadows.get(c) in gone),
+        unprotected=tuple(c for c, worker in placement.owners if worker not in gone and c in had - protected),
     )

@@ -43,7 +43,7 @@ def tensor_peers(placement: Placement, worker: WorkerId) -> tuple[WorkerId, ...]
         neighbours = [Coordinate(coordinate.pipeline, (coordinate.stage + 1) % grid.stages)]
         neighbours += [Coordinate(other, coordinate.stage) for other in range(grid.pipelines)]
         pairs.update((owner, owners[other]) for other in neighbours)
-    pairs.update((owners[coordinate], holder) for coordinate, holder in placement.shadows)
+    pairs.update((owners[coordinate], holder) for coordinate, holder in placement.all_shadows)
     both = pairs | {(b, a) for a, b in pairs}
     return tuple(sorted({b for a, b in both if a == worker} - {worker}))
 

@@ -151,9 +151,10 @@ def _of_shadows(
 
 
 def _holders(placement: Placement, coordinates: Iterable[Coordinate]) -> tuple[WorkerId, ...]:
-    """The workers that hold a shadow of one of ``coordinates``."""
+    """The workers that hold a shadow of one of ``coordinates``, those with second ones last."""
     covered = frozenset(coordinates)
-    return tuple(dict.fromkeys(worker for c, worker in placement.shadows if c in covered))
+    held = (*placement.shadows, *placement.second_shadows)
+    return tuple(dict.fromkeys(worker for c, worker in held if c in covered))
 
 
 def _with_shared_workers(placement: Placement, pipelines: Iterable[int] | None) -> tuple[int, ...]:
@@ -165,7 +166,7 @@ def _with_shared_workers(placement: Placement, pipelines: Iterable[int] | None) 
     unknown = sorted(wanted.difference(everything))
     if unknown or not wanted:
         raise ValueError(f"no pipelines {unknown or 'at all'} to plan; the grid has 0..{len(everything) - 1}")
-    held = (*placement.owners, *placement.shadows)
+    held = (*placement.owners, *placement.all_shadows)
     while True:
         workers = {worker for c, worker in held if c.pipeline in wanted}
         connected = {c.pipeline for c, worker in held if worker in workers}

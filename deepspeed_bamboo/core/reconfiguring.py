@@ -192,22 +192,32 @@ def _by_time(
 def transfers(before: Placement, after: Placement) -> tuple[Transfer, ...]:
     """The state that has to move, in grid order, owners first. Whoever holds a replica already gets nothing."""
     result: list[Transfer] = []
-    owner_before, shadow_before = dict(before.owners), dict(before.shadows)
-    owner_after, shadow_after = dict(after.owners), dict(after.shadows)
-    for coordinate in before.grid:
-        source = owner_before[coordinate]
-        held = {source, shadow_before.get(coordinate)}
-        for destination in (owner_after[coordinate], shadow_after.get(coordinate)):
-            if destination is not None and destination not in held:
-                result.append(Transfer(coordinate, source, destination))
-                held.add(destination)
+    had, wanted = before.all_copies(), after.all_copies()
+    for coordinate, holders in had.items():
+        for destination in wanted[coordinate]:
+            if destination not in holders:
+                result.append(Transfer(coordinate, holders[0], destination))
     return tuple(result)
 
 
-def _lost_with_a_node(placement: Placement, members: Sequence[WorkerSite]) -> int:
-    """How many coordinates have owner and shadow on one node, whose loss therefore ends the job."""
+def _lost_with_a_node(placement: Placement, members: Sequence[WorkerSite]) -> tuple[int, ...]:
+    """How many coordinates have owner and shadow on one node, whose loss therefore ends the job.
+
+    With two shadows: how many have all three there, then how many nodes, then zones, these are short of three each.
+    """
     nodes = {site.worker: site.node for site in members}
-    return sum(nodes.get(placement.owner(c)) == nodes.get(shadow) for c, shadow in placement.shadows)
+    if placement.copies == 1:
+        return (sum(nodes.get(placement.owner(c)) == nodes.get(shadow) for c, shadow in placement.shadows),)
+    zones = {site.worker: site.zone or site.node for site in members}
+    where = [
+        [len({its.get(holder) for holder in holders}) for its in (nodes, zones)]
+        for holders in placement.all_copies().values()
+    ]
+    return (
+        sum(in_nodes == 1 for in_nodes, _ in where),
+        sum(3 - in_nodes for in_nodes, _ in where),
+        sum(3 - in_zones for _, in_zones in where),
+    )
 
 
 def _most_hosted(placement: Placement) -> int:

@@ -72,7 +72,8 @@ def add_redundant_passes(
 ) -> tuple[Order, tuple[Fit, ...]]:
     """``order`` with what ``mode`` runs for the shadows of ``coordinates``, and how much of it fits, per worker.
 
-    ``order`` has every worker that holds a shadow. ``progress`` and ``redundant`` say what is done already.
+    ``order`` has every worker that holds a shadow; second shadows compute nothing. ``progress`` and ``redundant`` say
+    what is done already.
     The passes in ``order`` keep their order and times: what a redundant pass that fits no bubble costs is
     for the caller to find by running the programs.
     """
@@ -83,7 +84,7 @@ def add_redundant_passes(
     job = _Finished(order, placement, progress)
     result, fits = {}, []
     for worker, passes in order.items():
-        shadowed = [c for c in placement.shadowed_by(worker) if c in covered]
+        shadowed = [c for c in placement.next_in_line(worker) if c in covered]
         optional = mode.redundant_passes_are_optional
         gaps = _gaps(passes, end=passes[-1].end if optional and passes else job.end_for(worker))
         wishes = [

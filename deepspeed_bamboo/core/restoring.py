@@ -100,8 +100,7 @@ def handovers(
     sent: Counter[WorkerId] = Counter()
     result = []
     for coordinate in placement.grid:
-        shadow = placement.shadow(coordinate)
-        wanted = [placement.owner(coordinate), *([] if shadow is None else [shadow]), *keepers.get(coordinate, ())]
+        wanted = [*placement.copies_of(coordinate), *keepers.get(coordinate, ())]
         sources = state.holders[coordinate]
         for destination in dict.fromkeys(wanted):
             if destination not in sources:
@@ -120,15 +119,19 @@ def rescued(placement: Placement, members: Sequence[WorkerId]) -> Placement:
     if not members:
         raise ValueError("nobody is left to own anything; a placement needs at least 1 worker")
     owners = {c: worker for c, worker in placement.owners if worker in members}
-    shadows = {c: worker for c, worker in placement.shadows if worker in members}
+    left: dict[Coordinate, list[WorkerId]] = {}
+    for coordinate, worker in placement.all_shadows:
+        if worker in members:
+            left.setdefault(coordinate, []).append(worker)
     load = Counter(dict.fromkeys(members, 0))
     load.update(owners.values())
     for coordinate in placement.grid:
         if coordinate not in owners:
             lightest = min(members, key=lambda worker: load[worker])
-            owners[coordinate] = shadows.pop(coordinate, lightest)
+            owners[coordinate] = left[coordinate].pop(0) if left.get(coordinate) else lightest
             load[owners[coordinate]] += 1
-    return Placement.of(placement.grid, owners=owners, shadows=shadows, alike=placement.alike).protected(members)
+    bare = placement.placed(owners=owners, shadows={}, second_shadows={})
+    return bare.with_shadows((c, worker) for c, its in left.items() for worker in its).protected(members)
 
 
 @dataclass(frozen=True)
@@ -149,9 +152,7 @@ def keepers(placement: Placement, sites: Mapping[WorkerId, Site], *, copies: int
     load: Counter[WorkerId] = Counter()
     result: dict[Coordinate, list[WorkerId]] = {}
     for coordinate in placement.grid:
-        has = [placement.owner(coordinate)]
-        shadow = placement.shadow(coordinate)
-        has += [] if shadow is None else [shadow]
+        has = list(placement.copies_of(coordinate))
         chosen: list[WorkerId] = []
         for _ in range(copies):
             others = [worker for worker in sites if worker not in has]

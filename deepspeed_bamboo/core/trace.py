@@ -18,7 +18,7 @@ def chrome_trace(
     """
     events: list[dict[str, Any]] = []
     # In the order of ranks; a worker that holds nothing but shadows comes after those.
-    holders = (*placement.workers, *(worker for _, worker in placement.shadows))
+    holders = (*placement.workers, *(worker for _, worker in placement.all_shadows))
     track = {worker: i for i, worker in enumerate(dict.fromkeys(holders))}
     for worker, tid in track.items():
         hosted = " ".join(str(c) for c in placement.hosted_by(worker)) or "shadows only"

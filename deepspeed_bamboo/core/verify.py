@@ -29,9 +29,8 @@ def verify(
     a program; every receive gets the head of its channel, nothing is left in one, and nobody waits for ever;
     every pass runs once, in micro-batch order, with its inputs there; and every program ends with the tail.
     """
-    holders = {
-        w for held in (plan.placement.owners, plan.placement.shadows) for c, w in held if c.pipeline in plan.pipelines
-    }
+    held = (*plan.placement.owners, *plan.placement.all_shadows)
+    holders = {worker for c, worker in held if c.pipeline in plan.pipelines}
     programs = [worker for worker, _ in plan.programs]
     if sorted(programs) != sorted(holders):
         odd = sorted(holders.symmetric_difference(programs)) or programs

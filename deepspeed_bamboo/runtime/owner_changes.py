@@ -303,8 +303,8 @@ class OwnerChanges:
 
         def copy() -> tuple[str, ...]:
             label = f"{worker.activity.index}/settle"
-            shadows = {c: holder for c, holder in dict(worker.placement.shadows).items() if c in rebuilt}
-            for coordinate in shadows.keys() & worker.host.shadows.keys():
+            shadows = [(c, holder) for c, holder in worker.placement.all_shadows if c in rebuilt]
+            for coordinate in {c for c, _ in shadows} & worker.host.shadows.keys():
                 worker.host.shadows[coordinate].finish_step()
             unlike = self._transfer.copy_shadows(
                 worker.placement, shadows=shadows, label=label, attributes=self._looks == 1

@@ -22,12 +22,12 @@ from deepspeed_bamboo.core.placing.shadowing import choose_shadows
 from deepspeed_bamboo.core.placing.sites import Sites, WorkerSite
 from deepspeed_bamboo.core.planning import plan_iteration
 from deepspeed_bamboo.core.progress import CoordinateProgress
-from deepspeed_bamboo.core.recovery import progress_after_loss, redundant_after_loss
+from deepspeed_bamboo.core.recovery import progress_after_loss, progress_by_holders, redundant_after_loss
 from deepspeed_bamboo.core.schedule import Plan
 from deepspeed_bamboo.core.seating import Seat
 from deepspeed_bamboo.core.timing import Profile
 from deepspeed_bamboo.core.verify import verify
-from tests.core.cuts import Cut, Cuts
+from tests.core.cuts import Counts, Cut, Cuts
 
 # Of every forward and backward the micro-batches done, in that order.
 History = dict[Op, dict[Coordinate, list[int]]]
@@ -52,9 +52,9 @@ class Case:
 
 
 @cache
-def initial(pipelines: int, stages: int) -> Placement:
+def initial(pipelines: int, stages: int, copies: int = 1) -> Placement:
     grid = Grid(pipelines, stages)
-    return Placement.initial(grid, [f"w{i}" for i in range(len(grid))])
+    return Placement.initial(grid, [f"w{i}" for i in range(len(grid))], copies=copies)
 
 
 @cache
@@ -87,7 +87,7 @@ def _hit(data: bytes) -> Hit:
 
 
 def cases(
-    *, pipelines: int, stages: tuple[int, int], micro_batches: int, modes: tuple[str, ...], losses: int
+    *, pipelines: int, stages: tuple[int, int], micro_batches: int, modes: tuple[str, ...], losses: int, copies: int = 1
 ) -> st.SearchStrategy[Case]:
     """A job on its first placement that is hit once, or up to ``losses`` times."""
     # One draw of bytes a case: with one draw a number, drawing would take longer than running the case.
@@ -95,7 +95,7 @@ def cases(
     size = 5 + losses * hit_size
 
     def case(data: bytes) -> Case:
-        placement = initial(1 + data[0] % pipelines, stages[0] + data[1] % (stages[1] - stages[0] + 1))
+        placement = initial(1 + data[0] % pipelines, stages[0] + data[1] % (stages[1] - stages[0] + 1), copies)
         drawn = 1 + data[4] % losses
         used = 4 + 2 * len(placement.grid)
         return Case(
@@ -109,13 +109,16 @@ def cases(
 
 
 @st.composite
-def scattered_cases(draw: st.DrawFn, *, modes: tuple[str, ...]) -> Case:
+def scattered_cases(draw: st.DrawFn, *, modes: tuple[str, ...], copies: int = 1) -> Case:
     """A job whose coordinates and shadows lie anywhere, as after failovers, reconfigurations and rebuilt shadows."""
     grid = Grid(draw(st.integers(1, 3)), draw(st.integers(1, 5)))
     names = [f"w{i}" for i in range(draw(st.integers(2, 6)))]
     owners = {c: draw(st.sampled_from(names)) for c in grid}
     shadows = {c: draw(st.sampled_from(names)) for c in grid}
-    placement = Placement.of(grid, owners=owners, shadows={c: w for c, w in shadows.items() if w != owners[c]})
+    shadows = {c: w for c, w in shadows.items() if w != owners[c]}
+    seconds = {c: draw(st.sampled_from(names)) for c in shadows} if copies > 1 else {}
+    seconds = {c: w for c, w in seconds.items() if w not in (owners[c], shadows[c])}
+    placement = Placement.of(grid, owners=owners, shadows=shadows, second_shadows=seconds, copies=copies)
     return Case(
         placement,
         draw(st.integers(1, 8)),
@@ -165,6 +168,7 @@ def run_to_the_end(case: Case) -> Execution:
             _record(cut, history)
         after = _without_some(placement, [worker for worker, _ in plan.programs], hit)
         stored = {c: (p.forwards, p.backwards) for c, p in cut.redundant.items()}
+        next_owner = dict(placement.shadows)
         progress = progress_after_loss(
             placement,
             after,
@@ -173,10 +177,12 @@ def run_to_the_end(case: Case) -> Execution:
             {c: backwards for c, (_, backwards) in stored.items()},
         )
         redundant = redundant_after_loss(placement, after, cut.redundant)
+        assert (progress, redundant) == progress_by_holders(after, **_reported(placement, after, cut))
         for c in placement.grid:
             if after.owner(c) != placement.owner(c):
-                assert stored[c] == (progress[c].forwards, progress[c].backwards)
-                history[Op.FNC][c], history[Op.BNC][c] = list(range(stored[c][0])), list(range(stored[c][1]))
+                kept = stored[c] if after.owner(c) == next_owner[c] else (0, 0)
+                assert kept == (progress[c].forwards, progress[c].backwards)
+                history[Op.FNC][c], history[Op.BNC][c] = list(range(kept[0])), list(range(kept[1]))
             else:
                 assert progress[c] == cut.progress[c]
         plan = plan_iteration(
@@ -209,6 +215,18 @@ def _without_some(placement: Placement, workers: Sequence[WorkerId], hit: Hit) -
             gone.append(worker)
             after = remaining
     return after
+
+
+def _reported(before: Placement, after: Placement, cut: Cut | Execution) -> dict[str, dict[WorkerId, Counts]]:
+    """What the survivors say, as ``progress_by_holders`` gets it."""
+    result = {}
+    for name, holders, counts in (
+        ("owned", before.owners, cut.progress),
+        ("stored", before.shadows, cut.redundant),
+    ):
+        alive = {w for _, w in after.owners} | {w for _, w in holders if w in after.holders}
+        result[name] = {worker: {c: counts[c] for c, w in holders if w == worker} for worker in alive}
+    return result
 
 
 def _record(execution: Execution, history: History) -> None:

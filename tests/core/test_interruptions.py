@@ -1,6 +1,7 @@
 """Over every interruption point: the rest of the iteration verifies, and each pass runs once, in order."""
 
 import gc
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from deepspeed_bamboo.core.instructions import TAIL
 from deepspeed_bamboo.core.interpret import interpret
 from deepspeed_bamboo.core.planning import plan_iteration
-from deepspeed_bamboo.core.recovery import progress_after_loss
+from deepspeed_bamboo.core.recovery import progress_after_loss, progress_by_holders
 from deepspeed_bamboo.core.verify import verify
 from tests.core.interruptions import (
     Case,
@@ -77,6 +78,39 @@ def test_blocks_of_stages(case: Case) -> None:
     run_to_the_end(case)
 
 
+@settings(FAST, max_examples=200)
+@given(cases(pipelines=2, stages=(2, 6), micro_batches=8, modes=MODES[1:5], losses=3, copies=2))
+def test_two_shadows_hit_again_and_again(case: Case) -> None:
+    run_to_the_end(case)
+
+
+@settings(FAST, max_examples=150)
+@given(scattered_cases(modes=MODES[1:5], copies=2))
+def test_two_shadows_anywhere(case: Case) -> None:
+    run_to_the_end(case)
+
+
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(3, 3), (4, 4)])
+def test_two_shadows_and_any_two_workers_lost_at_every_instruction(stages: int, micro_batches: int, mode: str) -> None:
+    before = initial(1, stages, 2)
+    plan = fresh_plan(before, micro_batches, mode)
+    for one, other in itertools.combinations(range(stages), 2):
+        after, _ = before.without([f"w{one}", f"w{other}"])
+        assert after is not None and len(after.all_copies()) == stages
+        for worker in (f"w{one}", f"w{other}"):
+            for stop in range(len(plan.program(worker)) + 1):
+                cut = fresh_cuts(before, micro_batches, mode).at({worker: stop})
+                owned = {f"w{i}": {c: cut.progress[c] for c in before.hosted_by(f"w{i}")} for i in range(stages)}
+                stored = {f"w{i}": {c: cut.redundant[c] for c in before.next_in_line(f"w{i}")} for i in range(stages)}
+                progress, redundant = progress_by_holders(after, owned=owned, stored=stored)
+                rest = plan_iteration(
+                    after, micro_batches=micro_batches, progress=progress, redundant=redundant, mode=mode
+                )
+                end = verify(rest, progress, redundant=redundant)
+                assert all(p.backwards == micro_batches for p in end.progress.values())
+
+
 def lose_every_stage_at_every_instruction(*, stages: int, micro_batches: int) -> int:
     """One pipeline, mode lazy, nothing drawn: twice per point, once with the survivors as far as they get
     without the lost worker, once with them where they are when it dies. Returns the number of points."""
@@ -134,6 +168,17 @@ def test_hit_again_in_the_middle_of_a_recovery_10000_times(case: Case) -> None:
 @settings(SWEEP)
 @given(scattered_cases(modes=MODES))
 def test_coordinates_and_shadows_anywhere_10000_times(case: Case) -> None:
+    run_to_the_end(case)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1800)  # a busy machine makes it slow, not wrong
+@settings(SWEEP)
+@given(
+    cases(pipelines=3, stages=(2, 6), micro_batches=8, modes=MODES[1:5], losses=3, copies=2)
+    | scattered_cases(modes=MODES[1:5], copies=2)
+)
+def test_two_shadows_10000_times(case: Case) -> None:
     run_to_the_end(case)
 
 

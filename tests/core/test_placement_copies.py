@@ -85,7 +85,7 @@ def test_confined_shadows_of_first_and_last_stages_stay_in_their_pipeline(
         workers.remove(lost)
         placement = after
         confined = placement.protected(workers, confined=True)
-        for coordinate, holder in confined.shadows_beyond(placement).items():
+        for coordinate, holder in confined.shadows_beyond(placement):
             assert holder != confined.owner(coordinate)
             fed = {c.pipeline for c in confined.hosted_by(holder)}
             assert coordinate.stage not in (0, stages - 1) or coordinate.pipeline in fed

@@ -30,7 +30,7 @@ from deepspeed_bamboo.core.placing.cutting import cut, dealt, rotated, shared
 from deepspeed_bamboo.core.placing.holding import Memory
 from deepspeed_bamboo.core.placing.matching import match
 from deepspeed_bamboo.core.placing.pacing import Pacing
-from deepspeed_bamboo.core.placing.shadowing import choose_shadows
+from deepspeed_bamboo.core.placing.shadowing import with_all_shadows, without_shadows
 from deepspeed_bamboo.core.placing.sites import Sites, WorkerSite
 from deepspeed_bamboo.core.timing import Profile, iteration_seconds, least_seconds
 
@@ -86,6 +86,7 @@ def balance(
     alike: bool = False,
     memory: Memory | None = None,
     most_passes: int = MOST_PASSES,
+    copies: int = 1,
 ) -> Balanced:
     """Place ``grid`` on live ``workers`` by time; see the module. Arguments as those of ``solver.decide``.
 
@@ -99,21 +100,15 @@ def balance(
     fits = not search.excess(owners)
     named = {c: sites.workers[number] for c, number in zip(grid, owners, strict=True)}
     held = {c: tuple(sites.workers[w] for w in held) for c, held in zip(grid, search.held, strict=True)}
-    placement = Placement.of(
-        grid,
-        owners=named,
-        shadows=choose_shadows(
-            grid,
-            named,
+    placement = without_shadows(grid, named, current=current, alike=alike, copies=copies)
+    if protected and len(sites) > 1:
+        placement = with_all_shadows(
+            placement,
             sites,
             held=held,
             room=search.left(owners),
             bytes_of=lambda c: 0 if memory is None else memory.state[c.stage],
         )
-        if protected and len(sites) > 1
-        else {},
-        alike=grid.pipelines > 1 and (alike or (current is not None and current.alike)),
-    )
     return Balanced(
         placement,
         sites,
@@ -144,9 +139,8 @@ class _Search:
             )
         self._grid, self._sites, self._profile, self._micro_batches = grid, sites, profile, micro_batches
         number = {worker: index for index, worker in enumerate(sites.workers)}
-        owner = {} if current is None else dict(current.owners)
-        shadow = {} if current is None else dict(current.shadows)
-        self.held = [tuple(number[w] for w in (owner.get(c), shadow.get(c)) if w in number) for c in grid]
+        has = {} if current is None else current.all_copies()
+        self.held = [tuple(number[w] for w in has.get(c, ()) if w in number) for c in grid]
         self._sizes = [1 if bytes_of is None else bytes_of(c) for c in grid]
         self._work = [profile.work(c.stage) for c in grid]
         self._speeds = [profile.speed(worker) for worker in sites.workers]

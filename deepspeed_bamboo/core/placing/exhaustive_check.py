@@ -77,11 +77,8 @@ def true_best(
 
 
 def holders(current: Placement | None) -> dict[Coordinate, tuple[WorkerId, ...]]:
-    """Who has the state of each coordinate: its owner, then the worker of its shadow."""
-    if current is None:
-        return {}
-    shadows = dict(current.shadows)
-    return {c: (w, shadows[c]) if c in shadows else (w,) for c, w in current.owners}
+    """Who has the state of each coordinate: its owner, then the workers of its shadows."""
+    return {} if current is None else current.all_copies()
 
 
 def _choices(state: _State, position: int, length: int) -> Iterator[tuple[tuple[int, int], _State]]:

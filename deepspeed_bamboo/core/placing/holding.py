@@ -63,7 +63,7 @@ class Memory:
         """What every worker of ``placement`` holds, shadows included."""
         owners = [placement.owner(coordinate) for coordinate in placement.grid]
         held = self.owned(placement.grid, owners, micro_batches=micro_batches)
-        for coordinate, worker in placement.shadows:
+        for coordinate, worker in placement.all_shadows:
             held[worker] = held.get(worker, 0) + self.state[coordinate.stage]
         return held
 

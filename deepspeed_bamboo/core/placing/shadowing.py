@@ -1,11 +1,14 @@
-"""Where shadows go: with the predecessor (architecture 2), unless the owner's zone or node would take both."""
+"""Where shadows go: with the predecessor (architecture 2), unless the owner's zone or node would take both.
+
+Second ones (``redundancy.copies``: 2) go where no two losses take all copies of a stage.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
-from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.placing.sites import Sites
 
 
@@ -43,6 +46,86 @@ def choose_shadows(
         if not choice.give(coordinate, present, required):
             any(choice.give(coordinate, range(len(sites)), distance) for distance in range(required, 0, -1))
     return {c: sites.workers[choice.shadows[c]] for c in grid if c in choice.shadows}
+
+
+def without_shadows(
+    grid: Grid, owners: Mapping[Coordinate, WorkerId], *, current: Placement | None, alike: bool, copies: int
+) -> Placement:
+    """These ``owners``; ``alike`` also if ``current`` is, and as many ``copies`` as that has if it is given."""
+    return Placement.of(
+        grid,
+        owners=owners,
+        shadows={},
+        alike=grid.pipelines > 1 and (alike or (current is not None and current.alike)),
+        copies=copies if current is None else current.copies,
+    )
+
+
+def with_all_shadows(
+    bare: Placement,
+    sites: Sites,
+    *,
+    held: Mapping[Coordinate, Sequence[WorkerId]],
+    room: Mapping[WorkerId, int] | None = None,
+    bytes_of: Callable[[Coordinate], int] = lambda _: 0,
+) -> Placement:
+    """``bare``, which has owners only, with as many shadows of each coordinate as its ``copies`` says. Arguments as
+    those of :func:`choose_shadows`."""
+    owners = dict(bare.owners)
+    shadows = choose_shadows(bare.grid, owners, sites, held=held, room=room, bytes_of=bytes_of)
+    seconds: dict[Coordinate, WorkerId] = {}
+    if bare.copies > 1:
+        seconds = choose_second_shadows(bare.grid, owners, shadows, sites, held=held, room=room, bytes_of=bytes_of)
+    return bare.placed(shadows=shadows, second_shadows=seconds)
+
+
+def choose_second_shadows(
+    grid: Grid,
+    owners: Mapping[Coordinate, WorkerId],
+    shadows: Mapping[Coordinate, WorkerId],
+    sites: Sites,
+    *,
+    held: Mapping[Coordinate, Sequence[WorkerId]],
+    room: Mapping[WorkerId, int] | None = None,
+    bytes_of: Callable[[Coordinate], int] = lambda _: 0,
+) -> dict[Coordinate, WorkerId]:
+    """A third worker for the second shadow of every coordinate that has a first; none where there are two workers.
+
+    It is as far from the nearer one of owner and shadow as can be (see :func:`choose_shadows`), then as far from the
+    other. So with three zones no loss of two zones takes all three, with three nodes no loss of two nodes. Among equals
+    it is with a worker that has the state already (``held``), then with the owner of the stage before the predecessor,
+    then with the worker that holds fewest. ``room`` is what is left before any shadow is placed; whoever has none gets
+    none.
+    """
+    number = {worker: index for index, worker in enumerate(sites.workers)}
+    free = {number[worker]: left for worker, left in (room or {}).items() if worker in number}
+    load = [0] * len(sites)
+    for worker in (*owners.values(), *shadows.values()):
+        load[number[worker]] += 1
+    for coordinate, worker in shadows.items():
+        if number[worker] in free:
+            free[number[worker]] -= bytes_of(coordinate)
+    chosen: dict[Coordinate, WorkerId] = {}
+    for coordinate in grid:
+        if coordinate not in shadows:
+            continue
+        has, size = (number[owners[coordinate]], number[shadows[coordinate]]), bytes_of(coordinate)
+        able = (w for w in range(len(sites)) if w not in has and free.get(w, size) >= size)
+        behind = owners[grid.predecessor(grid.predecessor(coordinate))]
+        liked = (held.get(coordinate, ()), (behind,))
+
+        def merit(worker: int, has: Sequence[int] = has, liked: Iterable[Sequence[WorkerId]] = liked) -> list[int]:
+            far = sorted(_distance(sites, worker, other) for other in has)
+            return [*far, *(int(sites.workers[worker] in those) for those in liked), -load[worker]]
+
+        best = max(able, key=merit, default=None)
+        if best is None:
+            continue
+        chosen[coordinate] = sites.workers[best]
+        load[best] += 1
+        if best in free:
+            free[best] -= size
+    return chosen
 
 
 class _Choice:

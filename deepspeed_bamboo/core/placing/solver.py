@@ -30,7 +30,7 @@ from deepspeed_bamboo.core.placing.fitting import fit
 from deepspeed_bamboo.core.placing.keeping import keep_most
 from deepspeed_bamboo.core.placing.local_search import Assignment, Task
 from deepspeed_bamboo.core.placing.lower_bound import Bound, Pairs, count_pairs, fewest_pairs
-from deepspeed_bamboo.core.placing.shadowing import choose_shadows
+from deepspeed_bamboo.core.placing.shadowing import with_all_shadows, without_shadows
 from deepspeed_bamboo.core.placing.sites import Sites, WorkerSite
 from deepspeed_bamboo.core.placing.spreading import spread
 
@@ -82,10 +82,18 @@ def place(
     protected: bool = True,
     most: int | None = None,
     alike: bool = False,
+    copies: int = 1,
 ) -> Placement:
     """The best placement of ``grid`` on ``workers``; see :func:`decide`, which also says why."""
     return decide(
-        grid, workers, current=current, bytes_of=bytes_of, protected=protected, most=most, alike=alike
+        grid,
+        workers,
+        current=current,
+        bytes_of=bytes_of,
+        protected=protected,
+        most=most,
+        alike=alike,
+        copies=copies,
     ).placement
 
 
@@ -98,6 +106,7 @@ def decide(
     protected: bool = True,
     most: int | None = None,
     alike: bool = False,
+    copies: int = 1,
 ) -> Decision:
     """Place ``grid`` on live ``workers`` (one is enough; those left over stand by). Goals: top of this module.
 
@@ -107,6 +116,7 @@ def decide(
         protected: False for no shadows at all.
         most: the most coordinates a worker may host (default: its fair share).
         alike: see ``Placement.alike``; also if ``current`` is.
+        copies: shadows of each coordinate; as many as ``current`` has, if that is given.
 
     Returns the same for the same values, wherever it runs. Raises ValueError for workers that contradict each other,
     for a ``current`` of another grid, for too little room, for bytes that are no whole number from 0 up.
@@ -121,13 +131,9 @@ def decide(
         numbers, least, proven = _from_current(task, bound)
     owners = {c: sites.workers[number] for c, number in zip(grid, numbers, strict=True)}
     held = {c: tuple(sites.workers[w] for w in held) for c, held in zip(grid, task.held, strict=True)}
+    bare = without_shadows(grid, owners, current=current, alike=alike, copies=copies)
     return Decision(
-        placement=Placement.of(
-            grid,
-            owners=owners,
-            shadows=choose_shadows(grid, owners, sites, held=held) if protected else {},
-            alike=grid.pipelines > 1 and (alike or (current is not None and current.alike)),
-        ),
+        placement=with_all_shadows(bare, sites, held=held) if protected else bare,
         sites=sites,
         most=most,
         pairs=count_pairs(grid, owners.items(), sites),
@@ -192,8 +198,8 @@ def _task(grid: Grid, sites: Sites, current: Placement | None, bytes_of: BytesOf
             f"the current placement is of {current.grid.pipelines} x {current.grid.stages} coordinates and not of "
             f"{grid.pipelines} x {grid.stages}; the grid of a job never changes: give the placement of this job"
         )
-    owner, shadow = dict(current.owners), dict(current.shadows)
-    held = [tuple(number[w] for w in (owner[c], shadow.get(c)) if w in number) for c in grid]
+    owner, has = dict(current.owners), current.all_copies()
+    held = [tuple(number[w] for w in has[c] if w in number) for c in grid]
     owned = [number.get(owner[c], -1) for c in grid]
     return Task.of(grid, sites, most=most, held=held, owned=owned, sizes=[_size(c, bytes_of) for c in grid])
 

@@ -103,12 +103,14 @@ class Mirroring:
     def _send(self, placement: Placement, context: IterationContext) -> None:
         host = self._worker.host
         for replica in host.owners():
-            holder = placement.shadow(replica.coordinate)
-            if holder is None:
+            holders = placement.copies_of(replica.coordinate)[1:]
+            if not holders:
                 continue
             host.activate(replica)
             data, tensors = self._stock.mirrored(replica)
-            self._worker.links.send(holder, Message(f"{context.activity}/mirror/{replica.coordinate}", data, tensors))
+            for holder in holders:
+                key = f"{context.activity}/mirror/{replica.coordinate}"
+                self._worker.links.send(holder, Message(key, data, tensors))
 
     def _receive(self, placement: Placement, context: IterationContext, *, started: bool) -> dict[Coordinate, Message]:
         return {

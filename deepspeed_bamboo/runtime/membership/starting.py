@@ -175,7 +175,7 @@ def _build_initial_shadows(
         worker.links.connect(
             peers_of(placement, session.worker, members=order), with_lanes=tensor_peers(placement, session.worker)
         )
-        unlike = transfer.copy_shadows(placement, shadows=dict(placement.shadows), label="start", attributes=True)
+        unlike = transfer.copy_shadows(placement, shadows=placement.all_shadows, label="start", attributes=True)
         everybody: dict[str, Any] = {"me": session.worker, "workers": order}
         # First what was started otherwise: it makes replicas differ, too, and is the better word for it.
         common = common_facts(agree(built.facts(), links=worker.links, **everybody, label="start/copied"))

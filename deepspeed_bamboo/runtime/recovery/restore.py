@@ -216,7 +216,7 @@ class Restoring:
         Then JobFailedError.
         """
         session = self._worker.session
-        gone = [c for c in before.grid if not {before.owner(c), before.shadow(c)} & set(record.members)]
+        gone = [c for c in before.grid if not set(before.copies_of(c)) & set(record.members)]
         store = self._way_back.store()
         known = "no memory checkpoint" if store is None else f"no memory checkpoint, and none in {store.name},"
         why = (

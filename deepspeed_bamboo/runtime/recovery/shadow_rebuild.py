@@ -125,15 +125,15 @@ class ShadowRebuild:
             ready=torch.cuda.current_stream().record_event() if worker.device.type == "cuda" else None,
             sending=[
                 (coordinate, holder, pack_state(worker.host.owned[coordinate]))
-                for coordinate, holder in missing.items()
+                for coordinate, holder in missing
                 if target.owner(coordinate) == me
             ],
             descriptions={
                 coordinate: worker.host.description(worker.host.owned[coordinate])
-                for coordinate in missing
+                for coordinate, _ in missing
                 if target.owner(coordinate) == me
             },
-            arriving={c: _Arriving(target.owner(c)) for c, holder in missing.items() if holder == me},
+            arriving={c: _Arriving(target.owner(c)) for c, holder in missing if holder == me},
         )
 
     def takes_part(self) -> bool:
@@ -236,12 +236,13 @@ def _is_described(state: _Arriving, work: _Work) -> bool:
 
 def with_rebuilt(placement: Placement, agreed: Round, *, epoch: int) -> Placement:
     """``placement`` with the shadows that ``agreed`` says were rebuilt in ``epoch``."""
-    shadows = {
-        coordinate: worker
+    present = placement.all_copies()
+    shadows = [
+        (coordinate, worker)
         for worker, value in agreed.items()
         for coordinate in _rebuilt_in(value, epoch=epoch)
-        if placement.shadow(coordinate) is None
-    }
+        if len(present[coordinate]) <= placement.copies and worker not in present[coordinate]
+    ]
     return placement.with_shadows(shadows) if shadows else placement
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement, WorkerId
@@ -13,6 +13,9 @@ from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.recovery.stage_state import PackedState, checksum, pack_state, unpack_state
 from deepspeed_bamboo.runtime.stock.description import Description
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
+
+Copies = Sequence[tuple[Coordinate, WorkerId]]
+"""Coordinates, and who is to hold a copy: of one coordinate several workers may."""
 
 
 def checked_alike(coordinate: Coordinate, replica: StageReplica | None, found: tuple[str, ...]) -> StageReplica:
@@ -55,7 +58,7 @@ class StateTransfer:
         self._process_rank = process_rank
 
     def copy_shadows(
-        self, placement: Placement, *, shadows: Mapping[Coordinate, WorkerId], label: str, attributes: bool = False
+        self, placement: Placement, *, shadows: Copies, label: str, attributes: bool = False
     ) -> tuple[str, ...]:
         """Build the replicas in ``shadows`` that are for this worker, and move state from owners to holders.
 
@@ -64,12 +67,12 @@ class StateTransfer:
         """
         host, me = self._worker.host, self._worker.me
         host.save()
-        for coordinate, holder in shadows.items():
+        for coordinate, holder in shadows:
             if placement.owner(coordinate) == me:
                 self.send_description(coordinate, to=holder, label=label)
         problems: list[str] = []
         unlike: set[Coordinate] = set()
-        for coordinate, holder in shadows.items():
+        for coordinate, holder in shadows:
             if holder == me:
                 source = placement.owner(coordinate)
                 replica, found = self.build_described(coordinate, source=source, label=label, attributes=attributes)
@@ -122,17 +125,17 @@ class StateTransfer:
         self,
         placement: Placement,
         *,
-        shadows: Mapping[Coordinate, WorkerId],
+        shadows: Copies,
         label: str,
         unlike: Container[Coordinate] = (),
     ) -> None:
         """Move state from owners to the replicas in ``shadows`` that their holders have; not to ``unlike`` ones."""
         me = self._worker.me
         self._worker.host.save()
-        for coordinate, holder in shadows.items():
+        for coordinate, holder in shadows:
             if placement.owner(coordinate) == me:
                 self.send_replica(coordinate, to=holder, label=label)
-        for coordinate, holder in shadows.items():
+        for coordinate, holder in shadows:
             if holder == me and coordinate not in unlike:
                 self.receive_replica(coordinate, source=placement.owner(coordinate), label=label)
 
@@ -167,7 +170,7 @@ class StateTransfer:
         """
         for shadow in self._worker.host.shadows.values():
             shadow.finish_step()
-        shadows = {c: holder for c, holder in self._worker.placement.shadows if c not in leaving_out}
+        shadows = [(c, holder) for c, holder in self._worker.placement.all_shadows if c not in leaving_out]
         self._hand_over(self._worker.placement, shadows=shadows, label=label)
 
     def copy_from_other_pipeline(self, coordinate: Coordinate) -> None:

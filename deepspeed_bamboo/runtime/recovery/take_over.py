@@ -13,14 +13,14 @@ from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.planning import plan_inference, plan_iteration
 from deepspeed_bamboo.core.progress import CoordinateProgress
-from deepspeed_bamboo.core.recovery import progress_after_loss, redundant_after_loss
+from deepspeed_bamboo.core.recovery import progress_by_holders
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.iteration.mode_choice import ModeChoice
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell, tell_once
 from deepspeed_bamboo.runtime.recovery.regroup import PAUSE, PauseClock, Recovery, agreed_pause
 from deepspeed_bamboo.runtime.recovery.restore import Restoring
-from deepspeed_bamboo.runtime.recovery.shadow_rebuild import ShadowRebuild, with_rebuilt
+from deepspeed_bamboo.runtime.recovery.shadow_rebuild import ShadowRebuild
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 from deepspeed_bamboo.runtime.recovery.world_entry import WorldEntry
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
@@ -112,7 +112,7 @@ class Failover:
     def _run(self, cause: EpochChangedError | PeerLostError) -> None:
         worker = self._worker
         worker.session.pulse.at("recovery from a loss")
-        before, epoch = worker.placement, worker.epoch
+        before = worker.placement
         self._shadow_rebuild.end()
         self._restoring.interrupt()
         record, conclusion, clock = self._recovery.recover(cause, placement=before)
@@ -137,10 +137,7 @@ class Failover:
         self._lost_at = record.time_seconds
         self._world.enter(record)
         worker.activity.adopt(conclusion.agreed)
-        if worker.activity.kind == "train" and worker.activity.rounds:
-            # As those have it who have ended this iteration already.
-            before = with_rebuilt(before, worker.activity.rounds[0], epoch=epoch)
-        self._settle(conclusion, before=before, after=after, taken=taken)
+        self._settle(conclusion, after=after, taken=taken)
         self._strike_in_recovery("resume")
 
     def _strike_if_scripted(self, at: str) -> None:
@@ -154,11 +151,11 @@ class Failover:
             for replica in self._worker.host.owners():
                 self._worker.strike_if_scripted(replica.coordinate, at, step=self._worker.step + 1)
 
-    def _settle(self, conclusion: Conclusion, *, before: Placement, after: Placement, taken: list[Coordinate]) -> None:
+    def _settle(self, conclusion: Conclusion, *, after: Placement, taken: list[Coordinate]) -> None:
         worker, activity = self._worker, self._worker.activity
         self._conclusion = conclusion
         undecided_here = activity.index == conclusion.activity and not activity.rounds
-        progress = self._progress(conclusion, before=before, after=after)
+        progress, redundant = progress_by_holders(after, owned=conclusion.owned, stored=conclusion.stored)
         if undecided_here and conclusion.kind == "train":
             self._abandon()
         if not (activity.rounds and activity.kind == "train"):
@@ -178,23 +175,10 @@ class Failover:
             after,
             micro_batches=worker.micro_batches,
             progress=progress,
-            redundant=redundant_after_loss(before, after, conclusion.redundant),
+            redundant=redundant,
             mode=self._modes.planned,
         )
         self._set_targets(conclusion, taken)
-
-    def _progress(
-        self, conclusion: Conclusion, *, before: Placement, after: Placement
-    ) -> dict[Coordinate, CoordinateProgress]:
-        reports = {c: conclusion.progress.get(c, CoordinateProgress()) for c in after.grid}
-        redundant = conclusion.redundant
-        return progress_after_loss(
-            before,
-            after,
-            reports,
-            redundant_forwards={c: counts.forwards for c, counts in redundant.items()},
-            redundant_backwards={c: counts.backwards for c, counts in redundant.items()},
-        )
 
     def copy_lost(self) -> None:
         """Copy from another pipeline what was lost with its shadow. Called between two steps only."""

@@ -44,8 +44,7 @@ def gather(
                 parts[member] = part.to(request.value.device)
     answers = {c: combine(GATHER, [parts[m] for m in request.members]) for c, request in own.items()}
     for coordinate in own:
-        holder = placement.shadow(coordinate)
-        if holder is not None:
+        for holder in placement.copies_of(coordinate)[1:]:
             links.send(holder, Message(f"{label}/whole/{coordinate}", tensors=[answers[coordinate]]))
     for coordinate in placement.shadowed_by(me) if asked else ():
         whole = links.receive(owners[coordinate], f"{label}/whole/{coordinate}").tensors[0]
