@@ -266,7 +266,7 @@ def _workers(
     for worker in (*taking_part, *(worker for worker in members if worker not in taking_part)):
         member = members.get(worker)
         owned = () if epoch is None else tuple(str(c) for c, owner in epoch.placement.owners if owner == worker)
-        shadows = () if epoch is None else tuple(str(c) for c, host in epoch.placement.shadows if host == worker)
+        shadows = () if epoch is None else tuple(str(c) for c, host in epoch.placement.all_shadows if host == worker)
         if member is None:
             state = "done" if finished else "silent"
         elif member.node in drains:

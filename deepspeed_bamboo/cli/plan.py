@@ -16,8 +16,8 @@ from deepspeed_bamboo.cli.plan_memory import LEGEND as MEMORY_LEGEND
 from deepspeed_bamboo.cli.plan_memory import asked_for, memory_rows, too_little
 from deepspeed_bamboo.cli.plan_times import HEADING, legend, loss_times
 from deepspeed_bamboo.config.section import RedundancyConfig, RedundancyMode
-from deepspeed_bamboo.core.grid import Coordinate, Grid
-from deepspeed_bamboo.core.loss_cost import LossCost, loss_cost
+from deepspeed_bamboo.core.grid import Grid
+from deepspeed_bamboo.core.loss_cost import LossCost, fatal_pairs, loss_cost
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.placing.balance import Balanced, balance
 from deepspeed_bamboo.core.placing.holding import Memory
@@ -60,6 +60,9 @@ def add_parser(subparsers: _SubParsers) -> None:
     modes = [mode for mode in get_args(RedundancyMode) if mode != "auto"]
     mode = RedundancyConfig.model_fields["mode"].default
     parser.add_argument("--mode", choices=modes, default=mode, help=f"redundancy.mode (default: {mode})")
+    parser.add_argument(
+        "--copies", type=int, choices=(1, 2), default=1, help="redundancy.copies: shadows of each stage (default: 1)"
+    )
     parser.add_argument(
         "--zero",
         type=int,
@@ -137,8 +140,14 @@ def _decided(
 ) -> Decision | Balanced:
     """The placement, on devices with that much ``memory`` or, without it, with enough."""
     protected, alike = args.mode != "off", args.zero == 0
+    if args.copies == 2 and args.mode in ("off", "full"):
+        raise ValueError(f"--copies 2 and --mode {args.mode}: a second shadow needs mode lazy, eager or auto")
+    if current is not None:
+        current = current.with_copies(args.copies)
     if args.most is not None or not (len(sites) < len(grid) or profile.speeds):
-        return decide(grid, sites, current=current, most=args.most, protected=protected, alike=alike)
+        return decide(
+            grid, sites, current=current, most=args.most, protected=protected, alike=alike, copies=args.copies
+        )
     return balance(
         grid,
         sites,
@@ -148,6 +157,7 @@ def _decided(
         protected=protected,
         alike=alike,
         memory=memory,
+        copies=args.copies,
     )
 
 
@@ -165,10 +175,10 @@ def plan_lines(decision: Decision | Balanced, *, current: Placement | None = Non
     placement, sites = decision.placement, decision.sites
     zones = ((name, sites.of_zone(number)) for number, name in enumerate(sites.zones))
     nodes = ((name, sites.of_node(number)) for number, name in enumerate(sites.nodes))
-    busy = {worker for _, worker in (*placement.owners, *placement.shadows)}
-    standbys = [worker for worker in sites.workers if worker not in busy]
+    standbys = [worker for worker in sites.workers if worker not in placement.holders]
+    beside = ("second shadow", "its node", "its zone") if placement.copies > 1 else ()
     return [
-        *_table(("coordinate", "worker", "node", "zone", "shadow", "its node", "its zone", "state"),
+        *_table(("coordinate", "worker", "node", "zone", "shadow", "its node", "its zone", *beside, "state"),
                 list(_coordinate_rows(decision, current))),
         "",
         f"standby: {', '.join(standbys) if standbys else 'none'}",
@@ -179,6 +189,7 @@ def plan_lines(decision: Decision | Balanced, *, current: Placement | None = Non
         "",
         *_table(("loss of node", *_LOSS_COLUMNS), [_loss_row(placement, name, lost) for name, lost in nodes]),
         "",
+        *(_two_at_once(decision) if placement.copies > 1 else ()),
         *_LEGEND,
         *(_LEGEND_FATAL if _fatal(decision, alone=True) else ()),
     ]  # fmt: skip
@@ -202,23 +213,40 @@ def _coordinate_rows(decision: Decision | Balanced, current: Placement | None) -
         worker: (sites.nodes[node], sites.zones[zone])
         for worker, node, zone in zip(sites.workers, sites.node, sites.zone, strict=True)
     }
-    shadows = dict(decision.placement.shadows)
-    owned = dict(current.owners) if current is not None else {}
-    shadowed = dict(current.shadows) if current is not None else {}
-    for coordinate, worker in decision.placement.owners:
-        shadow = shadows.get(coordinate)
-        beside = (shadow, *where[shadow]) if shadow is not None else ("-", "-", "-")
-        state = _state(coordinate, worker, owned.get(coordinate), shadowed.get(coordinate))
-        yield (str(coordinate), worker, *where[worker], *beside, state)
+    before = {} if current is None else current.all_copies()
+    for coordinate, copies in decision.placement.all_copies().items():
+        beside: list[str] = []
+        for number in range(1, decision.placement.copies + 1):
+            beside += (copies[number], *where[copies[number]]) if number < len(copies) else ("-", "-", "-")
+        state = _state(copies[0], before.get(coordinate, ()))
+        yield (str(coordinate), copies[0], *where[copies[0]], *beside, state)
 
 
-def _state(coordinate: Coordinate, worker: WorkerId, owner: WorkerId | None, shadow: WorkerId | None) -> str:
-    """Where the new owner has the state from."""
-    if owner is None:
+def _state(worker: WorkerId, before: Sequence[WorkerId]) -> str:
+    """Where the new owner has the state from, of those who have it now."""
+    if not before:
         return "new"
-    if owner == worker:
+    if before[0] == worker:
         return "stays"
-    return f"shadow of {owner}'s" if shadow == worker else f"moves from {owner}"
+    return f"shadow of {before[0]}'s" if worker in before else f"moves from {before[0]}"
+
+
+def _two_at_once(decision: Decision | Balanced) -> Iterator[str]:
+    """Which losses of two workers, nodes or zones at once are not survived."""
+    sites = decision.sites
+    domains = {
+        "workers": {worker: worker for worker in sites.workers},
+        "nodes": {worker: sites.nodes[node] for worker, node in zip(sites.workers, sites.node, strict=True)},
+        "zones": {worker: sites.zones[zone] for worker, zone in zip(sites.workers, sites.zone, strict=True)},
+    }
+    for name, groups in domains.items():
+        if len(set(groups.values())) < 3:
+            continue
+        fatal = sorted(" and ".join(sorted(pair)) for pair in fatal_pairs(decision.placement, groups))
+        more = f" and {len(fatal) - _SHOWN_COORDINATES} more" if len(fatal) > _SHOWN_COORDINATES else ""
+        outcome = f"FATAL: {', '.join(fatal[:_SHOWN_COORDINATES])}{more}" if fatal else "survived, whichever they are"
+        yield f"loss of two {name} at once: {outcome}"
+    yield ""
 
 
 def _loss_row(placement: Placement, name: str, lost: Sequence[WorkerId]) -> tuple[str, ...]:

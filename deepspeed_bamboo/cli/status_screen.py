@@ -71,7 +71,10 @@ def _grid(view: JobView, cells: int | None) -> list[str]:
     marks = _marks(view)
     texts = {worker: f"{number}{marks.get(worker, '')}" for worker, number in _numbers(view).items()}
     hosts = {c: texts[worker.worker] for worker in view.workers for c in worker.hosts}
-    shadows = {c: texts[worker.worker] for worker in view.workers for c in worker.shadows}
+    shadows: dict[str, str] = {}
+    for worker in view.workers:
+        for c in worker.shadows:
+            shadows[c] = f"{shadows[c]}+{texts[worker.worker]}" if c in shadows else texts[worker.worker]
     rows = [[f"{pipeline}.{stage}" for stage in range(stages)] for pipeline in range(pipelines)]
     rows = [[f"{hosts.get(c, '-')}/{shadows.get(c, '-')}" for c in row] for row in rows]
     label = f"pipeline {pipelines - 1}"
@@ -84,7 +87,8 @@ def _grid(view: JobView, cells: int | None) -> list[str]:
         columns += [Column(str(stage), tuple(row[stage].ljust(widest) for row in rows)) for stage in shown]
         found += table(columns, cells)
     used = "".join(f", {mark} {_MARKS[mark]}" for mark in _MARKS if mark in marks.values())
-    return [*found, *wrapped(f"1/2: worker 1 hosts it, 2 has its shadow{used}", cells)]
+    two = ", 2+3: both have one" if any("+" in text for text in shadows.values()) else ""
+    return [*found, *wrapped(f"1/2: worker 1 hosts it, 2 has its shadow{two}{used}", cells)]
 
 
 def _numbers(view: JobView) -> dict[WorkerId, int]:

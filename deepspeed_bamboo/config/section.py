@@ -49,6 +49,10 @@ class RedundancyConfig(Section):
     the pipeline's bubbles, backward after a loss; full: both always (the paper's upper bound); auto: lazy or eager,
     whichever loses less time at the rate of losses and with the overhead that the job measures."""
 
+    copies: Annotated[int, Field(ge=1, le=2)] = 1
+    """How many shadows each stage has: 1, or 2 for lazy, eager and auto. With 2 any two workers may be lost at the same
+    moment and no step is done again; memory and messages for shadows are twice as much."""
+
     losses_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """For auto: how many workers an hour you expect to lose; null: only the losses that the job has seen count."""
 
@@ -61,6 +65,15 @@ class RedundancyConfig(Section):
 
     memory_limit_gigabytes: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Most memory that redundancy may take in each worker; null: no limit."""
+
+    @model_validator(mode="after")
+    def _check_copies(self) -> RedundancyConfig:
+        if self.copies == 2 and self.mode in ("off", "full"):
+            raise ValueError(
+                f"copies is 2 and mode is {self.mode!r}; a second shadow needs mode lazy, eager or auto: set one of "
+                "them, or copies to 1"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_overlap(self) -> RedundancyConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from deepspeed_bamboo.core.grid import Coordinate
@@ -22,6 +22,20 @@ class LossCost:
     copied: tuple[Coordinate, ...]
     fatal: tuple[Coordinate, ...]
     unprotected: tuple[Coordinate, ...]
+
+
+def fatal_pairs(placement: Placement, groups: Mapping[WorkerId, str]) -> set[frozenset[str]]:
+    """Of which two groups of workers the loss at once is fatal; a group whose loss alone is fatal stands by itself.
+
+    ``groups`` names each worker's: itself, its node, its zone.
+    """
+    holders: dict[Coordinate, set[str]] = {}
+    for coordinate, copies in placement.all_copies().items():
+        # Where pipelines are alike, any copy of the stage will do.
+        key = Coordinate(0, coordinate.stage) if placement.alike else coordinate
+        holders.setdefault(key, set()).update(groups[worker] for worker in copies)
+    found = {frozenset(its) for its in holders.values() if len(its) <= 2}
+    return {its for its in found if not any(other < its for other in found)}
 
 
 def loss_cost(placement: Placement, lost: Iterable[WorkerId]) -> LossCost:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
@@ -237,6 +237,10 @@ class Placement:
                 missing[coordinate] = chosen
                 held[chosen] += 1
         return self.placed(shadows=shadows, second_shadows=seconds)
+
+    def with_copies(self, copies: int) -> Placement:
+        """The same for a job in which a coordinate has so many shadows; more than that are left out."""
+        return replace(self, copies=copies, second_shadows=self.second_shadows if copies > 1 else ())
 
     def with_shadows(self, shadows: Iterable[tuple[Coordinate, WorkerId]]) -> Placement:
         """The same with these shadows, too, as first ones where there are none yet. Raises ValueError for one where a

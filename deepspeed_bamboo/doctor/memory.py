@@ -21,24 +21,27 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
     if subject.model is None or subject.grid is None or not gpus:
         return
     mode = subject.section.redundancy.mode
-    needed = state_bytes(subject, shadow=mode != _SHADOWLESS)
+    copies = subject.section.redundancy.copies
+    needed = state_bytes(subject, shadows=0 if mode == _SHADOWLESS else copies)
     there = min(gpu.memory_bytes for gpu in gpus)
     amounts = ", ".join(
-        f"{name} {state_bytes(subject, shadow=shadow) / _GIB:.1f} GiB"
-        for name, shadow in (("off", False), ("lazy, eager, auto and full", True))
+        f"{name} {state_bytes(subject, shadows=shadows) / _GIB:.1f} GiB"
+        for name, shadows in (("off", 0), ("lazy, eager, auto and full", 1), ("copies: 2", 2))[: 1 + copies]
     )
     what = (
         f"state takes {needed / _GIB:.1f} GiB in mode {mode}, of {there / _GIB:.1f} GiB, before activations ({amounts})"
     )
-    remedy = "use more stages, bf16 or ZeRO stage 1 with several pipelines, or mode off"
+    fewer = "copies: 1" if copies > 1 else "mode off"
+    remedy = f"use more stages, bf16 or ZeRO stage 1 with several pipelines, or {fewer}"
     if needed > there:
         yield Finding(what, remedy)
     elif needed > (1 - _ROOM_FOR_ACTIVATIONS_SHARE) * there:
         yield warning(what, remedy)
 
 
-def state_bytes(subject: Subject, *, shadow: bool) -> int:
-    """Of the worker with most of it. A shadow is the next stage's state; fewer workers than stages host several."""
+def state_bytes(subject: Subject, *, shadows: int) -> int:
+    """Of the worker with most of it. Its ``shadows`` are the next stages' state; fewer workers than stages host
+    several."""
     if subject.model is None or subject.grid is None or subject.workers is None:
         return 0
     pipelines, stages = subject.grid
@@ -46,9 +49,9 @@ def state_bytes(subject: Subject, *, shadow: bool) -> int:
     parameters = subject.model.stage_parameters
     each = bytes_each(subject.settings, pipelines)
     own = [round(count * each) for count in parameters]
-    if not shadow:
-        return hosted * max(own)
-    return hosted * max(here + there for here, there in zip(own, own[1:] + own[:1], strict=True))
+    return hosted * max(
+        sum(own[(stage + distance) % len(own)] for distance in range(shadows + 1)) for stage in range(len(own))
+    )
 
 
 def bytes_each(settings: Mapping[str, Any], pipelines: int) -> float:

@@ -25,6 +25,12 @@ GOLDEN = Path(__file__).parent / "golden"
 CASES = [(name, cells) for name in VIEWS for cells in (80, 160)] + [("troubles", 40), ("wide_unicode", 24)]
 
 
+def test_second_shadows_stand_beside_the_first() -> None:
+    shown = screen(view_of([f"w{i}" for i in range(4)], grid=Grid(1, 4), copies=2), cells=160)
+    assert any(line.split() == ["pipeline", "0", "1/3+4", "2/1+4", "3/1+2", "4/2+3"] for line in shown)
+    assert any("1/2: worker 1 hosts it, 2 has its shadow, 2+3: both have one" in line for line in shown)
+
+
 @pytest.mark.parametrize(("name", "cells"), CASES)
 def test_the_screen_is_the_golden_one(name: str, cells: int) -> None:
     golden = (GOLDEN / f"{name}_{cells}.txt").read_text(encoding="utf-8").splitlines()

@@ -21,12 +21,13 @@ def view_of(
     node: str = "ip-10-0-{}-17",
     zone: str = "us-east-1a",
     standbys: int = 0,
+    copies: int = 1,
     events: list[dict[str, Any]] | None = None,
     progress: dict[str, Any] | None = None,
     **fields: Any,
 ) -> JobView:
     """A job of ``workers``, the last ``standbys`` of which host nothing."""
-    placement = Placement.initial(grid, workers[: len(workers) - standbys])
+    placement = Placement.initial(grid, workers[: len(workers) - standbys], copies=copies)
     views = tuple(
         WorkerView(
             worker=worker,

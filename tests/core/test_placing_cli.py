@@ -142,3 +142,27 @@ def test_the_loss_of_the_only_zone_is_nothing_that_a_plan_could_change(tmp_path:
     assert main(["plan", "--nodes", str(file), "--pipelines", "1", "--stages", "2"]) == 0
     file.write_text("w0,n0,a\nw1,n0,a\n")
     assert main(["plan", "--nodes", str(file), "--pipelines", "1", "--stages", "2"]) == 3
+
+
+def test_two_copies_and_which_two_losses_they_survive(nodes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--nodes", str(nodes), "--pipelines", "1", "--stages", "4"]
+    assert main([*command, "--copies", "2", "--write", str(nodes.parent / "two.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  second shadow  its node  its zone  state" in lines[0]
+    assert all(len({line.split()[1], line.split()[4], line.split()[7]}) == 3 for line in lines[1:5])
+    assert "loss of two workers at once: survived, whichever they are" in lines
+    assert "loss of two nodes at once: survived, whichever they are" in lines
+    # As the placement of now, with one copy again.
+    assert main([*command, "--current", str(nodes.parent / "two.json")]) == 0
+    assert "second shadow" not in capsys.readouterr().out
+    assert main([*command, "--copies", "2", "--mode", "off"]) == 2
+    assert "--copies 2 and --mode off: a second shadow needs mode lazy, eager or auto" in capsys.readouterr().err
+
+
+def test_two_losses_that_two_copies_do_not_survive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "nodes.csv"
+    file.write_text("w0,n0,a\nw1,n0,a\nw2,n1,b\nw3,n1,b\nw4,n2,b\nw5,n2,b\n")
+    assert main(["plan", "--nodes", str(file), "--pipelines", "1", "--stages", "6", "--copies", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "loss of two nodes at once: survived, whichever they are" in out
+    assert "loss of two zones at once" not in out  # there are two

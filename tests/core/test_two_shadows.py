@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from deepspeed_bamboo.core.consensus import Report, conclude
 from deepspeed_bamboo.core.grid import Coordinate, Grid
-from deepspeed_bamboo.core.loss_cost import loss_cost
+from deepspeed_bamboo.core.loss_cost import fatal_pairs, loss_cost
 from deepspeed_bamboo.core.peers import tensor_peers
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.placing.balance import balance
@@ -184,3 +184,24 @@ def test_who_entered_an_epoch_earlier_than_others_is_believed() -> None:
     outside = Report(activity=5, kind="train", progress={Coordinate(0, 0): at_w0[Coordinate(0, 0)]}, redundant=stored)
     concluded = conclude({**reports, "w0": outside})
     assert progress_by_holders(after, owned=concluded.owned, stored=concluded.stored) == (progress, {})
+
+
+def test_the_job_s_first_change_puts_copies_on_three_nodes() -> None:
+    """Ranks know nothing of nodes; two of these are on one."""
+    sites = [WorkerSite(f"w{i}", f"n{max(0, i - 1)}") for i in range(4)]
+    before = initial(Grid(1, 4))
+    nodes = {site.worker: site.node for site in sites}
+    assert fatal_pairs(before, nodes)
+    target = next_target(before, members=sites, rearrange=True)
+    assert target is not None and not fatal_pairs(target.placement, nodes)
+    again = next_target(target.placement, members=sites, rearrange=True)
+    assert again is None or again.placement.owners == target.placement.owners
+
+
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_fatal_pairs_are_those_of_losses(copies: int, alike: bool) -> None:
+    placement = Placement.initial(Grid(2, 3), workers(Grid(2, 3)), alike=alike, copies=copies)
+    groups = {worker: worker for worker in workers(Grid(2, 3))}
+    fatal = {frozenset(pair) for pair in combinations(groups, 2) if loss_cost(placement, pair).fatal}
+    assert fatal_pairs(placement, groups) == fatal and bool(fatal) == (copies == 1 and not alike)

@@ -106,6 +106,7 @@ class Jobs:
         joining: int = 0,
         joining_after_deaths: int = 0,
         sites: Sequence[str] = (),
+        together: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
         timeout_seconds: float = 120.0,
         **arguments: Any,
@@ -114,6 +115,7 @@ class Jobs:
 
         ``environment`` is added to that of each.
         ``sites`` has a "node/zone" for each; without it all are on one node in one zone.
+        ``together`` are ranks that go at once: when one of them has died, the others are killed before the job is told.
         ``joining`` more workers come as soon as the job has its first epoch and ``joining_after_deaths`` workers have
         died, as those of further agents would. However fast they start they are not taken in before that.
         Where the body is given ``waits``, they come when a worker waits for them (:data:`AWAITED`): at a known step.
@@ -154,6 +156,7 @@ class Jobs:
             directory,
             after_deaths=joining_after_deaths,
             after_files=awaited,
+            together=together,
             timeout_seconds=timeout_seconds,
         )
         stuck = [rank for rank, process in enumerate(processes) if process.exitcode is None]
@@ -172,6 +175,7 @@ class Jobs:
         *,
         after_deaths: int,
         after_files: Sequence[Path],
+        together: Sequence[int],
         timeout_seconds: float,
     ) -> None:
         """What agents do: tell the job who died, and why it fails, until all processes have ended.
@@ -190,6 +194,9 @@ class Jobs:
                     processes.append(process)
                     process.start()
                 late = []
+            if any(processes[rank].exitcode is not None for rank in together):
+                for rank in together:
+                    processes[rank].kill()
             for rank, process in list(running.items()):
                 if process.exitcode is not None:
                     del running[rank]

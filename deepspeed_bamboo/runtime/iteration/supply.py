@@ -6,7 +6,7 @@ part that it needs. A receiver takes each one when it loads it, and keeps it unt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +47,7 @@ class DataSupply:
         self._table: dict[str, Any] = dict(table or {})
         self._expected: dict[int, Delivery] = {}
         self._taken: dict[tuple[int, int], Any] = {}
-        self._said: set[int] = set()
+        self._said: set[tuple[int, int]] = set()  # a pipeline, and how many had its data
 
     def own(self) -> tuple[int, ...]:
         """The pipelines that this worker has the data of."""
@@ -108,11 +108,13 @@ class DataSupply:
         record = self._worker.record
         for pipeline in range(self._worker.grid.pipelines):
             left = feeders(pipeline, self._table, members=record.members)
-            if len(left) == 1 and len(record.members) > 1 and pipeline not in self._said:
-                self._said.add(pipeline)
-                tell_once(self._worker, f"only {left[0]} has the data of pipeline {pipeline}: its loss ends the job")
-            elif len(left) > 1:
-                self._said.discard(pipeline)
+            text = _worth_saying(left, pipeline, record)
+            if text is not None and (pipeline, len(left)) not in self._said:
+                tell_once(self._worker, text)
+            if text is not None or len(left) > 1:
+                self._said = {known for known in self._said if known[0] != pipeline}
+            if text is not None:
+                self._said.add((pipeline, len(left)))
 
     def deliver(self, *, micro_batches: int, beforehand: bool) -> None:
         """At the beginning of every attempt: send what others need, and know what this worker gets.
@@ -162,6 +164,19 @@ class DataSupply:
 
     def _key(self, delivery: Delivery, micro_batch: int) -> str:
         return f"{self._worker.activity.index}/data/{delivery.pipeline}/{micro_batch}"
+
+
+def _worth_saying(left: Sequence[str], pipeline: int, record: EpochRecord) -> str | None:
+    """Which loss would take the last one that has the data of ``pipeline``, though its stages would survive it."""
+    others = len(record.members) > len(left)
+    if len(left) == 1 and others:
+        return f"only {left[0]} has the data of pipeline {pipeline}: its loss ends the job"
+    if len(left) == 2 and others and record.placement.copies > 1:
+        return (
+            f"only {' and '.join(left)} have the data of pipeline {pipeline}: the loss of both at once ends the job, "
+            "whatever shadows there are. Pass an iterator on every rank, or call engine.set_data_source"
+        )
+    return None
 
 
 def _form(value: Any, tensors: list[torch.Tensor], *, where: str) -> Any:

@@ -78,12 +78,24 @@ def enter_first_epoch(
             f"redundancy is {session.config.redundancy.mode}, but one worker hosts everything, and nobody can stand in "
             f"for it: {_after_its_loss(session.config)}. Start two workers or more to survive it",
         )
+    elif record.placement.copies > 1:
+        tell_once(worker, _of_second_shadows(record.placement))
     if session.config.checkpoint.memory_interval_seconds is not None and not keeps_memory(worker):
         tell_once(
             worker,
             "checkpoint.memory_interval_seconds is set, but with redundancy.mode off no memory checkpoints are kept: a "
             "loss of the last live copy of a stage ends the job. Set checkpoint.dir to continue from there",
         )
+
+
+def _of_second_shadows(placement: Placement) -> str:
+    if len(placement.second_shadows) == len(placement.grid):
+        return "every stage has two shadows: any two workers may be lost at once, and no step is done again"
+    workers = len(placement.holders)
+    return (
+        f"redundancy.copies is 2, but with {workers} workers a stage has one shadow: the loss of one worker at a time "
+        "is survived. Start three workers or more for two shadows"
+    )
 
 
 def _after_its_loss(config: BambooConfig) -> str:
@@ -144,7 +156,9 @@ def _first_epoch(worker: Worker, *, order: tuple[WorkerId, ...], alike: bool) ->
         number=0 if before is None or before.trains else before.number + 1,
         members=order,
         # Without shadows too: where another pipeline holds the same, nothing has to be kept for a loss.
-        placement=Placement.initial(worker.grid, order, protected=worker.protects, alike=alike),
+        placement=Placement.initial(
+            worker.grid, order, protected=worker.protects, alike=alike, copies=session.config.redundancy.copies
+        ),
         reason=START,
         lost=(),
         proposer=session.worker,

@@ -107,7 +107,7 @@ class RedundancyRepair:
         self._strike("protected")
         worker.log_event("protected", seconds=seconds, waited_seconds=waited_seconds)
         alone = len(current.members) == 1
-        state = "no other worker is left, another loss ends the job" if alone else "another loss is survived again"
+        state = "no other worker is left, another loss ends the job" if alone else _survived_again(worker.placement)
         tell_once(
             worker,
             f"step {worker.step}: shadows rebuilt in {seconds:.2f} s, {waited_seconds:.2f} s of it waited for, "
@@ -134,3 +134,11 @@ class RedundancyRepair:
         listed = worker.placement.shadowed_by(worker.me)
         for coordinate in [c for c in worker.host.shadows if c not in listed]:
             worker.host.shadows.pop(coordinate).finish_step()
+
+
+def _survived_again(placement: Placement) -> str:
+    if placement.copies == 1:
+        return "another loss is survived again"
+    if len(placement.second_shadows) == len(placement.shadows):
+        return "every stage has two, any two workers may be lost at once again"
+    return "there are too few workers for two of each stage, another loss is survived again"
