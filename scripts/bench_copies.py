@@ -3,8 +3,8 @@
     python scripts/bench_copies.py --rounds 3 --steps 60
 
 Four workers on this machine (one pipeline of 4 stages, CPU and gloo) train, with one copy and with two in turn. Printed
-are the medians over all rounds: seconds of a step, without the first ones, and the private memory of a worker's process,
-without what all share since they are forks of one process.
+are the medians over all rounds: seconds of a step, without the first ones, and the private memory of a worker's
+process, without what all share since they are forks of one process.
 """
 
 from __future__ import annotations
