@@ -57,12 +57,7 @@ def add_parser(subparsers: _SubParsers) -> None:
     parser.add_argument(
         "--most", type=int, metavar="N", help="the most coordinates a worker may host (default: its fair share)"
     )
-    modes = [mode for mode in get_args(RedundancyMode) if mode != "auto"]
-    mode = RedundancyConfig.model_fields["mode"].default
-    parser.add_argument("--mode", choices=modes, default=mode, help=f"redundancy.mode (default: {mode})")
-    parser.add_argument(
-        "--copies", type=int, choices=(1, 2), default=1, help="redundancy.copies: shadows of each stage (default: 1)"
-    )
+    _add_redundancy(parser)
     parser.add_argument(
         "--zero",
         type=int,
@@ -88,6 +83,16 @@ def add_parser(subparsers: _SubParsers) -> None:
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the placement as JSON, for --current")
     parser.set_defaults(run=run)
+
+
+def _add_redundancy(parser: argparse.ArgumentParser) -> None:
+    """Options that are settings of the section."""
+    modes = [mode for mode in get_args(RedundancyMode) if mode != "auto"]
+    mode = RedundancyConfig.model_fields["mode"].default
+    parser.add_argument("--mode", choices=modes, default=mode, help=f"redundancy.mode (default: {mode})")
+    parser.add_argument(
+        "--copies", type=int, choices=(1, 2), default=1, help="redundancy.copies: shadows of each stage (default: 1)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
