@@ -69,15 +69,6 @@ def test_the_number_of_workers_does_not_show(
     assert found == undisturbed(jobs, expected, grid)
 
 
-def test_layers_that_number_themselves_are_the_same_in_a_shadow(jobs: Jobs) -> None:
-    """By a counter of their class, which has gone on by the time when the shadow is made."""
-    training = Training("drawn", 3, count=6, steps=2, layers="drawn", faults=[])
-    expected = jobs.run(train_briefly, world=3, trainings=[training])
-    found = jobs.run(train_briefly, world=3, trainings=[replace(training, faults=KILL_MIDDLE)])
-    assert len(found.survivors) == 2
-    assert found.common("drawn") == expected.common("drawn")
-
-
 def test_what_a_script_changes_before_initialize_reaches_every_stage(jobs: Jobs) -> None:
     """First weights by name, on two workers as on four; with a loss."""
     training = Training("changed", 4, count=4, faults=[])
