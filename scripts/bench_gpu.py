@@ -37,6 +37,8 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "eager-none": {"mode": "eager", "offload": "none"},
     "eager-recompute": {"mode": "eager", "offload": "recompute"},
     "full": {"mode": "full", "offload": "none"},
+    "lazy-2-copies": {"mode": "lazy", "copies": 2},
+    "eager-2-copies": {"mode": "eager", "offload": "recompute", "copies": 2},
 }
 
 
@@ -328,7 +330,7 @@ def add_memory_limits(rows: dict[str, Any]) -> None:
         (rows[name]["static_bytes_by_worker"] for name in ("off", "lazy")),
     )
     limits = [peak + with_shadow - without for peak, with_shadow, without in zip(peaks, lazy, off, strict=True)]
-    for name in (name for name in rows if name.startswith("eager")):
+    for name in (name for name in rows if name.startswith("eager") and "copies" not in name):
         rows[name]["memory_limit_bytes_by_worker"] = limits
 
 
