@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import combinations
+from time import process_time
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +17,8 @@ from deepspeed_bamboo.core.peers import tensor_peers
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.placing.balance import balance
 from deepspeed_bamboo.core.placing.holding import Memory
-from deepspeed_bamboo.core.placing.sites import WorkerSite
+from deepspeed_bamboo.core.placing.shadowing import choose_second_shadows
+from deepspeed_bamboo.core.placing.sites import Sites, WorkerSite
 from deepspeed_bamboo.core.placing.solver import decide
 from deepspeed_bamboo.core.planning import plan_iteration
 from deepspeed_bamboo.core.progress import CoordinateProgress
@@ -114,6 +117,62 @@ def test_no_two_nodes_or_zones_take_all_copies_where_there_are_three(
             for coordinate, copies in target.placement.all_copies().items():
                 got = {move.destination for move in moves if move.coordinate == coordinate}
                 assert got == set(copies) - set(placement.copies_of(coordinate))
+
+
+def farthest_lightest(
+    placement: Placement, sites: Sites, held: dict[Coordinate, tuple[str, ...]], room: dict[str, int]
+) -> dict[Coordinate, str]:
+    """The rule of ``choose_second_shadows``, by looking at every worker for every coordinate."""
+    owners, shadows = dict(placement.owners), dict(placement.shadows)
+    where = {w: (zone, node) for w, zone, node in zip(sites.workers, sites.zone, sites.node, strict=True)}
+    load = Counter([*owners.values(), *shadows.values()])
+    free = {w: left - list(shadows.values()).count(w) for w, left in room.items()}
+    chosen = {}
+
+    def distance(one: str, other: str) -> int:
+        (zone, node), (other_zone, other_node) = where[one], where[other]
+        return 3 if zone != other_zone else 2 if node != other_node else 1
+
+    for c in placement.grid:
+        behind = owners[placement.grid.predecessor(placement.grid.predecessor(c))]
+        able = [w for w in sites.workers if w not in (owners[c], shadows.get(c)) and free.get(w, 1) >= 1]
+        if c not in shadows or not able:
+            continue
+        far = {w: sorted((distance(w, owners[c]), distance(w, shadows[c]))) for w in able}
+        chosen[c] = max(able, key=lambda w: (far[w], w in held.get(c, ()), w == behind, -load[w]))
+        load[chosen[c]] += 1
+        free[chosen[c]] = free.get(chosen[c], 1_000) - 1
+    return chosen
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.sampled_from(list(grids(10))), some_sites())
+def test_who_gets_a_second_shadow_is_the_same_as_when_every_worker_is_looked_at(
+    data: st.DataObject, grid: Grid, given_sites: list[WorkerSite]
+) -> None:
+    placement, sites = decide(grid, given_sites).placement, Sites.of(given_sites)
+    names = st.sampled_from(sites.workers)
+    held = {c: tuple(data.draw(st.lists(names, max_size=3))) for c in grid}
+    room = data.draw(st.dictionaries(names, st.integers(0, 4)))
+    found = choose_second_shadows(
+        grid,
+        dict(placement.owners),
+        dict(placement.shadows),
+        sites,
+        held=held,
+        room=room,
+        bytes_of=lambda _: 1,
+    )
+    assert found == farthest_lightest(placement, sites, held, room)
+
+
+def test_two_shadows_for_a_thousand_workers_take_less_than_two_seconds() -> None:
+    grid = Grid(50, 40)
+    sites = [WorkerSite(f"w{i}", f"n{i // 4}", f"z{i // 4 % 20}") for i in range(1000)]
+    started = process_time()
+    decision = decide(grid, sites, copies=2)
+    assert process_time() - started < 2.0
+    assert len(decision.placement.second_shadows) == len(grid)
 
 
 def test_room_limits_second_shadows_first() -> None:

@@ -5,6 +5,7 @@ Second ones (``redundancy.copies``: 2) go where no two losses take all copies of
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
@@ -97,35 +98,81 @@ def choose_second_shadows(
     then with the worker that holds fewest. ``room`` is what is left before any shadow is placed; whoever has none gets
     none.
     """
-    number = {worker: index for index, worker in enumerate(sites.workers)}
-    free = {number[worker]: left for worker, left in (room or {}).items() if worker in number}
-    load = [0] * len(sites)
-    for worker in (*owners.values(), *shadows.values()):
-        load[number[worker]] += 1
+    choice = _SecondChoice(sites, (*owners.values(), *shadows.values()), room or {})
     for coordinate, worker in shadows.items():
-        if number[worker] in free:
-            free[number[worker]] -= bytes_of(coordinate)
+        choice.fill(choice.number[worker], bytes_of(coordinate))
     chosen: dict[Coordinate, WorkerId] = {}
     for coordinate in grid:
         if coordinate not in shadows:
             continue
-        has, size = (number[owners[coordinate]], number[shadows[coordinate]]), bytes_of(coordinate)
-        able = (w for w in range(len(sites)) if w not in has and free.get(w, size) >= size)
         behind = owners[grid.predecessor(grid.predecessor(coordinate))]
-        liked = (held.get(coordinate, ()), (behind,))
-
-        def merit(worker: int, has: Sequence[int] = has, liked: Iterable[Sequence[WorkerId]] = liked) -> list[int]:
-            far = sorted(_distance(sites, worker, other) for other in has)
-            return [*far, *(int(sites.workers[worker] in those) for those in liked), -load[worker]]
-
-        best = max(able, key=merit, default=None)
-        if best is None:
-            continue
-        chosen[coordinate] = sites.workers[best]
-        load[best] += 1
-        if best in free:
-            free[best] -= size
+        best = choice.best(
+            (choice.number[owners[coordinate]], choice.number[shadows[coordinate]]),
+            liked=(held.get(coordinate, ()), (behind,)),
+            size=bytes_of(coordinate),
+        )
+        if best is not None:
+            chosen[coordinate] = sites.workers[best]
+            choice.give(best, bytes_of(coordinate))
     return chosen
+
+
+class _SecondChoice:
+    """How much the workers have to do and to hold, by their numbers in ``sites``, as second shadows are given."""
+
+    def __init__(self, sites: Sites, holding: Iterable[WorkerId], room: Mapping[WorkerId, int]) -> None:
+        self.number = {worker: index for index, worker in enumerate(sites.workers)}
+        self._sites = sites
+        self._free = {self.number[worker]: left for worker, left in room.items() if worker in self.number}
+        self._load = [0] * len(sites)
+        for worker in holding:
+            self._load[self.number[worker]] += 1
+        self._lightest_first = sorted((load, worker) for worker, load in enumerate(self._load))
+
+    def fill(self, worker: int, size: int) -> None:
+        """``size`` bytes of its room are taken."""
+        if worker in self._free:
+            self._free[worker] -= size
+
+    def give(self, worker: int, size: int) -> None:
+        """It has one more shadow, of ``size`` bytes."""
+        self.fill(worker, size)
+        del self._lightest_first[bisect_left(self._lightest_first, (self._load[worker], worker))]
+        self._load[worker] += 1
+        insort(self._lightest_first, (self._load[worker], worker))
+
+    def best(self, has: tuple[int, int], *, liked: Sequence[Sequence[WorkerId]], size: int) -> int | None:
+        """For a stage of which ``has`` have the first two copies; ``liked`` are preferred, in that order."""
+
+        def merit(worker: int) -> tuple[list[int], list[int], int]:
+            those = [int(self._sites.workers[worker] in names) for names in liked]
+            return self._far(worker, has), those, -self._load[worker]
+
+        known = sorted({self.number[name] for names in liked for name in names if name in self.number})
+        able = [worker for worker in known if worker not in has and self._free.get(worker, size) >= size]
+        return max([*able, *self._lightest(has, size)], key=merit, default=None)
+
+    def _lightest(self, has: tuple[int, int], size: int) -> list[int]:
+        """Of the workers that are as far as can be from both, the one that holds fewest; nobody if nobody has room."""
+        farthest, found = self._farthest(has), list[int]()
+        for _, worker in self._lightest_first:
+            if worker in has or self._free.get(worker, size) < size:
+                continue
+            if not found or self._far(worker, has) > self._far(found[0], has):
+                found = [worker]
+            if self._far(found[0], has) >= farthest:
+                break
+        return found
+
+    def _far(self, worker: int, has: tuple[int, int]) -> list[int]:
+        """How far from the nearer one, then from the other."""
+        return sorted(_distance(self._sites, worker, other) for other in has)
+
+    def _farthest(self, has: tuple[int, int]) -> list[int]:
+        """No worker is farther; whether one is so far is not said."""
+        if len(self._sites.zones) > len({self._sites.zone[worker] for worker in has}):
+            return [3, 3]
+        return [2, 3] if len(self._sites.zones) > 1 else [2, 2]
 
 
 class _Choice:
