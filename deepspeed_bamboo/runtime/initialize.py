@@ -25,7 +25,7 @@ from deepspeed_bamboo.runtime.job.standalone import is_standalone, standalone_jo
 from deepspeed_bamboo.runtime.stock.patches.entry_points import engine_class
 from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
 from deepspeed_bamboo.runtime.stock.start_block import StartBlock, block_of
-from deepspeed_bamboo.runtime.stock.symbols import check_symbols
+from deepspeed_bamboo.runtime.stock.symbols import require_symbols
 from deepspeed_bamboo.runtime.stock.world import has_engine
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def initialize_with(stock: Initialize, groups: ScriptGroups, *args: Any, **kwarg
         if block is not None:
             raise _needs_the_plugin(block.seat)
         return stock(*args, **kwargs)
-    check_symbols()
+    require_symbols()
     _validate(settings, call.arguments, config, seat=None if block is None else block.seat)
     if has_engine():
         raise ConfigError(

@@ -42,7 +42,7 @@ from deepspeed_bamboo.runtime.stock.logical_world import LogicalWorld
 from deepspeed_bamboo.runtime.stock.patches.entry_points import initialize_function
 from deepspeed_bamboo.runtime.stock.patches.shared_memory_op import leave_out_shared_memory_op
 from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
-from deepspeed_bamboo.runtime.stock.symbols import check_symbols
+from deepspeed_bamboo.runtime.stock.symbols import require_symbols
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
@@ -147,7 +147,7 @@ def _joining_if_told(groups: ScriptGroups) -> Iterator[None]:
     if os.environ.get(JOINING) != "1":
         yield
         return
-    check_symbols()
+    require_symbols()
     from deepspeed_bamboo.runtime.membership.joining import alone_in_the_group
 
     coordinator = connect(os.environ)

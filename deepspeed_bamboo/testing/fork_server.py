@@ -295,11 +295,13 @@ def serve(arguments: Sequence[str]) -> None:
     """The server process: import, then fork on request until the lifeline breaks."""
     descriptor, address, path, *preload = arguments
     sys.path[:] = json.loads(path)
+    gc.disable()  # what is imported stays, and looking through it again and again takes a second
     for module in preload:
         importlib.import_module(module)
     _keep_finalizers_to_this_process()
     gc.collect()
     gc.freeze()
+    gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,24 +26,51 @@ def test_commands_are_executable_and_stop_at_the_first_error(script: Path) -> No
     assert "set -euo pipefail" in script.read_text()
 
 
+# Notes what it is asked to do. Has pip, which can install a uv that notes that, too, and its settings.
+PYTHON = """#!/bin/sh
+echo "$@" >> "{clone}/calls"
+case "$*" in
+  *"import torch"*) exit ${{NO_TORCH:-0}};;
+  "-I - "*) printf "%s" "$ELSEWHERE";;
+  "-I -") exec "{python}" "$@";;
+  *"--target"*)
+    test -z "$NO_UV" || exit 1
+    while [ "$1" != --target ]; do shift; done
+    mkdir -p "$2/bin"
+    cp "{clone}/uv" "$2/bin/uv";;
+esac
+"""
+UV = """#!/bin/sh
+echo uv "$@" >> "{clone}/calls"
+env | grep -E "^(UV_|SSL_)" > "{clone}/settings"
+exit ${{UV_FAILS:-0}}
+"""
+
+
 class TestPreparing:
     """scripts/environment.sh with a pretended environment."""
 
+    @pytest.fixture(autouse=True)
+    def pip_without_settings(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in os.environ:
+            if name.startswith(("PIP_", "UV_")):
+                monkeypatch.delenv(name)
+        monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+
     @pytest.fixture
     def clone(self, tmp_path: Path) -> Path:
-        """A folder like a checkout, and an active environment whose python notes what it is asked to do."""
+        """A folder like a checkout, and an active environment."""
         (tmp_path / "setup.py").write_text("")
-        python = tmp_path / "venv" / "bin" / "python"
+        python, uv = tmp_path / "venv" / "bin" / "python", tmp_path / "uv"
         python.parent.mkdir(parents=True)
-        python.write_text(
-            f'#!/bin/sh\necho "$@" >> "{tmp_path}/calls"\ncase "$*" in *"import torch"*) exit ${{NO_TORCH:-0}};; '
-            '-I*) printf "%s" "$ELSEWHERE";; esac\n'
-        )
+        python.write_text(PYTHON.format(clone=tmp_path, python=sys.executable))
+        uv.write_text(UV.format(clone=tmp_path))
         python.chmod(0o755)
+        uv.chmod(0o755)
         return tmp_path
 
     def prepare(self, clone: Path, extras: str = "", **more: str) -> list[str]:
-        """Run ``prepare``; returns what python was asked to do."""
+        """Run ``prepare``; returns what python and uv were asked to do."""
         (clone / "calls").write_text("")
         path = f"{clone}/venv/bin:{os.environ['PATH']}"
         environment = {**os.environ, "VIRTUAL_ENV": str(clone / "venv"), "PATH": path, **more}
@@ -50,18 +78,48 @@ class TestPreparing:
         subprocess.run(["bash", "-c", command], cwd=clone, env=environment, check=True, capture_output=True)
         return (clone / "calls").read_text().splitlines()
 
-    def test_an_installed_torch_is_respected(self, clone: Path) -> None:
-        calls = self.prepare(clone)
-        assert [call for call in calls if "pip" in call] == ["-m pip install --quiet --editable ."]
+    def installing(self, clone: Path, extras: str = "", **more: str) -> list[str]:
+        """What was asked of uv, and of pip but for installing that."""
+        return [
+            call
+            for call in self.prepare(clone, extras, **more)
+            if call.startswith(("uv", "-m pip install")) and "--target" not in call
+        ]
 
-    def test_a_missing_torch_is_installed_first(self, clone: Path) -> None:
-        pip = [call for call in self.prepare(clone, "[dev]", NO_TORCH="1") if "pip" in call]
-        assert len(pip) == 2
-        assert "torch" in pip[0]
-        assert pip[1].endswith(".[dev]")
+    @pytest.mark.parametrize(
+        "missing", [{}, {"NO_UV": "1"}, {"UV_FAILS": "1"}, {"PIP_KEYRING_PROVIDER": "import"}], ids=str
+    )
+    def test_an_installed_torch_is_respected(self, clone: Path, missing: dict[str, str]) -> None:
+        calls = self.installing(clone, **missing)
+        assert calls[-1].startswith("-m pip install" if missing else "uv pip install")
+        assert all(call.endswith(" --editable .") for call in calls)
+        assert len(calls) == 1 + ("UV_FAILS" in missing)
+
+    @pytest.mark.parametrize("missing", [{}, {"NO_UV": "1"}], ids=str)
+    def test_a_missing_torch_is_installed_with_the_rest(self, clone: Path, missing: dict[str, str]) -> None:
+        (call,) = self.installing(clone, "[dev]", NO_TORCH="1", **missing)
+        assert " --editable .[dev] torch" in call
+
+    def test_uv_is_told_what_pip_is_configured_for(self, clone: Path, tmp_path: Path) -> None:
+        file = tmp_path / "pip.conf"
+        file.write_text("[global]\nindex-url = https://a/simple\nfind-links = /one\n  /two\n[install]\ntimeout = 7\n")
+        self.prepare(clone, PIP_CONFIG_FILE=str(file), PIP_INDEX_URL="https://b/simple", PIP_EXTRA_INDEX_URL="c d")
+        assert set((clone / "settings").read_text().splitlines()) >= {
+            "UV_DEFAULT_INDEX=https://b/simple",
+            "UV_INDEX=c d",
+            "UV_FIND_LINKS=/one,/two",
+            "UV_HTTP_TIMEOUT=7",
+            "UV_INDEX_STRATEGY=unsafe-best-match",
+        }
+
+    def test_uv_stays_nowhere(self, clone: Path, tmp_path: Path) -> None:
+        folder = tmp_path / "temporary"
+        folder.mkdir()
+        assert any("--target" in call for call in self.prepare(clone, TMPDIR=str(folder)))
+        assert list(folder.iterdir()) == []
 
     def test_a_package_of_another_checkout_stays_there(self, clone: Path) -> None:
-        assert [call for call in self.prepare(clone, "[dev]", ELSEWHERE="/another") if "pip" in call] == []
+        assert self.installing(clone, "[dev]", ELSEWHERE="/another") == []
 
     def test_a_second_run_installs_nothing(self, clone: Path) -> None:
         self.prepare(clone)

@@ -7,6 +7,8 @@ it was on the worker that was lost, so both have to start every forward from its
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -32,12 +34,45 @@ class RandomSource:
 def trackers() -> list[RandomSource]:
     """Those of this process, in the order of their modules' names."""
     found: dict[int, Any] = {}
-    for _, module in sorted(sys.modules.items()):
-        # Not by getattr, which has lazy modules import.
-        tracker = getattr(module, "__dict__", {}).get(_TRACKER)
+    for name in _naming_modules().up_to_date():
+        tracker = _variables(sys.modules.get(name)).get(_TRACKER)
         if callable(getattr(tracker, "get_states", None)) and callable(getattr(tracker, "set_states", None)):
             found.setdefault(id(tracker), tracker)
     return [_tracker(tracker) for tracker in found.values()]
+
+
+class _NamingModules:
+    """The modules with a variable for a tracker, whatever its value is, among thousands that have none.
+
+    Each is looked at once, unless modules have gone. The script itself is always among them: it may still run.
+    """
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._count = 0
+        self._newest = ""
+
+    def up_to_date(self) -> list[str]:
+        """In alphabetical order."""
+        added = max(0, len(sys.modules) - self._count)
+        new = list(itertools.islice(reversed(sys.modules), added + 1))  # new ones are at the end
+        if new.pop() != self._newest:
+            self._names, self._count, new = set(), 0, list(reversed(sys.modules))
+        if new:
+            self._names.update(name for name in new if _TRACKER in _variables(sys.modules.get(name)))
+            self._count, self._newest = self._count + len(new), new[0]
+        return sorted({*self._names, "__main__"})
+
+
+@functools.cache
+def _naming_modules() -> _NamingModules:
+    """Of this process."""
+    return _NamingModules()
+
+
+def _variables(module: Any) -> dict[str, Any]:
+    # Not by getattr of a variable, which has lazy modules import.
+    return getattr(module, "__dict__", {})
 
 
 def sources_of(module: torch.nn.Module) -> list[RandomSource]:

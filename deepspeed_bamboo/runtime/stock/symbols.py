@@ -6,6 +6,7 @@ They are private, so a new version may rename or drop one. A worker looks for al
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Iterator, Mapping
@@ -318,6 +319,12 @@ def check_symbols(symbols: Mapping[str, Mapping[str, str]] = SYMBOLS) -> None:
         installed = ", ".join(f"{name} {_version(name)}" for name in TRIED)
         tried = ", ".join(f"{name} {which}" for name, which in TRIED.items())
         raise UpgradeError(*missing, installed=installed, tried=tried)
+
+
+@functools.cache
+def require_symbols() -> None:
+    """The same for all of SYMBOLS; once it has found them, it does nothing in this process and its forks."""
+    check_symbols()
 
 
 def require_stage_attributes(state: Mapping[str, Any]) -> None:
