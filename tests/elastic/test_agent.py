@@ -20,7 +20,7 @@ from deepspeed_bamboo.coordination.server import PrivateEtcd
 from deepspeed_bamboo.elastic.processes import ProcessIdentity
 from deepspeed_bamboo.testing.fork_server import ForkRequest, ForkServer, reference
 from deepspeed_bamboo.testing.harness import Machine, Outcome
-from tests.coordination.helpers import alive, freeze, stretched, wait_until
+from tests.coordination.helpers import alive, freeze, pause_after, stretched, wait_until
 from tests.coordination.manual_etcd import ManualEtcd
 from tests.elastic import interrupted_agent, workers
 
@@ -34,11 +34,12 @@ def etcd(temporary_folder: Path) -> Iterator[list[str]]:
 
 def epoch_of(machine: Machine, number: int) -> EpochRecord:
     """The job's epoch once it is at least ``number``."""
-    deadline = time.monotonic() + 60
+    start = time.monotonic()
+    deadline = start + 60
     while (epoch := machine.coordinator.epoch()) is None or epoch.number < number:
         printed = machine.wait(within_seconds=0).output if time.monotonic() > deadline else ""
         assert time.monotonic() < deadline, f"no epoch {number} but {epoch}; the workers printed\n{printed}"
-        time.sleep(0.005)
+        pause_after(start)
     return epoch
 
 

@@ -17,6 +17,7 @@ from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.protocol import EXIT_DRAINED
 from deepspeed_bamboo.pulse import Pulse
+from tests.coordination.helpers import pause_after
 
 WORKER = "BAMBOO_WORKER"
 
@@ -50,8 +51,9 @@ class FakeTraining:
             return
         world_size = int(os.environ["WORLD_SIZE"])
         if self.rank == 0:
+            start = time.monotonic()
             while len(members := self.job.members()) < world_size:
-                time.sleep(0.005)
+                pause_after(start)
             workers = sorted(members, key=lambda worker: members[worker].rank)
             before = self.job.epoch()
             self.job.propose(
@@ -292,7 +294,7 @@ def die_before_the_first_epoch(argv: list[str]) -> None:
                 time.sleep(0.005)
             os.kill(os.getpid(), signal.SIGKILL)
         while training.job.generation() == generation:
-            time.sleep(0.001)
+            time.sleep(0.01)
         raise RuntimeError("rank 1 hung up on me")
     training.begin()
     training.wait()
@@ -310,7 +312,7 @@ def die_while_all_start_anew(argv: list[str]) -> None:
                 os.kill(int(os.environ["BAMBOO_AGENT_PID"]), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
         while len(training.job.members()) < 2 or not _is_gone(training, int(os.environ["WORLD_SIZE"]) - 1):
-            time.sleep(0.001)
+            time.sleep(0.01)
         raise RuntimeError("the last one hung up on me")
     training.begin()
     training.wait()
