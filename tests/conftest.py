@@ -79,6 +79,7 @@ def fork_server(temporary_folder: Path) -> Iterator[ForkServer]:
         patch.delenv(FAULTS, raising=False)
         # Six seconds of a core, which may take minutes beside other work: pytest's own limit of 300 is enough.
         patch.setattr("deepspeed_bamboo.testing.fork_server._START_SECONDS", 280.0)
-        server = ForkServer((*PRELOAD, "deepspeed.launcher.launch", "tests.elastic.workers", "tests.runtime.scenarios"))
+        launchers = ("deepspeed.launcher.launch", "deepspeed.launcher.runner")
+        server = ForkServer((*PRELOAD, *launchers, "tests.elastic.workers", "tests.runtime.scenarios"))
     with server:
         yield server

@@ -1,8 +1,9 @@
 """DeepSpeed's launcher, and the slots that it starts, as forks of a process that has imported what is slow to import.
 
-All of them run their real code: ``deepspeed.launcher.launch`` and the module that it is given. Their processes are
-parents and children as they would be. Only the start of Python and the imports of torch and deepspeed are left out,
-which would take 2.5 s for each. Slots start their workers as commands.
+All of them run their real code: ``deepspeed.launcher.launch`` and the module that it is given; and so do ``ds_bamboo
+run`` and the ``deepspeed`` command under it. Their processes are parents and children as they would be. Only the start
+of Python and the imports of torch and deepspeed are left out, which would take 2.5 s for each. Slots start their
+workers as commands.
 """
 
 from __future__ import annotations
@@ -20,18 +21,28 @@ from typing import NoReturn
 from deepspeed_bamboo.testing.fork_server import ForkedProcess, ForkRequest, ForkServer
 
 LAUNCHER = "deepspeed.launcher.launch"
+RUNNER = "deepspeed.launcher.runner"
+WRAPPER = "deepspeed_bamboo.cli.main"
+COMMAND = str(Path(sys.executable).with_name("deepspeed"))
 _OURS = ("deepspeed_bamboo", "tests")
 
 
 class ForkedCommand:
-    """A launcher that was forked, with those methods of ``subprocess.Popen`` that tests use."""
+    """A launcher or wrapper that was forked, with those methods of ``subprocess.Popen`` that tests use."""
 
     def __init__(
-        self, server: ForkServer, arguments: Sequence[str], *, environment: Mapping[str, str], output: Path
+        self,
+        server: ForkServer,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        output: Path,
     ) -> None:
-        """Calls the launcher's module with ``arguments``. What it and its slots print goes to ``output``, a pipe."""
+        """Run ``module``, LAUNCHER or WRAPPER, with ``arguments``. All that it starts prints to ``output``, a pipe."""
+        target = {LAUNCHER: "launcher", WRAPPER: "wrapper"}[module]
         request = ForkRequest(
-            target=f"{__name__}:launcher", arguments=([*arguments], dict(environment)), output=str(output)
+            target=f"{__name__}:{target}", arguments=([*arguments], dict(environment)), output=str(output)
         )
         self._process: ForkedProcess = server.fork(request)
         self.pid = self._process.pid
@@ -66,10 +77,30 @@ def launcher(arguments: list[str], environment: dict[str, str]) -> None:
     launch.main()
 
 
-def forked(command: list[str], *, env: Mapping[str, str]) -> _Fork | subprocess.Popen[bytes]:
-    """In place of ``subprocess.Popen``: a module run by this interpreter is a fork of this process."""
+def runner(arguments: list[str], environment: dict[str, str]) -> None:
+    """In the forked process: be DeepSpeed's command, whose launcher is a fork of it."""
+    from deepspeed.launcher import runner
+
+    _become(COMMAND, arguments, environment)
+    runner.subprocess = SimpleNamespace(Popen=forked)
+    runner.main()
+
+
+def wrapper(arguments: list[str], environment: dict[str, str]) -> int:
+    """In the forked process: be ``ds_bamboo``, whose command, if that is DeepSpeed's, is a fork of it."""
+    from deepspeed_bamboo.cli import main, run
+
+    _become(WRAPPER, arguments, environment)
+    run.subprocess = SimpleNamespace(Popen=forked)  # type: ignore[assignment]
+    return main.main(arguments)
+
+
+def forked(command: Sequence[str], *, env: Mapping[str, str]) -> _Fork | subprocess.Popen[bytes]:
+    """In place of ``subprocess.Popen``: ``deepspeed``, or a module that this interpreter runs, is a fork."""
     if command[:3] == [sys.executable, "-u", "-m"]:
-        return _Fork(command[3], command[4:], dict(env))
+        return _Fork(command[3], [*command[4:]], dict(env))
+    if command[0] == COMMAND:
+        return _Fork(RUNNER, [*command[1:]], dict(env))
     return subprocess.Popen(command, env=env)
 
 
@@ -105,9 +136,10 @@ def _run_module(module: str, arguments: list[str], environment: dict[str, str]) 
 
     code = 1
     try:
-        code = guarded(
-            lambda: launcher(arguments, environment) if module == LAUNCHER else _slot(module, arguments, environment)
-        )
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # as exec does
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        be = {LAUNCHER: launcher, RUNNER: runner}.get(module)
+        code = guarded(lambda: be(arguments, environment) if be else _slot(module, arguments, environment))
         run_exit_handlers()
     finally:
         sys.stdout.flush()

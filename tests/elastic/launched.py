@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from deepspeed_bamboo.testing.fork_server import ForkServer
-from tests.elastic.forked_launch import LAUNCHER, ForkedCommand
+from tests.elastic.forked_launch import COMMAND, LAUNCHER, WRAPPER, ForkedCommand
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -31,8 +31,6 @@ PRELUDE = """
 NO_RESTARTS = {"bamboo": {"topology": {"max_restarts": 0}}}
 
 
-FORKING_COMMAND = (sys.executable, "-u", str(Path(__file__).with_name("commands") / "deepspeed"))
-
 # Of its own for each pytest worker: one launcher's first slot listens there.
 DEFAULT_PORT = 29511 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
@@ -42,9 +40,10 @@ class LaunchedJob:
 
     ``launcher``: the beginning of another command. ``module``: what starts the script, if not the script itself.
     One launcher of several ``nodes`` is made by giving its ``node_rank``.
-    With ``command`` it is ``deepspeed ...`` itself; with ``run``, the options of ``ds_bamboo run``, under that, and
-    what it starts are forks of it. It leads a process group, so that Ctrl-C can be sent to it.
-    With ``server`` launcher and slots are forked (``forked_launch.py``), which takes a fifth of the time.
+    With ``command`` it is ``deepspeed ...`` itself; with ``run``, the options of ``ds_bamboo run``, under that. It
+    leads a process group, so that Ctrl-C can be sent to it.
+    With ``server`` a launcher, or ``ds_bamboo run``, is forked with all that it starts (``forked_launch.py``), which
+    takes a fifth of the time.
     """
 
     def __init__(
@@ -76,9 +75,9 @@ class LaunchedJob:
         if launcher is not None:
             head = [*launcher]
         elif command:
-            head = [str(Path(sys.executable).with_name("deepspeed"))]
+            head = [COMMAND]
             if run is not None:
-                head = [sys.executable, "-m", "deepspeed_bamboo.cli.main", "run", *run, "--", *FORKING_COMMAND]
+                head = [sys.executable, "-u", "-m", WRAPPER, "run", *run, "--", COMMAND]
             head += ["--num_accelerators", str(slots), "--master_port", str(master_port)]
         else:
             world = {f"node{number}": list(range(slots)) for number in range(nodes)}
@@ -107,8 +106,8 @@ class LaunchedJob:
                     env=environment,
                 )
         else:
-            assert line[:4] == [sys.executable, "-u", "-m", LAUNCHER], f"this can't be forked: {line}"
-            self.process = ForkedCommand(server, line[4:], environment=environment, output=self._pipe)
+            assert line[:3] == [sys.executable, "-u", "-m"], f"this can't be forked: {line}"
+            self.process = ForkedCommand(server, line[3], line[4:], environment=environment, output=self._pipe)
 
     def __enter__(self) -> LaunchedJob:
         return self

@@ -90,7 +90,7 @@ def test_four_agents_and_workers_start_and_end_within_two_seconds(fork_server: F
     assert time.monotonic() - start < stretched(2)
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [0, pytest.param(3, marks=pytest.mark.sweep)])
 def test_a_killed_worker_is_lost_at_once_and_its_agent_stays(
     fork_server: ForkServer, etcd: list[str], rank: int
 ) -> None:
@@ -321,7 +321,7 @@ def test_a_suspicion_makes_a_vanished_process_known_before_its_lease_runs_out(
     assert outcome.exit_codes == {0: 0, 1: -9, 2: 0, 3: 0}, outcome.output
 
 
-@pytest.mark.parametrize("code", [0, 4, 7])
+@pytest.mark.parametrize("code", [0, 4, pytest.param(7, marks=pytest.mark.sweep)])
 def test_a_process_that_ends_itself_is_judged_by_its_own_agent_whoever_notices_first(
     fork_server: ForkServer, etcd: list[str], code: int
 ) -> None:

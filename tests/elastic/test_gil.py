@@ -34,7 +34,11 @@ def undisturbed(fork_server: ForkServer) -> set[str]:
 
 @pytest.mark.parametrize(
     ("who", "when"),
-    [("all", "start"), ("1", "between"), ("all", "between"), pytest.param("1", "start", marks=pytest.mark.sweep)],
+    [
+        ("all", "start"),
+        ("1", "between"),
+        *(pytest.param(who, when, marks=pytest.mark.sweep) for who, when in (("all", "between"), ("1", "start"))),
+    ],
 )
 def test_who_holds_the_gil_for_three_leases_is_not_lost(
     fork_server: ForkServer, undisturbed: set[str], who: str, when: str

@@ -80,7 +80,8 @@ def test_an_exception_ends_the_job_within_ten_seconds_with_its_traceback_once(
     assert f'File "{tmp_path / "train.py"}", line' in job.output
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C", "SIGKILL"])
+# SIGTERM to one of two launchers is tried below.
+@pytest.mark.parametrize("how", [pytest.param("SIGTERM", marks=pytest.mark.sweep), "Ctrl-C", "SIGKILL"])
 def test_signals_to_the_launcher_end_the_job_within_ten_seconds(
     launch_job: Callable[..., LaunchedJob], tmp_path: Path, how: str
 ) -> None:

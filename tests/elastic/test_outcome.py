@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -105,7 +106,9 @@ def test_a_signal_is_passed_on_unless_the_terminal_has_done_so(
 
 
 @pytest.mark.parametrize("victim", ["launcher", "agent"])
-def test_a_killed_launcher_or_agent_asks_for_another_run(tmp_path: Path, victim: str) -> None:
+def test_a_killed_launcher_or_agent_asks_for_another_run(
+    launch_job: Callable[..., LaunchedJob], tmp_path: Path, victim: str
+) -> None:
     """DeepSpeed's command ends with 0 and with 247 then."""
     script = """
         training = FakeTraining()
@@ -113,7 +116,7 @@ def test_a_killed_launcher_or_agent_asks_for_another_run(tmp_path: Path, victim:
         print("in epoch 0", flush=True)
         training.wait()
     """
-    with LaunchedJob(tmp_path, script, command=True, run=("--once",)) as job:
+    with launch_job(tmp_path, script, command=True, run=("--once",)) as job:
         job.wait_for("in epoch 0", times=2, within_seconds=180)
         (command,) = psutil.Process(job.process.pid).children()
         (launcher,) = command.children()

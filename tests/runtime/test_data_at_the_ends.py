@@ -42,7 +42,9 @@ def train_at_the_ends(training: Training, halves: bool = False, only_first: bool
     return result
 
 
-@pytest.mark.parametrize("bamboo", [{}, EAGER], ids=["lazy", "eager"])
+@pytest.mark.parametrize(
+    "bamboo", [pytest.param({}, id="lazy", marks=pytest.mark.sweep), pytest.param(EAGER, id="eager")]
+)
 def test_the_loss_of_the_last_stage_is_survived_and_who_is_left_with_data_is_said(
     jobs: Jobs, bamboo: dict[str, Any]
 ) -> None:

@@ -114,7 +114,7 @@ def three_undisturbed(jobs: Jobs) -> JobResult:
     return undisturbed(jobs, THREE, world=3)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.sweep)])
 def test_a_drained_worker_that_dies_when_all_has_moved_is_not_waited_for(
     jobs: Jobs, three_undisturbed: JobResult, rank: int
 ) -> None:

@@ -36,7 +36,6 @@ ONE_BY_FOUR = [kill(1, 0, 1, "forward", 2), kill(2, 0, 2, "send_grad", 1), kill(
 DEFAULT = [
     # A stage and its shadow at once: from the other pipeline.
     (4, Training("pair-2x2", 2, settings=CLIPPED), [kill(1, 0, 0, "forward", 2), kill(1, 0, 1, "forward", 2)]),
-    (4, Training("clipped-2x2", 2, steps=5, settings=CLIPPED), TWO_BY_TWO),
     (
         4,
         Training("one-stage-4x1", 1, steps=5, settings=CLIPPED),
@@ -61,18 +60,6 @@ DEFAULT = [
     (
         4,
         Training("buffers-1x4", 4, steps=5, layers="normalised", module={"activation_checkpoint_interval": 1}),
-        ONE_BY_FOUR,
-    ),
-    (
-        4,
-        Training(
-            "recomputed-1x4",
-            4,
-            steps=5,
-            layers="normalised",
-            module={"activation_checkpoint_interval": 1},
-            bamboo={**EAGER, **CHECKED},
-        ),
         ONE_BY_FOUR,
     ),
     # Graphs of several micro-batches have noted batch norm's statistics when a forward is repeated on earlier ones.
@@ -112,6 +99,19 @@ DEFAULT.append(
     (3, Training("agreeing-fp16-3x1", 1, steps=6, settings={**CLIPPED, **FP16}, spikes=SPIKES), AGREEING_3X1)
 )
 SWEEP = [
+    (4, Training("clipped-2x2", 2, steps=5, settings=CLIPPED), TWO_BY_TWO),
+    (
+        4,
+        Training(
+            "recomputed-1x4",
+            4,
+            steps=5,
+            layers="normalised",
+            module={"activation_checkpoint_interval": 1},
+            bamboo={**EAGER, **CHECKED},
+        ),
+        ONE_BY_FOUR,
+    ),
     (
         3,
         Training("agreeing-off-fp16-3x1", 1, steps=6, settings={**CLIPPED, **FP16}, spikes=SPIKES, bamboo=OFF),

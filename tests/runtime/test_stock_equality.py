@@ -19,21 +19,34 @@ WARM_UP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0
 CASES = [
     Training("plain-1x4", 4, settings={"scheduler": WARM_UP}),
     Training("clipped-2x2", 2, settings=CLIPPED, evaluate_before=(0, 1)),
-    Training("bf16-1x4", 4, layers="tied", settings={**CLIPPED, **BF16}),
     Training("tied-twice-1x4", 4, layers="tied_twice"),
     Training("bf16-2x2", 2, layers="tied", settings={**CLIPPED, **BF16}),
-    Training("seeded-dropout-1x4", 4, dropout=0.3, module={"seed_layers": True}, evaluate_before=(1,)),
     Training("seeded-dropout-2x2", 2, dropout=0.3, module={"seed_layers": True, "activation_checkpoint_interval": 1}),
     Training("few-micro-batches-1x4", 4, micro_batches=2),
     Training("buffers-1x4", 4, layers="normalised", module={"activation_checkpoint_interval": 2}),
     Training("data-set-2x2", 2, training_data=True),
 ]
+# In another grid, or without checkpointing, than those above.
+SWEEP = [
+    Training("bf16-1x4", 4, layers="tied", settings={**CLIPPED, **BF16}),
+    Training("seeded-dropout-1x4", 4, dropout=0.3, module={"seed_layers": True}, evaluate_before=(1,)),
+]
 
 
 @pytest.fixture(scope="module")
 def both(jobs: Jobs) -> JobResult:
-    """Every case with DeepSpeed's engine and with the plugin's, in one job."""
-    trainings = [run for case in CASES for run in (case, plugin(case))]
+    """Every case of the test command with DeepSpeed's engine and with the plugin's, in one job."""
+    return run_both(jobs, CASES)
+
+
+@pytest.fixture(scope="module")
+def both_of_sweep(jobs: Jobs) -> JobResult:
+    """The same for the others."""
+    return run_both(jobs, SWEEP)
+
+
+def run_both(jobs: Jobs, cases: list[Training]) -> JobResult:
+    trainings = [run for case in cases for run in (case, plugin(case))]
     result = jobs.run(train_all, world=4, trainings=trainings)
     assert result.codes == [0, 0, 0, 0], result.transcript()
     return result
@@ -46,6 +59,17 @@ def plugin(case: Training) -> Training:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("what", ["losses", "evaluations", "hashes", "steps"])
 def test_same_as_deepspeeds_own_engine(both: JobResult, case: Training, what: str) -> None:
+    compare(both, case, what)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", SWEEP, ids=lambda case: case.name)
+@pytest.mark.parametrize("what", ["losses", "evaluations", "hashes", "steps"])
+def test_same_as_deepspeeds_own_engine_in_the_other_grid(both_of_sweep: JobResult, case: Training, what: str) -> None:
+    compare(both_of_sweep, case, what)
+
+
+def compare(both: JobResult, case: Training, what: str) -> None:
     for rank in range(4):
         stock: dict[str, Any] = both.values[rank][case.name]
         assert both.values[rank][plugin(case).name][what] == stock[what], f"rank {rank}"
