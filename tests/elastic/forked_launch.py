@@ -18,7 +18,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
 
-from deepspeed_bamboo.testing.fork_server import ForkedProcess, ForkRequest, ForkServer
+from deepspeed_bamboo.testing.fork_server import (
+    ForkedProcess,
+    ForkRequest,
+    ForkServer,
+    keep_finalizers_to_this_process,
+)
 
 LAUNCHER = "deepspeed.launcher.launch"
 RUNNER = "deepspeed.launcher.runner"
@@ -136,8 +141,9 @@ def _run_module(module: str, arguments: list[str], environment: dict[str, str]) 
 
     code = 1
     try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # as exec does
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # as after exec
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        keep_finalizers_to_this_process()  # temporary folders are their maker's
         be = {LAUNCHER: launcher, RUNNER: runner}.get(module)
         code = guarded(lambda: be(arguments, environment) if be else _slot(module, arguments, environment))
         run_exit_handlers()

@@ -150,7 +150,7 @@ def test_steps_at_once_are_steps_one_by_one(job: Job, policy: str, seed: int) ->
 @pytest.mark.parametrize("policy", ["bamboo-published", "checkpoint", "deepspeed-bamboo", "dropping", "proactive"])
 def test_memory_does_not_grow_with_simulated_time(policy: str) -> None:
     peaks = []
-    day = 4.0 if policy in ("deepspeed-bamboo", "proactive") else 12.0
+    day = {"deepspeed-bamboo": 2.0, "proactive": 4.0}.get(policy, 12.0)
     for length in (day, day, 10 * day):
         job = preset_job("bert", **SMALL, run__duration_hours=length, market__removal_probability=0.3)
         tracemalloc.start()
