@@ -254,6 +254,7 @@ class Failover:
             tell(worker, f"module.named_parameters() and state_dict() have the weights of {hosted} here from now on")
             self._modes.repeated(parts["recompute"])
         self._say_unprotected()
+        self._say_fewer_copies()
         worker.session.log("failover", step=step, **fields, pause_seconds=parts, taken_over=taken_over)
 
     def contribution(self) -> dict[str, Any]:
@@ -281,6 +282,16 @@ class Failover:
                 worker,
                 f"nobody else has the data of {' '.join(map(str, bare))} (pipeline.stage): the loss of "
                 f"{' or '.join(owners)} ends the job (engine.set_data_source would let others stand in)",
+            )
+
+    def _say_fewer_copies(self) -> None:
+        """After a loss: that there are not workers enough for two shadows any more."""
+        left = self._worker.record.members
+        if self._worker.placement.copies > 1 and len(left) == 2:
+            tell_once(
+                self._worker,
+                f"only {' and '.join(left)} are left: every stage has one shadow, so either may be lost, not both at "
+                "once",
             )
 
     def _report(self) -> Report:
