@@ -62,7 +62,7 @@ def lose_both(
     jobs: Jobs, undisturbed: Undisturbed, training: Training, first: int, other: int, at: str, micro_batch: int | None
 ) -> None:
     """``first`` is killed at the instruction, and ``other`` at that moment, wherever it is."""
-    pipeline, stage = divmod(first, training.stages)
+    stage, pipeline = divmod(first, 4 // training.stages)  # as ranks are numbered
     killed = dataclasses.replace(training, faults=[kill(2, pipeline, stage, at, micro_batch)])
     result = jobs.run(train, world=4, training=killed, together=(first, other))
     check(result, undisturbed(training), (first, other))
