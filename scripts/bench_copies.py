@@ -3,8 +3,9 @@
     python scripts/bench_copies.py --rounds 3 --steps 60
 
 Four workers on this machine (one pipeline of 4 stages, CPU and gloo) train, with one copy and with two in turn. Printed
-are the medians over all rounds: seconds of a step, without the first ones, and the private memory of a worker's
-process, without what all share since they are forks of one process.
+are the medians over all rounds: milliseconds of a step, without the first ones; of them processor time of all four
+workers together, which depends less on what else runs here; and the private memory of a worker's process, without what
+all share since they are forks of one process.
 """
 
 from __future__ import annotations
@@ -38,22 +39,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.pop(FAULTS, None)
     seconds: dict[int, list[float]] = {copies: [] for copies in COPIES}
     mebibytes: dict[int, list[float]] = {copies: [] for copies in COPIES}
+    processor: dict[int, list[float]] = {copies: [] for copies in COPIES}
     with ForkServer(PRELOAD) as server:
         for number in range(arguments.rounds):
             for copies in COPIES:
                 folder = arguments.folder.resolve() / f"{number}-{copies}"
-                times, memory = measure(server, folder, copies=copies, arguments=arguments)
+                times, busy, memory = measure(server, folder, copies=copies, arguments=arguments)
                 seconds[copies] += times
+                processor[copies].append(busy)
                 mebibytes[copies] += memory
                 print(
                     f"round {number}, copies {copies}: {1000 * statistics.median(times):.1f} ms a step, "
-                    f"{', '.join(f'{each:.1f}' for each in memory)} MiB",
+                    f"{1000 * busy:.1f} ms of processor time, {', '.join(f'{each:.1f}' for each in memory)} MiB",
                     flush=True,
                 )
     for copies in COPIES:
         print(
             f"copies {copies}: {1000 * statistics.median(seconds[copies]):.1f} ms a step "
             f"({statistics.median(seconds[copies]) / statistics.median(seconds[1]):.3f} of one copy's), "
+            f"{1000 * statistics.median(processor[copies]):.1f} ms of processor time, "
             f"{statistics.median(mebibytes[copies]):.1f} MiB a worker"
         )
     return 0
@@ -73,8 +77,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def measure(
     server: ForkServer, folder: Path, *, copies: int, arguments: argparse.Namespace
-) -> tuple[list[float], list[float]]:
-    """Seconds of each step of one job, and MiB of each worker at its end."""
+) -> tuple[list[float], float, list[float]]:
+    """Seconds of each step of one job, seconds of processor time of a step of all workers, and MiB of each worker."""
     events = folder / "events"
     settings = {
         "train_micro_batch_size_per_gpu": 2,
@@ -91,13 +95,23 @@ def measure(
     script = [str(ROOT / "scripts" / "train.py"), "--model", arguments.model, "--stages", str(WORKERS)]
     script += ["--deepspeed_config", str(folder / "deepspeed.json"), "--event-log", str(events), "--steps", "1000000"]
     with Machine(server, train_worker, workers=WORKERS, argv=script, lease_seconds=60.0) as machine:
+        first = _when_done(machine, events, steps=_WARMING_UP_STEPS)
+        pids = [machine.worker_pid(rank, generation=0) for rank in range(WORKERS)]
+        begun = sum(map(processor_seconds, pids))
         times = _when_done(machine, events, steps=_WARMING_UP_STEPS + arguments.steps)
-        memory = [private_mebibytes(machine.worker_pid(rank, generation=0)) for rank in range(WORKERS)]
+        busy = (sum(map(processor_seconds, pids)) - begun) / (len(times) - len(first))
+        memory = [private_mebibytes(pid) for pid in pids]
         machine.coordinator.request_stop("measured")
         outcome = machine.wait(within_seconds=_WITHIN_SECONDS)
     if any(outcome.exit_codes.values()) or outcome.timed_out:
         raise RuntimeError(f"the job ended with {outcome.exit_codes}:\n{outcome.output}")
-    return times[_WARMING_UP_STEPS:], memory
+    return times[_WARMING_UP_STEPS:], busy, memory
+
+
+def processor_seconds(pid: int) -> float:
+    """That a process has used so far."""
+    fields = Path("/proc", str(pid), "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def private_mebibytes(pid: int) -> float:
@@ -114,7 +128,7 @@ def _when_done(machine: Machine, events: Path, *, steps: int) -> list[float]:
         lines = files[0].read_text(encoding="utf-8").splitlines() if files else []
         found = [json.loads(line)["seconds"] for line in lines if '"event": "step"' in line and line.endswith("}")]
         if len(found) >= steps:
-            return found[:steps]
+            return found
         time.sleep(0.2)
     raise TimeoutError(f"fewer than {steps} steps within {_WITHIN_SECONDS:.0f} s:\n{machine.output(0)[-3000:]}")
 
