@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -147,28 +147,25 @@ class Placement:
         When some coordinate has none of these, the loss is fatal: returns (None, those coordinates).
         """
         gone = frozenset(lost)
-        left: dict[Coordinate, list[WorkerId]] = {c: [] for c in self.grid}
-        for held in (self.owners, self.shadows, self.second_shadows):
-            for c, worker in held:
-                if worker not in gone:
-                    left[c].append(worker)
+        owners = {c: w for c, w in self.owners if w not in gone}
+        shadows = {c: w for c, w in self.shadows if w not in gone}
+        seconds = {c: w for c, w in self.second_shadows if w not in gone}
+        shadows |= {c: seconds.pop(c) for c in list(seconds) if c not in shadows}
         copied = {
             coordinate: holder
-            for coordinate, its in left.items()
-            if not its
-            if (holder := self._same_stage(coordinate, left)) is not None
+            for coordinate in self.grid
+            if coordinate not in owners and coordinate not in shadows
+            if (holder := self._same_stage(coordinate, owners, shadows)) is not None
         }
-        fatal = tuple(c for c, its in left.items() if not its and c not in copied)
+        fatal = tuple(c for c in self.grid if c not in owners and c not in shadows and c not in copied)
         if fatal:
             return None, fatal
-        return (
-            self.placed(
-                owners={c: its[0] if its else copied[c] for c, its in left.items()},
-                shadows={c: its[1] for c, its in left.items() if len(its) > 1},
-                second_shadows={c: its[2] for c, its in left.items() if len(its) > 2},
-            ),
-            (),
-        )
+        for coordinate in self.grid:
+            if coordinate not in owners:
+                owners[coordinate] = copied[coordinate] if coordinate in copied else shadows.pop(coordinate)
+                if coordinate in seconds:
+                    shadows[coordinate] = seconds.pop(coordinate)
+        return self.placed(owners=owners, shadows=shadows, second_shadows=seconds), ()
 
     def placed(
         self,
@@ -187,14 +184,17 @@ class Placement:
             copies=self.copies,
         )
 
-    def _same_stage(self, coordinate: Coordinate, left: Mapping[Coordinate, Sequence[WorkerId]]) -> WorkerId | None:
+    def _same_stage(
+        self, coordinate: Coordinate, owners: Mapping[Coordinate, WorkerId], shadows: Mapping[Coordinate, WorkerId]
+    ) -> WorkerId | None:
         """Who will own the same stage of the next pipeline that is not lost altogether, in cyclic order."""
         if not self.alike:
             return None
         for distance in range(1, self.grid.pipelines):
             other = Coordinate((coordinate.pipeline + distance) % self.grid.pipelines, coordinate.stage)
-            if left[other]:
-                return left[other][0]
+            holder = owners.get(other, shadows.get(other))
+            if holder is not None:
+                return holder
         return None
 
     def copied_from(self, coordinate: Coordinate, *, held: Iterable[Coordinate]) -> Coordinate | None:
@@ -219,7 +219,7 @@ class Placement:
             if holder in held:
                 held[holder] += 1
         fed: dict[int, set[WorkerId]] = {}
-        for coordinate, owner in owners.items():
+        for coordinate, owner in owners.items() if confined else ():
             fed.setdefault(coordinate.pipeline, set()).add(owner)
         for kind, missing in enumerate((shadows, seconds)[: self.copies]):
             for coordinate in self.grid:
