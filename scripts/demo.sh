@@ -31,6 +31,7 @@ explain_failure() {
 prepare ""
 export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
 unset BAMBOO_FAULTS
+compile_once -m deepspeed_bamboo.runtime.preloaded
 rm -rf "$OUT"
 mkdir -p "$OUT"
 echo "$KILL" >"$OUT/faults.json"

@@ -93,6 +93,16 @@ for name, value in variables.items():
 CODE
 }
 
+# compile_once ARGUMENTS...: in a new environment, run python with these once, before many processes import the same
+# for the first time and each of them compiles it.
+compile_once() {
+  local stamp="$VIRTUAL_ENV/.deepspeed_bamboo-compiled-${0##*/}"
+  if [[ ! -e $stamp ]]; then
+    python "$@" >/dev/null 2>&1 || true
+    touch "$stamp" 2>/dev/null || true
+  fi
+}
+
 # Prints where the package in the active environment is from, if there is one and it is not this checkout.
 installed_elsewhere() {
   python -I - "$PWD" <<'CODE'

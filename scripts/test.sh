@@ -18,12 +18,7 @@ ruff check .
 types=$(mktemp)
 trap 'rm -f "$types"' EXIT
 mypy >"$types" 2>&1 &
-# What a new environment imports for the first time is compiled once, beside mypy, and not by every pytest worker.
-compiled="$VIRTUAL_ENV/.deepspeed_bamboo-compiled"
-if [[ ! -e $compiled ]]; then
-  python -m pytest --collect-only -qq -p deepspeed_bamboo.runtime.preloaded >/dev/null 2>&1 || true
-  touch "$compiled"
-fi
+compile_once -m pytest --collect-only -qq -p deepspeed_bamboo.runtime.preloaded  # beside mypy
 code=0
 # Four pytest workers on two cores, since tests of processes wait for half of their time. Each begins with a quarter of the
 # tests, in their order, since those of a folder share what they start. Who has done its part takes some of another's.

@@ -71,10 +71,13 @@ class TestPreparing:
 
     def prepare(self, clone: Path, extras: str = "", **more: str) -> list[str]:
         """Run ``prepare``; returns what python and uv were asked to do."""
+        return self.run(clone, f'prepare "{extras}"', **more)
+
+    def run(self, clone: Path, call: str, **more: str) -> list[str]:
         (clone / "calls").write_text("")
         path = f"{clone}/venv/bin:{os.environ['PATH']}"
         environment = {**os.environ, "VIRTUAL_ENV": str(clone / "venv"), "PATH": path, **more}
-        command = f'set -euo pipefail; source "{SCRIPTS}/environment.sh"; prepare "{extras}"'
+        command = f'set -euo pipefail; source "{SCRIPTS}/environment.sh"; {call}'
         subprocess.run(["bash", "-c", command], cwd=clone, env=environment, check=True, capture_output=True)
         return (clone / "calls").read_text().splitlines()
 
@@ -111,6 +114,10 @@ class TestPreparing:
             "UV_HTTP_TIMEOUT=7",
             "UV_INDEX_STRATEGY=unsafe-best-match",
         }
+
+    def test_imports_are_compiled_once(self, clone: Path) -> None:
+        assert self.run(clone, "compile_once -m preloaded") == ["-m preloaded"]
+        assert self.run(clone, "compile_once -m preloaded") == []
 
     def test_uv_stays_nowhere(self, clone: Path, tmp_path: Path) -> None:
         folder = tmp_path / "temporary"
