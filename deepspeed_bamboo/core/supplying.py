@@ -61,6 +61,18 @@ def trusted(claims: Mapping[WorkerId, Claim]) -> dict[WorkerId, tuple[int, ...]]
     return table
 
 
+def unlike(claims: Mapping[WorkerId, Claim]) -> dict[int, tuple[WorkerId, WorkerId]]:
+    """By pipeline two workers whose iterators begin with different micro-batches, where there are two."""
+    found: dict[int, tuple[WorkerId, WorkerId]] = {}
+    first: dict[int, WorkerId] = {}
+    for worker, claim in claims.items():
+        for pipeline, checksum in claim.first.items():
+            other = first.setdefault(pipeline, worker)
+            if claims[other].first[pipeline] != checksum:
+                found.setdefault(pipeline, (other, worker))
+    return found
+
+
 def _agrees(claim: Claim, pipeline: int, others: Sequence[int], several: bool) -> bool:
     if not others:
         return True  # nobody else has it, or all make it from the step

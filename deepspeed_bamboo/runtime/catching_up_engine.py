@@ -14,6 +14,7 @@ import torch
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.runtime.catching_up import CatchingUp, ScriptParts
 from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+from deepspeed_bamboo.runtime.iteration.data_streams import STREAMS
 from deepspeed_bamboo.runtime.late_worker import LateWorker
 from deepspeed_bamboo.runtime.membership.joining import check_grid, join
 from deepspeed_bamboo.runtime.membership.own_facts import check_same_job
@@ -65,6 +66,7 @@ class CatchingUpEngine(BambooPipelineEngine):
 
     def _take_seed(self, state: dict[str, Any]) -> None:
         self.forward_seed = state.get("seed", self.forward_seed)
+        self.data_streams.take(state.get(STREAMS, {}))
 
     @property
     def _catching_up(self) -> CatchingUp:

@@ -22,6 +22,7 @@ from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerL
 from deepspeed_bamboo.runtime.comm.peers import Links
 from deepspeed_bamboo.runtime.for_scripts import ScriptEngine, at_work
 from deepspeed_bamboo.runtime.iteration.activity import ActivityState
+from deepspeed_bamboo.runtime.iteration.data_streams import DataStreams
 from deepspeed_bamboo.runtime.iteration.evaluation import EvaluationRequest, data_as_others, evaluate
 from deepspeed_bamboo.runtime.iteration.evaluation_position import EvaluationPositions
 from deepspeed_bamboo.runtime.iteration.executor import FAULT_POINTS, Executor
@@ -81,6 +82,7 @@ class BambooPipelineEngine(ScriptEngine):
     def __init__(self, *args: Any, session: WorkerSession, script_groups: ScriptGroups, **kwargs: Any) -> None:
         # Until the grid is known, every iterator is that of the pipeline in which this worker starts.
         self.data = PipelineData(home=0)
+        self.data_streams = DataStreams()
         self.evaluated = EvaluationPositions()
         self.beginning = Beginning()
         self.session = session
@@ -176,6 +178,7 @@ class BambooPipelineEngine(ScriptEngine):
             "beginning": self.beginning,
             "past": self.session.past,
             "batch": self.batch_of_job,
+            "data_streams": self.data_streams,
         }
         if self.checkpoints is not None:
             known["checkpoints"] = self.checkpoints.rounds
@@ -197,6 +200,7 @@ class BambooPipelineEngine(ScriptEngine):
             losses=lambda: stage_losses(self),
             again=lambda: self.failover.redoing,
             redoing=self.redoing,
+            data_streams=self.data_streams,
             modes=self.modes,
             owner_changes=self.owner_changes,
             checkpoints=self.checkpoints,
@@ -263,6 +267,7 @@ class BambooPipelineEngine(ScriptEngine):
             facts=lambda: own_facts(self),
             problem=lambda: problem_with(self.optimizer_source),
             recounts=lambda: any(counts_twice(replica.module) for replica in self.host.owners()),
+            streams=self.data_streams,
         )
         enter_first_epoch(self.worker, transfer=self.transfer, built=built, enter_world=self.world.enter)
         with self.working():
@@ -314,6 +319,7 @@ class BambooPipelineEngine(ScriptEngine):
         self.feed.warn_if_confined()
         self.reconfiguration.run_if_wished()
         self.feed.supply.agree()
+        self.data_streams.settle(self.worker)
         self.owner_changes.follow()
         for replica in self.host.replicas():
             with self.host.hosting(replica):

@@ -19,9 +19,10 @@ from deepspeed_bamboo.core.slowness import DATA, SCRIPT, Cause
 from deepspeed_bamboo.eventlog.log import EventLog
 from deepspeed_bamboo.runtime.checkpoint.stage_files import Around, StageFiles
 from deepspeed_bamboo.runtime.iteration.activity import Round
+from deepspeed_bamboo.runtime.iteration.data_streams import STREAMS, DataStreams
 from deepspeed_bamboo.runtime.iteration.feeding import Feed
 from deepspeed_bamboo.runtime.iteration.micro_batches import DataFactory, PipelineData
-from deepspeed_bamboo.runtime.iteration.training_data import data_set_factory
+from deepspeed_bamboo.runtime.iteration.training_data import TrainingData
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job import garbage
 from deepspeed_bamboo.runtime.job.script_clock import ScriptClock
@@ -61,6 +62,7 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
     home: int
     job_grid: Grid
     data: PipelineData
+    data_streams: DataStreams
     feed: Feed
     stage_files: StageFiles
     script_writes: ScriptWrites
@@ -165,23 +167,25 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
         self.feed.complete()
 
     def _build_data_iter(self, dataset: Any) -> None:
+        self.data_streams.begin()
         super()._build_data_iter(dataset)
         self._training_set = dataset
 
     def _make_feed(self) -> Feed:
         """Tell what the user gave to ``initialize`` from what belongs to one pipeline only."""
         given, self.data = self.data, PipelineData(self.home)
-        if self._training_set is not None:
-            self.data.set_factory(data_set_factory(self, self._training_set))
-        else:
+        if self._training_set is None:
             self.data.set_iterator(given.iterator)
-        return Feed(
+        feed = Feed(
             self.worker,
             data=self.data,
             home=self.home,
             transform=lambda: self.batch_fn,
             used=lambda: int(self.global_samples // (self.micro_batch_size * self.job_grid.pipelines)),
         )
+        if self._training_set is not None:
+            feed.set_training_data(TrainingData(self, self._training_set, streams=self.data_streams))
+        return feed
 
     def _make_stage_files(self) -> StageFiles:
         """The part that saves and loads, on top of what stock's engine does for one stage."""
@@ -193,7 +197,11 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
             beginning=self.beginning,
             around=Around(
                 data=lambda: self.data,
-                numbers=lambda: {"seed": self.forward_seed, "loss": self.mean_loss},
+                numbers=lambda: {
+                    "seed": self.forward_seed,
+                    "loss": self.mean_loss,
+                    STREAMS: self.data_streams.to_json(),
+                },
                 repair=lambda: self.redundancy_repair.repair(),
                 loaded=lambda: self.redoing.forget(),
                 alike=self.owner_changes.note,

@@ -8,6 +8,7 @@ from typing import Any
 
 from deepspeed_bamboo.core.contributions import merged
 from deepspeed_bamboo.runtime.checkpoint.automatic import AutomaticCheckpoints
+from deepspeed_bamboo.runtime.iteration.data_streams import DataStreams
 from deepspeed_bamboo.runtime.iteration.mode_choice import ModeChoice
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.membership.reconfiguration import Reconfiguration
@@ -23,13 +24,15 @@ class StepNews:
         worker: whose iterations.
         losses: returns those of its last stages, which even an iteration that is done again contributes.
         again: returns whether the iteration is done again, and brings no news.
-        redoing, modes, owner_changes, checkpoints, reconfiguration: the parts; no checkpoints where none are kept.
+        redoing, data_streams, modes, owner_changes, checkpoints, reconfiguration: the parts; no checkpoints where none
+            are kept.
     """
 
     worker: Worker
     losses: Callable[[], dict[Any, Any]]
     again: Callable[[], bool]
     redoing: Redoing
+    data_streams: DataStreams
     modes: ModeChoice
     owner_changes: OwnerChanges
     checkpoints: AutomaticCheckpoints | None
@@ -43,6 +46,7 @@ class StepNews:
         return merged(
             losses,
             self.redoing.contribution(),
+            self.data_streams.contribution(),
             self.modes.contribution(),
             self.owner_changes.contribution(),
             self.checkpoints.contribution() if self.checkpoints is not None else {},
@@ -56,5 +60,6 @@ class StepNews:
         self.reconfiguration.note()
         self.owner_changes.learn(self.worker.activity.previous[0])
         self.redoing.note()
+        self.data_streams.take_in(self.worker.activity.previous[0], worker=self.worker)
         if self.checkpoints is not None:
             self.checkpoints.note()

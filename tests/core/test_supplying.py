@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.placement import Placement
-from deepspeed_bamboo.core.supplying import Claim, Delivery, deliveries, trusted, unsafe_ends
+from deepspeed_bamboo.core.supplying import Claim, Delivery, deliveries, trusted, unlike, unsafe_ends
 
 GRID = Grid(1, 4)
 MEMBERS = ["a", "b", "c", "d"]
@@ -114,3 +114,10 @@ def test_a_newcomer_has_data_if_it_is_what_the_others_have(
 def test_where_nobody_else_has_iterators_newcomers_are_believed() -> None:
     claims = {"a": Claim((0,), ("a",), {}), "new": Claim((0,), (), {0: 7}, guesses=True)}
     assert trusted(claims)["new"] == (0,)
+
+
+def test_iterators_that_begin_with_other_micro_batches_are_named() -> None:
+    firsts: list[dict[int, int]] = [{0: 7, 1: 3}, {}, {0: 7}, {0: 8, 1: 3}, {0: 9}]
+    claims = {worker: Claim(tuple(first), (), first) for worker, first in zip("abcde", firsts, strict=True)}
+    assert unlike(claims) == {0: ("a", "d")}
+    assert unlike({worker: claims[worker] for worker in "abc"}) == {}

@@ -209,7 +209,7 @@ class Executor:
         return replica
 
     def _load(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
-        if not self._engine.feed.has_read(replica.coordinate.pipeline, micro_batch):
+        if not self._engine.feed.has_read(replica.coordinate, micro_batch):
             self._generators.give_back()  # the user's iterator may draw, too
         self._engine.feed.next_micro_batch = micro_batch
         self._engine._exec_load_micro_batch(buffer_id=micro_batch)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.runtime.iteration.micro_batches import (
     DataFactory,
     PipelineData,
@@ -15,6 +16,7 @@ from deepspeed_bamboo.runtime.iteration.micro_batches import (
     missing_data,
 )
 from deepspeed_bamboo.runtime.iteration.supply import DataSupply
+from deepspeed_bamboo.runtime.iteration.training_data import TrainingData
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
 
@@ -84,14 +86,21 @@ class Feed:
         self._used = used
         self._evaluation: EvaluationData | None = None
         self._evaluation_factory: DataFactory | None = None
+        self._training: TrainingData | None = None
         self._said_confined = False
         self.data = data
         self.supply = DataSupply(worker, data=lambda: data, transform=transform)
         self.next_micro_batch = 0
 
+    def set_training_data(self, training: TrainingData) -> None:
+        """The script has given a data set to ``initialize``."""
+        self._training = training
+        self.data.set_factory(training.first, for_last=(training.last, training.parted))
+
     def set_source(self, training: DataFactory, *, evaluation: DataFactory | None) -> None:
         """Where the data of any pipeline come from, see the engine's ``set_data_source``."""
         self.data.set_factory(training)
+        self._training = None
         self._evaluation_factory = evaluation
 
     def used(self, *, since: int) -> int:
@@ -137,21 +146,34 @@ class Feed:
             return supply.take(pipeline, self.next_micro_batch)
         if not data.has(pipeline) and (active.coordinate.stage == 0 or pipeline != self._home):
             raise missing_data(worker=worker.me, pipeline=pipeline, home=self._home, why=f"hosts {active.coordinate}")
-        batch = data.get(pipeline, self.next_micro_batch, step=worker.step, transform=self._transform())
+        last = active.coordinate.stage > 0
+        batch = data.get(pipeline, self.next_micro_batch, step=worker.step, transform=self._transform(), last=last)
         if evaluation is None and worker.protects:
             check_complete(batch, worker=worker.me)
         return batch
 
-    def has_read(self, pipeline: int, micro_batch: int) -> bool:
+    def has_read(self, coordinate: Coordinate, micro_batch: int) -> bool:
         """Whether loading ``micro_batch`` runs nothing of the user's: another stage has loaded it already."""
         data = self.data if self._evaluation is None else self._evaluation.data
-        return data.has(pipeline) and data.has_read(pipeline, micro_batch, step=self._worker.step)
+        pipeline, last = coordinate.pipeline, coordinate.stage > 0
+        return data.has(pipeline) and data.has_read(pipeline, micro_batch, step=self._worker.step, last=last)
 
     def complete(self) -> None:
         """Pull what others need of this iteration's data. Before the step: an iterator may look at the global step."""
         worker = self._worker
-        if worker.protects:
-            self.data.complete(worker.micro_batches, step=worker.step, transform=self._transform())
+        complete = self.data.complete if worker.protects else self.data.complete_made
+        if worker.protects and self._training is not None:
+            self._read_along(self._training)
+        complete(worker.micro_batches, step=worker.step, transform=self._transform())
+
+    def _read_along(self, training: TrainingData) -> None:
+        """Be ready to take over the ends of pipelines that this worker shadows."""
+        worker, last_stage = self._worker, self._worker.grid.stages - 1
+        for coordinate in sorted(worker.host.shadows):
+            last = coordinate.stage > 0
+            ends = coordinate.stage in (0, last_stage)
+            if ends and not self.data.reads(coordinate.pipeline, step=worker.step, last=last):
+                training.read_along(coordinate.pipeline, last=last)
 
     # -- data of one pipeline only -----------------------------------------------------------------
 

@@ -143,7 +143,8 @@ class PipelineData:
         self._home = home
         self._user = MicroBatchSource()
         self._factory: DataFactory | None = None
-        self._made: dict[int, tuple[int, MicroBatchSource]] = {}
+        self._for_last: tuple[DataFactory, Callable[[int], bool]] | None = None
+        self._made: dict[tuple[int, bool], tuple[int, MicroBatchSource]] = {}  # by pipeline, and whether for the last
         self._joined_late = False
         self._to_skip = 0
         self._iterators = 0  # that the script has passed
@@ -232,9 +233,14 @@ class PipelineData:
         except StopIteration:
             return {self._home: -1}
 
-    def set_factory(self, factory: DataFactory | None) -> None:
-        """Use ``factory`` from the next iteration on."""
-        self._factory = factory
+    def set_factory(
+        self, factory: DataFactory | None, *, for_last: tuple[DataFactory, Callable[[int], bool]] | None = None
+    ) -> None:
+        """Use ``factory`` from the next iteration on.
+
+        ``for_last``: another one for the last stages of those pipelines for which it returns true.
+        """
+        self._factory, self._for_last = factory, for_last
         self._made.clear()
 
     def has(self, pipeline: int) -> bool:
@@ -242,36 +248,53 @@ class PipelineData:
         own = pipeline == self._home and self._user.iterator is not None and not self.distrusted
         return self._factory is not None or own
 
-    def get(self, pipeline: int, micro_batch: int, *, step: int, transform: Transform = None) -> Any:
-        """Micro-batch ``micro_batch`` of ``pipeline`` in ``step``. Raises what iterator or factory raise."""
+    def get(
+        self, pipeline: int, micro_batch: int, *, step: int, transform: Transform = None, last: bool = False
+    ) -> Any:
+        """Micro-batch ``micro_batch`` of ``pipeline`` in ``step``, ``last``: as its last stage reads it.
+
+        Raises what iterator or factory raise.
+        """
         if self._uses_iterator():
             self._skip()
-        return self._source(pipeline, step).get(micro_batch, transform=transform)
+        return self._source(pipeline, step, last=last).get(micro_batch, transform=transform)
 
-    def has_read(self, pipeline: int, micro_batch: int, *, step: int) -> bool:
+    def has_read(self, pipeline: int, micro_batch: int, *, step: int, last: bool = False) -> bool:
         """Whether :meth:`get` returns it without running anything of the user's."""
         if pipeline == self._home and self._uses_iterator():
             return self._user.has_read(micro_batch)
-        made_for, source = self._made.get(pipeline, (None, None))
+        made_for, source = self._made.get(self._key(pipeline, last), (None, None))
         return source is not None and made_for == step and source.has_read(micro_batch)
+
+    def reads(self, pipeline: int, *, step: int, last: bool) -> bool:
+        """Whether this worker has an iterator that is in ``step``, for that end of ``pipeline``."""
+        if pipeline == self._home and self._uses_iterator():
+            return True
+        return self._made.get(self._key(pipeline, last), (None, None))[0] == step
+
+    def _key(self, pipeline: int, last: bool) -> tuple[int, bool]:
+        return pipeline, last and self._for_last is not None and self._for_last[1](pipeline)
 
     def complete(self, micro_batches: int, *, step: int, transform: Transform = None) -> None:
         """Pull what this worker did not need of ``step``, so that every worker's iterator agrees."""
-        if not micro_batches:
-            return
-        if self._uses_iterator():
+        if micro_batches and self._uses_iterator():
             self._skip()
             self._user.get(micro_batches - 1, transform=transform)
-        for pipeline, (made_for, source) in list(self._made.items()):
-            if made_for == step:
+        self.complete_made(micro_batches, step=step, transform=transform)
+
+    def complete_made(self, micro_batches: int, *, step: int, transform: Transform = None) -> None:
+        """As :meth:`complete`, for what factories made."""
+        for key, (made_for, source) in list(self._made.items()):
+            if micro_batches and made_for == step:
                 source.get(micro_batches - 1, transform=transform)
-                self._made[pipeline] = (step + 1, source)
+                self._made[key] = (step + 1, source)
 
     def used(self, pipeline: int, *, micro_batches: int) -> tuple[int, int]:
         """Which micro-batches of ``pipeline`` the last committed iteration took, see :meth:`MicroBatchSource.used`."""
         if pipeline == self._home and self._uses_iterator():
             return self._user.used(micro_batches)
-        return self._made[pipeline][1].used(micro_batches) if pipeline in self._made else (0, 0)
+        made = self._made.get((pipeline, False)) or self._made.get((pipeline, True))
+        return made[1].used(micro_batches) if made else (0, 0)
 
     def take_seconds(self) -> float:
         """How long reading has taken since the last call."""
@@ -305,14 +328,15 @@ class PipelineData:
         self._user.rewind(step)
         self._made.clear()
 
-    def _source(self, pipeline: int, step: int) -> MicroBatchSource:
+    def _source(self, pipeline: int, step: int, *, last: bool) -> MicroBatchSource:
         if pipeline == self._home and self._uses_iterator():
             return self._user
-        made_for, source = self._made.get(pipeline, (None, None))
+        key = self._key(pipeline, last)
+        made_for, source = self._made.get(key, (None, None))
         if source is None or made_for != step:
-            iterator = self._factory(pipeline, step) if self._factory is not None else None
-            source = MicroBatchSource(iterator, first_step=step)
-            self._made[pipeline] = (step, source)
+            factory = self._for_last[0] if key[1] and self._for_last is not None else self._factory
+            source = MicroBatchSource(factory(pipeline, step) if factory is not None else None, first_step=step)
+            self._made[key] = (step, source)
         return source
 
 

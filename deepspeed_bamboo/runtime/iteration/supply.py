@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepspeed_bamboo.core.supplying import Claim, Delivery, Table, deliveries, feeders, trusted, unsafe_ends
+from deepspeed_bamboo.core.supplying import Claim, Delivery, Table, deliveries, feeders, trusted, unlike, unsafe_ends
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.runtime.comm.channel import Message
 from deepspeed_bamboo.runtime.comm.layout import in_layout, layout_of
@@ -68,12 +68,12 @@ class DataSupply:
             self._learn_who_is_trusted(claims)
             if not any(claim.known for claim in claims.values()):  # the job begins
                 self._check(self._worker.record)
+                self._say_what_is_unlike(claims)
         self._say_who_is_the_last()
 
     def _claim(self) -> tuple[object, ...]:
         data = self._data()
-        # At the job's start there is nobody to compare with.
-        first = data.first(step=self._worker.step, transform=self._transform()) if self._worker.step else {}
+        first = data.first(step=self._worker.step, transform=self._transform())
         return Claim(self.own(), tuple(self._table), first, data.several, data.guesses).to_json()
 
     def _learn_who_is_trusted(self, claims: Mapping[str, Claim]) -> None:
@@ -97,6 +97,16 @@ class DataSupply:
                 pipeline=coordinate.pipeline,
                 home=self._home_of(str(holder), record),
                 why=f"may have to take {coordinate} over",
+            )
+
+    def _say_what_is_unlike(self, claims: Mapping[str, Claim]) -> None:
+        for pipeline, (one, other) in unlike(claims).items():
+            tell_once(
+                self._worker,
+                f"the data iterators of {one} and {other} begin with different micro-batches of pipeline {pipeline}: "
+                "a worker that takes a first or last stage over would train on other data than the lost one. A "
+                "DataLoader draws its order, and a seed for its samples, from torch's generator of its rank: give it "
+                "generator=torch.Generator().manual_seed(N) on every rank, or pass training_data to initialize",
             )
 
     @staticmethod

@@ -20,6 +20,7 @@ from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.errors import BambooError, ConfigError
 from deepspeed_bamboo.runtime.comm.all_gather import agree
 from deepspeed_bamboo.runtime.comm.epoch_monitor import PeerLostError
+from deepspeed_bamboo.runtime.iteration.data_streams import DataStreams
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell, tell_once
 from deepspeed_bamboo.runtime.job.standalone import is_standalone
@@ -43,12 +44,14 @@ class Built:
 
     ``alike``: pipelines hold the same whole state. ``facts`` returns what workers are compared by, ``problem`` why no
     other worker can make the optimizer, or None, and ``recounts`` whether repeated forwards change running statistics.
+    ``streams`` learns what loaders of ``training_data`` draw.
     """
 
     alike: bool
     facts: Callable[[], JobFacts]
     problem: Callable[[], str | None]
     recounts: Callable[[], bool]
+    streams: DataStreams
 
 
 def enter_first_epoch(
@@ -197,9 +200,11 @@ def _build_initial_shadows(
         unlike = unlike if problem is None else (*unlike, f"the optimizer of worker {session.worker}: {problem}")
         found = agree(unlike, links=worker.links, **everybody, label="start/alike")
         refuse_unlike(worker, [text for other in order for text in found[other]])
-        told = agree((_paths(session.config), built.recounts()), links=worker.links, **everybody, label="start/told")
-        _say_where_paths_differ(worker, {other: paths for other, (paths, _) in told.items()})
-        _say_what_recounts(worker, {other: recounts for other, (_, recounts) in told.items()})
+        own = _paths(session.config), built.recounts(), built.streams.claim()
+        told = agree(own, links=worker.links, **everybody, label="start/told")
+        _say_where_paths_differ(worker, {other: its[0] for other, its in told.items()})
+        _say_what_recounts(worker, {other: its[1] for other, its in told.items()})
+        built.streams.learn({other: its[2] for other, its in told.items()}, placement=placement)
         if order[0] == session.worker:
             session.coordinator.publish_facts(common.to_json())
         expected = record.number - 1 if record.number else None

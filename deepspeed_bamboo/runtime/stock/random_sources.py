@@ -14,12 +14,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import singledispatch
+from types import ModuleType
 from typing import Any
 
 import torch
 
 # By this name DeepSpeed, gpt-neox and every Megatron keep theirs in the module that makes it.
 _TRACKER = "_CUDA_RNG_STATE_TRACKER"
+_MOST_LOOKED_AT, _FIRST = 10_000, 100  # objects in a data set; entries of one container
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,37 @@ def sources_of(module: torch.nn.Module) -> list[RandomSource]:
             if source is not None:
                 found.setdefault(id(value), source)
     return list(found.values())
+
+
+def sources_within(value: Any) -> list[RandomSource]:
+    """Generators that ``value`` (a data set) has in attributes, lists, tuples and dictionaries, however deep."""
+    found: dict[int, RandomSource] = {}
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting and len(seen) < _MOST_LOOKED_AT:
+        one = waiting.pop(0)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        source = _source(one)
+        if source is not None:
+            found[id(one)] = source
+        else:
+            waiting += _parts_of(one)
+    return list(found.values())
+
+
+def _parts_of(value: Any) -> list[Any]:
+    """What to look at next; of a long list (of file names, of samples) the beginning."""
+    if isinstance(value, (list, tuple)):
+        inside = list(value[:_FIRST])
+    elif isinstance(value, dict):
+        inside = list(itertools.islice(value.values(), _FIRST))
+    elif isinstance(value, (type, ModuleType, torch.Tensor)):
+        inside = []
+    else:
+        inside = list(getattr(value, "__dict__", {}).values())
+    return [part for part in inside if part is not None and not isinstance(part, (bool, int, float, str, bytes))]
 
 
 def _owners(module: torch.nn.Module) -> Iterator[Any]:

@@ -1,0 +1,72 @@
+"""Notices whether the samples of a data set draw random numbers, in whatever process they are read."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed_bamboo.runtime.stock.random_sources import sources_within
+
+
+class WatchedSamples(torch.utils.data.Dataset[Any]):
+    """``dataset``, with all that it has; its samples are the same.
+
+    Looks at the global generators of torch, Python and numpy after each sample, or each batch, until the first draw. A
+    data set that has generators of its own counts as drawing from the start.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.watched = dataset
+        self.sources = sources_within(dataset)
+        # Readable here when a loader's helper process has written it.
+        self._drawn = multiprocessing.RawValue("b", bool(self.sources))
+
+    @property
+    def draw(self) -> bool:
+        """Whether a sample has drawn random numbers."""
+        return bool(self._drawn.value)
+
+    def __len__(self) -> int:
+        return len(self.watched)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
+        """As a DataLoader reads a batch."""
+        if self.draw:
+            return self._read(indices)
+        before = _fingerprint()
+        samples = self._read(indices)
+        if _fingerprint() != before:
+            self._drawn.value = True
+        return samples
+
+    def _read(self, indices: Sequence[Any]) -> list[Any]:
+        together = getattr(self.watched, "__getitems__", None)
+        return list(together(indices)) if callable(together) else [self.watched[index] for index in indices]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.watched)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "watched":  # while it is being made from a pickle
+            raise AttributeError(name)
+        return getattr(self.watched, name)
+
+
+def _fingerprint() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    host = torch.get_rng_state().numpy().tobytes()
+    drawn = None if numpy is None else _numbers(numpy.random.get_state())
+    return host, random.getstate(), drawn
+
+
+def _numbers(state: Any) -> tuple[Any, ...]:
+    name, keys, *rest = state
+    return name, keys.tobytes(), *rest

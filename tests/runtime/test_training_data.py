@@ -1,0 +1,177 @@
+"""Samples that draw random numbers are stock's, wherever reading begins (``training_data``)."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from deepspeed.runtime.dataloader import RepeatingLoader
+
+from deepspeed_bamboo.core.grid import Grid
+from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.runtime.iteration.data_streams import DataStreams, states_from_text, states_now, states_to_text
+from deepspeed_bamboo.runtime.iteration.training_data import TrainingData
+
+MICRO_BATCHES = 3
+
+
+class Drawing(torch.utils.data.Dataset[torch.Tensor]):
+    """Ten samples; from sample ``since`` on they draw from torch, Python and numpy."""
+
+    def __init__(self, since: int = 0) -> None:
+        self.since = since
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index < self.since:
+            return torch.tensor(float(index))
+        return index + torch.rand(()) + random.random() + float(numpy.random.rand())
+
+
+class WithGenerator(torch.utils.data.Dataset[torch.Tensor]):
+    """Ten samples that draw from a generator of the data set."""
+
+    def __init__(self) -> None:
+        self.parts = {"generator": numpy.random.default_rng(7)}
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index + self.parts["generator"].random())
+
+
+@dataclass
+class Loading:
+    """As much of an engine as reads data: with ``helpers`` processes."""
+
+    helpers: int
+    job_grid: Grid = field(default_factory=lambda: Grid(1, 2))
+    micro_batches: int = MICRO_BATCHES
+    micro_batch_size: int = 2
+    global_samples: int = 0
+    worker: Any = None
+
+    def deepspeed_io(self, dataset: Any, data_sampler: Any) -> Any:
+        return torch.utils.data.DataLoader(
+            dataset, batch_size=self.micro_batch_size, sampler=data_sampler, num_workers=self.helpers
+        )
+
+
+def begun(engine: Loading, streams: DataStreams) -> None:
+    """What stock does in ``initialize``: the iterator of the first pass, here of both ends of the pipeline."""
+    streams.begin()
+    torch.empty((), dtype=torch.int64).random_()
+    claims = {"a": streams.claim(), "b": streams.claim()}
+    streams.learn(claims, placement=Placement.initial(engine.job_grid, ("a", "b")))
+
+
+def stock(dataset: Any, *, helpers: int, count: int) -> list[torch.Tensor]:
+    sampler: Any = torch.utils.data.distributed.DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=False)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=2, sampler=sampler, num_workers=helpers)
+    return list(itertools.islice(RepeatingLoader(loader), count))
+
+
+def seed() -> None:
+    torch.manual_seed(5)
+    random.seed(6)
+    numpy.random.seed(7)
+
+
+@pytest.mark.parametrize("helpers", [0, 2])
+@pytest.mark.parametrize("make", [Drawing, lambda: Drawing(since=7), WithGenerator])
+def test_reading_begins_anywhere(make: Any, helpers: int) -> None:
+    """From each step on the same micro-batches as stock's, over three passes; whoever reads leaves no trace."""
+    seed()
+    expected = stock(make(), helpers=helpers, count=15)
+    seed()
+    engine, streams = Loading(helpers), DataStreams()
+    data = TrainingData(engine, make(), streams=streams)
+    begun(engine, streams)
+    engine.worker = SimpleNamespace(step=0, session=SimpleNamespace(works=SilentWorks()))
+    before = states_to_text(states_now())
+    reader = data.first(0, 0)
+    for step in range(5):
+        engine.worker.step, engine.global_samples = step, step * MICRO_BATCHES * 2
+        other = TrainingData(engine, make(), streams=streams)
+        streams.noticed = lambda: data._samples.draw
+        begin, end = step * MICRO_BATCHES, (step + 1) * MICRO_BATCHES
+        for one in (reader, other.last(0, step)):
+            for read, wanted in zip(itertools.islice(one, MICRO_BATCHES), expected[begin:end], strict=True):
+                assert torch.equal(read, wanted)
+        streams.draws = streams.draws or bool(streams.contribution())
+    assert streams.draws
+    assert states_to_text(states_now()) == before
+
+
+def test_samples_that_draw_nothing_are_not_read_again() -> None:
+    engine, streams = Loading(0), DataStreams()
+    dataset = Drawing(since=10)
+    data = TrainingData(engine, dataset, streams=streams)
+    begun(engine, streams)
+    engine.worker = SimpleNamespace(step=4, session=SimpleNamespace(works=SilentWorks()))
+    engine.global_samples = 24
+    assert next(data.first(0, 4)).tolist() == [4.0, 5.0]
+    assert not streams.contribution()
+
+
+def test_who_reads_along_comes_nearer_in_each_iteration() -> None:
+    seed()
+    expected = stock(Drawing(), helpers=0, count=60)
+    seed()
+    engine, streams = Loading(0), DataStreams()
+    data = TrainingData(engine, Drawing(), streams=streams)
+    begun(engine, streams)
+    streams.draws = True
+    works = SilentWorks()
+    for step in range(10, 15):
+        engine.worker = SimpleNamespace(step=step, session=SimpleNamespace(works=works))
+        engine.global_samples = step * MICRO_BATCHES * 2
+        data.read_along(0, last=True)
+    step += 1
+    engine.worker.step, engine.global_samples = step, step * MICRO_BATCHES * 2
+    assert torch.equal(next(data.last(0, step)), expected[step * MICRO_BATCHES])
+    assert works.totals == [MICRO_BATCHES]  # what the step before took
+
+
+def test_streams_travel() -> None:
+    seed()
+    engine, streams, other = Loading(0), DataStreams(), DataStreams()
+    begun(engine, streams)
+    other.take(streams.to_json())
+    assert other.to_json() == streams.to_json()
+    assert other.stream(0, last=True) == streams.stream(0, last=False)
+    before = states_now()
+    torch.rand(3), random.gauss(0, 1), numpy.random.randn()
+    states_from_text(states_to_text(before)).restore()
+    assert states_to_text(states_now()) == states_to_text(before)
+
+
+class SilentWorks:
+    """In place of what tells of long work."""
+
+    def __init__(self) -> None:
+        self.totals: list[int] = []
+
+    def watch(self, what: str, *, total: int, unit: str) -> Any:
+        self.totals.append(total)
+        return Work()
+
+
+class Work:
+    def __enter__(self) -> Work:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def add(self, count: int) -> None:
+        pass
