@@ -22,7 +22,6 @@ from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerL
 from deepspeed_bamboo.runtime.comm.peers import Links
 from deepspeed_bamboo.runtime.for_scripts import ScriptEngine, at_work
 from deepspeed_bamboo.runtime.iteration.activity import ActivityState
-from deepspeed_bamboo.runtime.iteration.data_streams import DataStreams
 from deepspeed_bamboo.runtime.iteration.evaluation import EvaluationRequest, data_as_others, evaluate
 from deepspeed_bamboo.runtime.iteration.evaluation_position import EvaluationPositions
 from deepspeed_bamboo.runtime.iteration.executor import FAULT_POINTS, Executor
@@ -82,7 +81,6 @@ class BambooPipelineEngine(ScriptEngine):
     def __init__(self, *args: Any, session: WorkerSession, script_groups: ScriptGroups, **kwargs: Any) -> None:
         # Until the grid is known, every iterator is that of the pipeline in which this worker starts.
         self.data = PipelineData(home=0)
-        self.data_streams = DataStreams()
         self.evaluated = EvaluationPositions()
         self.beginning = Beginning()
         self.session = session
@@ -318,8 +316,7 @@ class BambooPipelineEngine(ScriptEngine):
             self.set_dataiterator(data_iter)
         self.feed.warn_if_confined()
         self.reconfiguration.run_if_wished()
-        self.feed.supply.agree()
-        self.data_streams.settle(self.worker)
+        self.feed.agree()
         self.owner_changes.follow()
         for replica in self.host.replicas():
             with self.host.hosting(replica):

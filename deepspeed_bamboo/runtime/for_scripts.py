@@ -62,7 +62,6 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
     home: int
     job_grid: Grid
     data: PipelineData
-    data_streams: DataStreams
     feed: Feed
     stage_files: StageFiles
     script_writes: ScriptWrites
@@ -84,6 +83,11 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
             self._working -= 1
             if not self._working:
                 self._script_clock.leave_engine()
+
+    @functools.cached_property
+    def data_streams(self) -> DataStreams:
+        """The random numbers of ``training_data``."""
+        return DataStreams()
 
     @functools.cached_property
     def _script_clock(self) -> ScriptClock:

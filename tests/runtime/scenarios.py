@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import math
 import os
+import random
 import signal
 import time
 from collections import Counter
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import numpy
 import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -65,14 +67,15 @@ class Training:
 
 
 class Samples(torch.utils.data.Dataset):
-    """A small data set: sample k depends on k alone."""
+    """A small data set, for a few steps a pass: inputs and labels draw random numbers from everywhere."""
 
     def __len__(self) -> int:
-        return 200
+        return 30
 
     def __getitem__(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         x, y = models.vectors(0, 0, k, size=1)
-        return x[0], y[0]
+        drawn = torch.rand(()) + random.random()
+        return x[0] * drawn, y[0] + float(numpy.random.rand())
 
 
 def settings_of(training: Training) -> dict[str, Any]:
@@ -114,6 +117,8 @@ def build_module(
     if fresh:
         fresh_process_group(training.name)
     torch.manual_seed(11)
+    random.seed(12)
+    numpy.random.seed(13)
     module = make_module()
     os.environ["BAMBOO_JOB"] = f"{os.environ['BAMBOO_JOB'].split('--')[0]}--{training.name}"
     name = Path(os.environ["TEST_DIRECTORY"], "job")

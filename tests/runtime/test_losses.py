@@ -44,7 +44,7 @@ DEFAULT = [
     # The first and the last stage's worker, which feed the pipeline.
     (
         3,
-        Training("data-set-1x3", 3, steps=4, training_data=True),
+        Training("data-set-1x3", 3, steps=4, training_data=True, loader_helpers=None),
         [kill(1, 0, 2, "backward", 1), kill(2, 0, 0, "forward", 2)],
     ),
     (

@@ -103,6 +103,12 @@ class Feed:
         self._training = None
         self._evaluation_factory = evaluation
 
+    def agree(self) -> None:
+        """Before an iteration: know what the others have, where that isn't known; collective, see :class:`DataSupply`."""
+        self.supply.agree()
+        if self._training is not None:
+            self._training.settle()
+
     def used(self, *, since: int) -> int:
         """How many micro-batches each pipeline has used since step ``since``, at which the script's iterators began."""
         return (self._worker.step - since) * self._worker.micro_batches if since else self._used()
