@@ -133,7 +133,7 @@ class Redoing:
         step, samples = worker.step, self._batch.size()
         with self._feed.reading(None):
             self._batch.use(self.history.of(step).samples)
-            self._feed.supply.agree()
+            self._feed.agree()
             for replica in worker.host.replicas():
                 worker.host.restart(replica, micro_batches=worker.micro_batches)
             worker.host.activate_shown()
