@@ -104,7 +104,7 @@ class Feed:
         self._evaluation_factory = evaluation
 
     def agree(self) -> None:
-        """Before an iteration: know what the others have where that isn't known; collective, see :class:`DataSupply`."""
+        """Before an iteration: know what the others have, as :class:`DataSupply` does; collective."""
         self.supply.agree()
         if self._training is not None:
             self._training.settle()
