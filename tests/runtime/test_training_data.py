@@ -16,6 +16,7 @@ from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.runtime.iteration.data_streams import DataStreams, states_from_text, states_now, states_to_text
+from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
 from deepspeed_bamboo.runtime.iteration.training_data import TrainingData
 
 MICRO_BATCHES = 3
@@ -140,6 +141,41 @@ def test_who_reads_along_comes_nearer_in_each_iteration() -> None:
     engine.worker.step, engine.global_samples = step, step * MICRO_BATCHES * 2
     assert torch.equal(next(data.last(0, step)), expected[step * MICRO_BATCHES])
     assert works.totals == [MICRO_BATCHES]  # what the step before took
+
+
+def test_ends_read_their_own_numbers_and_a_step_that_is_complete_can_be_read_again() -> None:
+    wanted = []
+    for start in (5, 6):  # the ranks of the first and of the last stage
+        torch.manual_seed(start)
+        random.seed(6)
+        numpy.random.seed(7)
+        wanted.append(stock(Drawing(), helpers=0, count=9))
+    engine, streams = Loading(0), DataStreams()
+    training = TrainingData(engine, Drawing(), streams=streams)
+    claims = {}
+    for worker, start in (("a", 5), ("b", 6)):
+        seed()
+        torch.manual_seed(start)
+        streams.begin()
+        torch.empty((), dtype=torch.int64).random_()
+        claims[worker] = streams.claim()
+    streams.learn(claims, placement=Placement.initial(engine.job_grid, ("a", "b")))
+    assert training.parted(0)
+    data = PipelineData(home=0)
+    data.set_factory(training.first, for_last=(training.last, training.parted))
+    works = SilentWorks()
+    for step in range(3):
+        engine.worker = SimpleNamespace(step=step, session=SimpleNamespace(works=works))
+        engine.global_samples = step * MICRO_BATCHES * 2
+        for _ in range(2):  # again, as after a loss between the last micro-batch and the commit
+            for last in (False, True):
+                for micro_batch in range(MICRO_BATCHES):
+                    read = data.get(0, micro_batch, step=step, last=last)
+                    assert torch.equal(read, wanted[last][step * MICRO_BATCHES + micro_batch])
+                    assert data.has_read(0, micro_batch, step=step, last=last)
+            data.complete(MICRO_BATCHES, step=step)
+        data.forget(step)
+    assert works.totals == []  # one reader each
 
 
 def test_streams_travel() -> None:

@@ -263,14 +263,14 @@ class PipelineData:
         """Whether :meth:`get` returns it without running anything of the user's."""
         if pipeline == self._home and self._uses_iterator():
             return self._user.has_read(micro_batch)
-        made_for, source = self._made.get(self._key(pipeline, last), (None, None))
-        return source is not None and made_for == step and source.has_read(micro_batch)
+        source = self._made_for(self._key(pipeline, last), step)
+        return source is not None and source.has_read(micro_batch)
 
     def reads(self, pipeline: int, *, step: int, last: bool) -> bool:
         """Whether this worker has an iterator that is in ``step``, for that end of ``pipeline``."""
         if pipeline == self._home and self._uses_iterator():
             return True
-        return self._made.get(self._key(pipeline, last), (None, None))[0] == step
+        return self._made_for(self._key(pipeline, last), step) is not None
 
     def _key(self, pipeline: int, last: bool) -> tuple[int, bool]:
         return pipeline, last and self._for_last is not None and self._for_last[1](pipeline)
@@ -328,12 +328,17 @@ class PipelineData:
         self._user.rewind(step)
         self._made.clear()
 
+    def _made_for(self, key: tuple[int, bool], step: int) -> MicroBatchSource | None:
+        """What a factory made, if it is in ``step``; it has all of it where ``step`` is complete but not committed."""
+        made_for, source = self._made.get(key, (None, None))
+        return source if made_for in (step, step + 1) else None
+
     def _source(self, pipeline: int, step: int, *, last: bool) -> MicroBatchSource:
         if pipeline == self._home and self._uses_iterator():
             return self._user
         key = self._key(pipeline, last)
-        made_for, source = self._made.get(key, (None, None))
-        if source is None or made_for != step:
+        source = self._made_for(key, step)
+        if source is None:
             factory = self._for_last[0] if key[1] and self._for_last is not None else self._factory
             source = MicroBatchSource(factory(pipeline, step) if factory is not None else None, first_step=step)
             self._made[key] = (step, source)
