@@ -183,7 +183,11 @@ class Numbered(nn.Linear):
 
 
 def drawn(count: int) -> list[Any]:
-    """Layers whose first weights are drawn from torch's generator, where it is when they are built, and numbered."""
+    """Layers whose first weights are drawn from torch's generator, where it is when they are built, and numbered.
+
+    From 0 in each model, whatever this process has trained before.
+    """
+    Numbered.made = 0
     return [LayerSpec(Numbered) for _ in range(count)]
 
 
