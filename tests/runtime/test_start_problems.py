@@ -16,6 +16,7 @@ from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.runtime import initialize
 from deepspeed_bamboo.runtime.membership import starting
 from deepspeed_bamboo.runtime.stock.recounting import counts_twice
+from deepspeed_bamboo.runtime.stock.sparse_gradients import has_sparse, sparse_layers
 
 
 class Topology:
@@ -91,6 +92,25 @@ def test_running_statistics_under_activation_checkpoints_count_twice() -> None:
     assert not counts_twice(module(0, torch.nn.BatchNorm1d(3)))
     assert not counts_twice(module(1, torch.nn.BatchNorm1d(3, track_running_stats=False)))
     assert not counts_twice(module(1, torch.nn.LayerNorm(3)))
+
+
+def test_layers_with_sparse_gradients_are_refused_by_name_on_every_worker() -> None:
+    trained, frozen = torch.nn.Embedding(5, 2, sparse=True), torch.nn.Embedding(5, 2, sparse=True)
+    frozen.requires_grad_(False)
+    layers = torch.nn.Sequential(trained, frozen, torch.nn.Embedding(5, 2), torch.nn.EmbeddingBag(5, 2, sparse=True))
+    found = sparse_layers(layers)
+    assert found == ["0 (Embedding)", "3 (EmbeddingBag)"]
+    trained(torch.tensor([1])).sum().backward()
+    assert trained.weight.grad is not None and has_sparse([trained.weight.grad]) and not has_sparse([torch.zeros(2)])
+    flushed: list[float] = []
+    worker = SimpleNamespace(links=SimpleNamespace(flush=lambda within_seconds: flushed.append(within_seconds)))
+    starting.refuse_sparse(worker, [])  # type: ignore[arg-type]
+    assert not flushed
+    with pytest.raises(ConfigError) as raised:
+        starting.refuse_sparse(worker, found)  # type: ignore[arg-type]
+    assert flushed and len(raised.value.problems) == 2
+    for part in ("layer 0 (Embedding)", "sparse=False", '"off"'):
+        assert part in str(raised.value)
 
 
 def _speaker(me: str) -> Any:

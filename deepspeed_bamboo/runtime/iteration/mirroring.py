@@ -7,12 +7,14 @@ from typing import Protocol
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.runtime.comm.channel import Message
 from deepspeed_bamboo.runtime.iteration.messages import IterationContext
 from deepspeed_bamboo.runtime.iteration.step_calls import StepCalls
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 from deepspeed_bamboo.runtime.stock.shadow_steps import ShadowSteps
+from deepspeed_bamboo.runtime.stock.sparse_gradients import REMEDY, has_sparse
 from deepspeed_bamboo.runtime.stock.stock_steps import StockSteps
 
 
@@ -108,6 +110,11 @@ class Mirroring:
                 continue
             host.activate(replica)
             data, tensors = self._stock.mirrored(replica)
+            if has_sparse(tensors):
+                raise ConfigError(
+                    f"stage {replica.coordinate} (pipeline.stage) has sparse gradients, which can't be sent to its "
+                    f"shadow. Find the layer that calls an embedding with sparse=True; {REMEDY}"
+                )
             for holder in holders:
                 key = f"{context.activity}/mirror/{replica.coordinate}"
                 self._worker.links.send(holder, Message(key, data, tensors))

@@ -27,6 +27,7 @@ from deepspeed_bamboo.runtime.job.standalone import is_standalone
 from deepspeed_bamboo.runtime.membership.own_facts import common_facts
 from deepspeed_bamboo.runtime.recovery.memory_rounds import keeps_memory
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
+from deepspeed_bamboo.runtime.stock.sparse_gradients import REMEDY, sparse_layers
 
 _LAST_MESSAGES_SECONDS = 5.0
 
@@ -151,6 +152,22 @@ def refuse_unlike(worker: Worker, problems: Sequence[str]) -> None:
         )
 
 
+def _sparse_layers(worker: Worker) -> list[str]:
+    """Those of this worker's own stages whose gradients can't be sent to shadows."""
+    owned = worker.host.owners() if worker.protects else ()
+    return [layer for replica in owned for layer in sparse_layers(replica.module)]
+
+
+def refuse_sparse(worker: Worker, layers: Sequence[str]) -> None:
+    """Raise ConfigError, the same on all workers, where ``layers`` have sparse gradients."""
+    if layers:
+        worker.links.flush(within_seconds=_LAST_MESSAGES_SECONDS)
+        raise ConfigError(
+            *(f"layer {layer} has sparse gradients; {REMEDY}" for layer in dict.fromkeys(layers)),
+            where="gradients are sent to shadows, and sparse ones can't be",
+        )
+
+
 def _first_epoch(worker: Worker, *, order: tuple[WorkerId, ...], alike: bool) -> EpochRecord:
     """The epoch with which workers in this ``order`` begin, the same on each. In a start anew it follows the last."""
     session = worker.session
@@ -200,8 +217,9 @@ def _build_initial_shadows(
         unlike = unlike if problem is None else (*unlike, f"the optimizer of worker {session.worker}: {problem}")
         found = agree(unlike, links=worker.links, **everybody, label="start/alike")
         refuse_unlike(worker, [text for other in order for text in found[other]])
-        own = _paths(session.config), built.recounts(), built.streams.claim()
+        own = _paths(session.config), built.recounts(), built.streams.claim(), _sparse_layers(worker)
         told = agree(own, links=worker.links, **everybody, label="start/told")
+        refuse_sparse(worker, [layer for other in order for layer in told[other][3]])
         _say_where_paths_differ(worker, {other: its[0] for other, its in told.items()})
         _say_what_recounts(worker, {other: its[1] for other, its in told.items()})
         built.streams.learn({other: its[2] for other, its in told.items()}, placement=placement)
