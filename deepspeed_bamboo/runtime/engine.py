@@ -315,7 +315,7 @@ class BambooPipelineEngine(ScriptEngine):
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self.feed.warn_if_confined()
-        self.reconfiguration.run_if_wished()
+        self.reconfiguration.run_if_wished(before_moves=self.owner_changes.follow)
         self.feed.agree()
         self.owner_changes.follow()
         for replica in self.host.replicas():
@@ -347,6 +347,7 @@ class BambooPipelineEngine(ScriptEngine):
         micro_batches = self.micro_batches if num_micro_batches is None else num_micro_batches
         request = EvaluationRequest(micro_batches, return_logits, compute_loss, reduce_output, bcast_loss)
         evaluation = data_as_others(self, data_iter)
+        self.owner_changes.follow_evaluation()
         try:
             with self.feed.reading(evaluation):
                 return evaluate(self, request)

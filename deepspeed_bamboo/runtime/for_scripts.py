@@ -16,6 +16,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.slowness import DATA, SCRIPT, Cause
+from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.eventlog.log import EventLog
 from deepspeed_bamboo.runtime.checkpoint.stage_files import Around, StageFiles
 from deepspeed_bamboo.runtime.iteration.activity import Round
@@ -38,6 +39,8 @@ from deepspeed_bamboo.runtime.stock.stock_files import StockFiles
 
 _LAST_MESSAGES_SECONDS = 5.0
 
+_MAIN_THREAD_ONLY = frozenset({"train_batch", "eval_batch"})
+
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -46,6 +49,11 @@ def at_work(method: Method) -> Method:
 
     @functools.wraps(method)
     def call(engine: ScriptEngine, *args: Any, **kwargs: Any) -> Any:
+        if method.__name__ in _MAIN_THREAD_ONLY and in_thread_of_script():
+            raise ConfigError(
+                f"{method.__name__} was called in the thread {threading.current_thread().name!r}, and the plugin knows "
+                "the main thread only as the one that trains: call initialize and it there"
+            )
         with engine.working():
             return method(engine, *args, **kwargs)
 

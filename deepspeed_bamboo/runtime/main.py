@@ -133,11 +133,11 @@ def _run(function: Callable[[], Any], engines: Sequence[BambooPipelineEngine], g
         print(error, file=sys.stderr, flush=True)
         # Peers have gone on; nothing of this process may reach them any more, exit handlers included.
         os._exit(EXIT_EXPELLED)
-    except Exception:  # noqa: BLE001 - the user's bug, whatever it is: reported, then the job ends
+    except Exception as error:  # noqa: BLE001 - the user's bug, whatever it is: reported, then the job ends
         text = traceback.format_exc()
         _hand_over(text)
         for engine in engines:
-            _report_failure(engine, text)
+            _report_failure(engine, text, headline=_headline(error))
         return EXIT_USER_ERROR
 
 
@@ -176,12 +176,19 @@ def _exit_code(function: Callable[[], Any]) -> tuple[int, str]:
     return 0, ""
 
 
-def _report_failure(engine: BambooPipelineEngine, text: str) -> None:
+def _headline(error: Exception) -> str:
+    """The class of an error and what it says first; a heading has no meaning without what follows it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def _report_failure(engine: BambooPipelineEngine, text: str, *, headline: str | None = None) -> None:
     """Tell the job before this process ends, so that no peer takes its end for the loss of a node."""
     session = engine.session
     if session.closed or session.interruption.active is None:
         return  # over, or a worker that was still to be taken in, whose agent reports it; the job continues without it
-    failure = JobFailure(session.worker, "user_error", text.strip().splitlines()[-1], text)
+    failure = JobFailure(session.worker, "user_error", headline or text.strip().splitlines()[-1], text)
     with contextlib.suppress(CoordinatorUnavailable):
         session.coordinator.fail(failure)
 

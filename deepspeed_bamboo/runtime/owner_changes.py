@@ -18,8 +18,11 @@ the job is refused. So it is where hooks change what can't be sent; where they d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.replica_differences import strayed
@@ -30,6 +33,7 @@ from deepspeed_bamboo.runtime.recovery.stage_state import checksum
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 from deepspeed_bamboo.runtime.stock.clipping import clipping_of
 from deepspeed_bamboo.runtime.stock.gradients import master_weights
+from deepspeed_bamboo.runtime.stock.held_attributes import global_values
 from deepspeed_bamboo.runtime.stock.hook_values import (
     HookReading,
     HookState,
@@ -39,6 +43,7 @@ from deepspeed_bamboo.runtime.stock.hook_values import (
     separate_hooks,
     unsendable_changes,
 )
+from deepspeed_bamboo.runtime.stock.optimizer_values import unfollowed_hooks
 from deepspeed_bamboo.runtime.stock.outline import Outline, outline_of
 from deepspeed_bamboo.runtime.stock.plain_values import PlainValues, accept_plain_values
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
@@ -54,8 +59,8 @@ HOOKS = "changed in hooks"
 """The name under which a worker reports what hooks of its stages have changed that can't be sent."""
 _VALUES = "the script changes attributes of layers, or what hooks keep, between two steps"
 _UNSENDABLE = (
-    "hooks change what other workers can't be sent ({}); keep it in an attribute or a buffer of the layer, or as "
-    "numbers, lists, dictionaries or tensors in the hook's own closure or object"
+    "layers, hooks or the loss function change what other workers can't be sent ({}); keep it in a buffer, or as "
+    "numbers, lists, dictionaries or tensors in an attribute, closure or object that nobody else has"
 )
 _LOOKS = 3  # before the first steps; a script that changes weights after each step does so after the first one
 
@@ -81,13 +86,17 @@ class OwnerChanges:
         self._values: dict[Coordinate, PlainValues] = {}  # changed here, and not yet with the shadows
         self._known: dict[Coordinate, tuple[str, int, int, str]] = {}
         self._versions: dict[Coordinate, tuple[int, str]] = {}
+        self._gradients: dict[Coordinate, int] = {}
+        self._with_gradients: set[Coordinate] = set()  # there before the step
         self._outlines: dict[Coordinate, Outline] = {}
         self._reshaped: set[Coordinate] = set()  # here, since the shadows were made
         self._anew = False  # somewhere
         self._held: set[Coordinate] = set()  # of which hooks have changed here, and shadows have not got it yet
         self._separated = False
         self._hooks: dict[Coordinate, HookReading | None] = {}  # before one of the first steps, with global variables
-        self._unsendable: list[str] = []  # changed by hooks anywhere
+        self._globals: dict[Coordinate, dict[str, list[Any]]] = {}  # likewise
+        self._odd: Counter[tuple[Coordinate, str]] = Counter()  # how often global variables have changed in a step
+        self._unsendable: list[str] = []  # changed by layers and hooks anywhere
 
     def note(self) -> None:
         """Owners and shadows are alike now. Without shadows there is nothing to do, and a look takes milliseconds."""
@@ -97,11 +106,13 @@ class OwnerChanges:
         if self._looks < _LOOKS or self.by_hand:
             self._known = {c: self._now(r) for c, r in worker.host.owned.items()}
         self._versions = {c: _version(r) for c, r in worker.host.owned.items()}
+        self._gradients = {c: _gradients(r) for c, r in worker.host.owned.items()}
         self._outlines = {c: self._outlines.get(c) or outline_of(r) for c, r in worker.host.owned.items()}
         if not self._looks:
             for replica in worker.host.owned.values():
                 replica.moving.look(replica.module)
                 replica.moving_hooks.look(replica.module)
+                replica.moving_attributes.look(replica.module, by_script=True)
 
     def follow(self) -> None:
         """Before a step, on every worker: bring shadows to what their owners have become; collective at first."""
@@ -122,6 +133,7 @@ class OwnerChanges:
         first = self._looks == 0
         if first:
             self._first_epoch = worker.epoch
+            self._tell_of_hooked_steps()
         self._looks += 1
         weights: set[Coordinate] = set()
         structure: set[Coordinate] = set()
@@ -142,14 +154,23 @@ class OwnerChanges:
         if weights or structure:
             self._bring(structure)
             self._changed()
-        for value in agreed.values():
+        self._accept_all(agreed.values(), first=first)
+        self.note()
+        if self._looks <= _LOOKS:
+            self._hooks = {c: read_hooks(r.module, globals_too=True) for c, r in worker.host.owned.items()}
+            self._globals = {c: global_values(r.module) for c, r in worker.host.owned.items()}
+
+    def _accept_all(self, agreed: Iterable[Mapping[str, Any]], *, first: bool) -> None:
+        for value in agreed:
             for coordinate, values in value["values"].items():
                 self._accept(coordinate, values, first=first)
             for coordinate, held in value["held"].items():
                 self._accept_held(coordinate, held, first=first)
-        self.note()
-        if self._looks <= _LOOKS:
-            self._hooks = {c: read_hooks(r.module, globals_too=True) for c, r in worker.host.owned.items()}
+
+    def follow_evaluation(self) -> None:
+        """Before an evaluation: a script may have put averaged weights in its place, and may do so each time."""
+        if self._looks >= _LOOKS:
+            self.follow()
 
     def contribution(self) -> dict[str, Any]:
         """What this worker contributes to the agreement of an iteration."""
@@ -193,11 +214,18 @@ class OwnerChanges:
     def _moved_hooks(self) -> dict[str, Any]:
         """What hooks have changed that can't be sent; in the first iterations global variables, too."""
         before, self._hooks = self._hooks, {}
+        global_before, self._globals = self._globals, {}
         owned, moved = self._worker.host.owned, []
         for coordinate, replica in owned.items():
-            found = replica.moving_hooks.take_unsendable()
+            found = [*replica.moving_hooks.take_unsendable(), *replica.moving_attributes.take_unsendable()]
             if coordinate in before:
                 found += unsendable_changes(before[coordinate], read_hooks(replica.module, globals_too=True))
+            if coordinate in self._with_gradients:
+                found.append("gradients, by a backward of the script's own between two steps")
+            if coordinate in global_before:
+                known, now = global_before[coordinate], global_values(replica.module)
+                self._odd.update((coordinate, name) for name, its in now.items() if known.get(name, its) != its)
+                found += [f"the global variable {name}" for name in now if self._odd[coordinate, name] > 1]
             moved += [f"{coordinate}: {what}" for what in dict.fromkeys(found)]
         return {HOOKS: moved} if moved else {}
 
@@ -223,7 +251,7 @@ class OwnerChanges:
     def _changes(self) -> dict[str, Any]:
         owned = self._worker.host.owned
         values = {str(c): its for c, its in self._values.items() if c in owned}
-        held = {str(c): hook_state(owned[c].module, host=True) for c in self._held if c in owned}
+        held = {str(c): _held_now(owned[c]) for c in self._held if c in owned}
         if self._looks > _LOOKS:
             weights = sorted({*self._changed_since(), *(self._stale & owned.keys())})
             return {
@@ -261,12 +289,26 @@ class OwnerChanges:
         )
         refuse_unlike(self._worker, [problem] if found else [])
 
+    def _tell_of_hooked_steps(self) -> None:
+        optimizers = (replica.attributes["basic_optimizer"] for replica in self._worker.host.owners())
+        hooks = sorted({hook for optimizer in optimizers for hook in unfollowed_hooks(optimizer)})
+        if hooks:
+            tell_once(
+                self._worker,
+                f"the script has hooked or wrapped the optimizer's step ({', '.join(hooks)}), and shadows step without "
+                "that: what it changes of weights or state is not there after a loss. If it only looks, all is well; "
+                "else put it into step() of an optimizer class of your own",
+            )
+
     def _look_at_values(self) -> None:
+        owned = self._worker.host.owned
+        self._with_gradients = {c for c, its in self._gradients.items() if c in owned and _gradients(owned[c]) != its}
         for coordinate, replica in self._worker.host.owned.items():
             changed = replica.moving.look(replica.module)
             for path, values in changed.items():
                 self._values.setdefault(coordinate, {}).setdefault(path, {}).update(values)
-            if replica.moving_hooks.look(replica.module):
+            hooks = replica.moving_hooks.look(replica.module)
+            if replica.moving_attributes.look(replica.module, by_script=True) or hooks:
                 self._held.add(coordinate)
 
     def _accept(self, coordinate: str, values: PlainValues, *, first: bool) -> None:
@@ -278,16 +320,18 @@ class OwnerChanges:
                 shadow.finish_step()
                 accept_plain_values(shadow.module, values)
 
-    def _accept_held(self, coordinate: str, state: HookState, *, first: bool) -> None:
+    def _accept_held(self, coordinate: str, held: Sequence[HookState | None], *, first: bool) -> None:
         self._accept(coordinate, {}, first=first)
+        hooks, attributes = held
         for known, shadow in self._worker.host.shadows.items():
             if str(known) == coordinate:
-                accept_hook_state(shadow.module, state)
-                shadow.moving_hooks.include(state)
+                accept_hook_state(shadow.module, hooks)
+                shadow.moving_hooks.include(hooks)
+                shadow.moving_attributes.accept(shadow.module, attributes)
 
     def _now(self, replica: StageReplica) -> tuple[str, int, int, str]:
         replica.finish_step()
-        return self._described(replica), *_checksums(replica), _schedule(replica)
+        return self._described(replica), *_checksums(replica), _beside_weights(replica)
 
     def _changed_since(self) -> list[Coordinate]:
         owned = self._worker.host.owned
@@ -332,9 +376,31 @@ def _checksums(replica: StageReplica) -> tuple[int, int]:
     return checksum([*replica.module.parameters(), *masters]), checksum(list(replica.module.buffers()))
 
 
+def _held_now(replica: StageReplica) -> list[HookState | None]:
+    """What hooks and attributes keep, in the host's memory."""
+    attributes = replica.moving_attributes.state(replica.module)
+    if attributes is not None:
+        attributes = {**attributes, "tensors": [tensor.cpu() for tensor in attributes["tensors"]]}
+    return [hook_state(replica.module, host=True), attributes]
+
+
 def _version(replica: StageReplica) -> tuple[int, str]:
     tensors = (*replica.module.parameters(), *replica.module.buffers())
-    return sum(tensor._version for tensor in tensors), _schedule(replica)
+    return sum(tensor._version for tensor in tensors), _beside_weights(replica)
+
+
+def _beside_weights(replica: StageReplica) -> str:
+    """The scheduler's state, and which tensors with which values the optimizer's is."""
+    optimizer = replica.attributes["basic_optimizer"]
+    kept = {} if optimizer is None else optimizer.state
+    tensors = [value for its in kept.values() for value in its.values() if isinstance(value, torch.Tensor)]
+    return f"{_schedule(replica)} {sum(map(id, tensors))} {sum(tensor._version for tensor in tensors)}"
+
+
+def _gradients(replica: StageReplica) -> int:
+    """Another number once a backward has added to a gradient."""
+    gradients = (parameter.grad for parameter in replica.module.parameters())
+    return sum(gradient._version + 1 for gradient in gradients if gradient is not None)
 
 
 def _schedule(replica: StageReplica) -> str:

@@ -6,11 +6,13 @@ A habit is a class with what it does at each point of a script. Nothing in one k
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import numpy
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import Tensor, nn
@@ -418,6 +420,113 @@ class Moving(Habit):
                 part.share.fill_(0.9 - 0.1 * step)
 
 
+class Tally:
+    """An object of the script's own."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class KeepingBlock(Block):
+    """Keeps what it has seen in a list, a dictionary, tensors, an array and an object, on which its output depends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: deque[float] = deque(maxlen=3)
+        self.counts = {"forwards": 0}
+        self.average: Tensor | None = None
+        self.spread, self.last = numpy.zeros(2), numpy.float64(0)
+        self.tally = Tally()
+        self.projection = torch.rand(WIDTH)  # drawn once, and no buffer
+        self.rank_scale, self.turn = 1.0, 1j
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        self.seen.append(float(mean.mean()))
+        self.counts["forwards"] += 1
+        self.average = mean if self.average is None else 0.9 * self.average + 0.1 * mean
+        self.spread = self.spread * 0.9 + float(mean.std())
+        self.last = self.last * 0.5 + len(self.seen)
+        self.tally.calls += 1
+        self.rank_scale *= 0.99
+        self.turn *= 1j
+        kept = (
+            sum(self.seen)
+            + self.counts["forwards"]
+            + float(self.spread.sum() + self.last)
+            + self.tally.calls
+            + self.turn.real
+        )
+        return (super().forward(x) + 0.1 * self.average * self.projection + 0.001 * kept) * self.rank_scale
+
+
+class Lookahead(torch.optim.SGD):
+    """Slow weights that are in no state_dict."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.count += 1
+        fast = [p for group in self.param_groups for p in group["params"]]
+        for slow, parameter in zip(self.slow, fast, strict=True):
+            if self.count % 2 == 0:
+                slow.lerp_(parameter, 0.5)
+                parameter.copy_(slow)
+
+
+def warming_up() -> Any:
+    """A loss with a count and an average in its closure."""
+    count, average = {"calls": 0}, torch.zeros(())
+
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        count["calls"] += 1
+        plain = nn.functional.cross_entropy(outputs, labels)
+        average.mul_(0.9).add_(0.1 * plain.detach())
+        return plain * (1 + 0.05 * count["calls"]) / (1 + average)
+
+    return loss
+
+
+class Keeping(Moving):
+    """What layers, loss and optimizer keep in lists, tensors and objects; another loss in a second phase."""
+
+    def layers(self) -> list[Any]:
+        return [*(LayerSpec(KeepingBlock) for _ in range(5)), LayerSpec(Last)]
+
+    def built(self, module: PipelineModule) -> None:
+        module.loss_fn = warming_up()
+
+    def arguments(self, module: PipelineModule) -> dict[str, Any]:
+        return {"optimizer": Lookahead}
+
+    def stepped(self, engine: Any, step: int) -> None:
+        if step == 2:
+            engine.module.loss_fn = nn.functional.cross_entropy
+
+
+class HidingBlock(Block):
+    """With a layer in a list, where nobody finds its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [nn.Linear(WIDTH, WIDTH)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.hidden[0](x)
+
+
+class Hidden(Habit):
+    """Layers that are not registered."""
+
+    def layers(self) -> list[Any]:
+        return [*(LayerSpec(HidingBlock) for _ in range(5)), LayerSpec(Last)]
+
+
 class GrowingBlock(Block):
     """Registers a buffer in its first forward, and a longer one later."""
 
@@ -528,7 +637,7 @@ _KINDS = (
         Unknown,
         UncallableObject,
     ),
-    *(Moving, Shifting, Wrapped, HookedOptimizer, Pruned),
+    *(Moving, Keeping, Hidden, Shifting, Wrapped, HookedOptimizer, Pruned),
 )
 HABITS: dict[str, type[Habit]] = {kind.__name__: kind for kind in _KINDS}
 

@@ -183,9 +183,10 @@ class Reconfiguration:
 
     # -- carrying them out -------------------------------------------------------------------------
 
-    def run_if_wished(self) -> None:
+    def run_if_wished(self, *, before_moves: Callable[[], None]) -> None:
         """At an iteration boundary, on every worker.
 
+        ``before_moves`` is called before stages move: a shadow that becomes the owner lacks what the script changed.
         Raises DrainedError on a worker that leaves, once nobody needs it, and JobStoppedError everywhere when
         the job is to end.
         """
@@ -198,6 +199,7 @@ class Reconfiguration:
                 "its loop (saving a checkpoint, say) is not done; a loop `while not engine.finished` is left instead"
             )
         if wish.target is not None:
+            before_moves()
             self.carry_out(wish.epoch, wish.target)
 
     def carry_out(self, epoch: int, target: Target) -> None:

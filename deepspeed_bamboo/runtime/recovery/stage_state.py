@@ -16,11 +16,11 @@ from deepspeed_bamboo.runtime.stock.attributes import COUNTERS
 from deepspeed_bamboo.runtime.stock.clipping import clipping_of
 from deepspeed_bamboo.runtime.stock.gradients import accept_scale_state, master_weights, scale_state
 from deepspeed_bamboo.runtime.stock.hook_values import accept_hook_state, hook_state
+from deepspeed_bamboo.runtime.stock.optimizer_values import accept_optimizer_values, optimizer_values
 from deepspeed_bamboo.runtime.stock.plain_values import (
     accept_plain_of_the_script,
     accept_plain_values,
     plain_of_the_script,
-    plain_values,
 )
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
@@ -61,16 +61,19 @@ def pack_rest(replica: StageReplica) -> dict[str, Any]:
     """Of what :func:`pack_state` packs, what DeepSpeed's own files lack, or have for other purposes."""
     replica.finish_step()
     attributes = replica.attributes
+    module = attributes["module"]
     scheduler = attributes["lr_scheduler"] or replica.script_scheduler
     return {
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "counters": {name: attributes[name] for name in _COUNTERS},
         "norm": attributes.get("_global_grad_norm"),
         "micro_offset": replica.micro_offset,
-        "values": plain_values(attributes["module"]),
+        "values": replica.moving.all_values(module),
         "hooks": hook_state(attributes["module"]),
+        "attributes": replica.moving_attributes.state(attributes["module"], moving_only=False),
         "clip": clipping_of(attributes["optimizer"]),
         "own": [plain_of_the_script(holder) for holder in (attributes["basic_optimizer"], scheduler)],
+        "kept": [optimizer_values(holder, module) for holder in (attributes["basic_optimizer"], scheduler)],
     }
 
 
@@ -84,11 +87,14 @@ def unpack_rest(replica: StageReplica, state: dict[str, Any]) -> None:
         replica.scheduler_state = state["scheduler"]
     accept_plain_values(attributes["module"], state["values"])
     accept_hook_state(attributes["module"], state.get("hooks"))
+    replica.moving_attributes.accept(attributes["module"], state.get("attributes"))
     if state["clip"] is not None:
         attributes["optimizer"].clip_grad = state["clip"]
     holders = (attributes["basic_optimizer"], attributes["lr_scheduler"] or replica.script_scheduler)
     for holder, own in zip(holders, state["own"], strict=True):
         accept_plain_of_the_script(holder, own)
+    for holder, kept in zip(holders, state.get("kept", ()), strict=False):
+        accept_optimizer_values(holder, attributes["module"], kept)
     attributes.update(state["counters"])
     replica.micro_offset = state["micro_offset"]
 

@@ -68,6 +68,11 @@ def is_foreign(name: str) -> bool:
     return _is_foreign(name, _MODULE_ATTRIBUTES)
 
 
+def is_torchs(name: str) -> bool:
+    """Whether every module has an attribute of this name, or DeepSpeed notes it there."""
+    return name in _MODULE_ATTRIBUTES
+
+
 def own_attributes(module: torch.nn.Module) -> dict[str, Any]:
     """What a module has besides what every module has; not what may be another thing on another machine."""
     return {name: value for name, value in module.__dict__.items() if not is_foreign(name)}

@@ -236,6 +236,12 @@ class Fitting:
             raise LookupError(f"the method {node[2]} of {class_name(type(holder))}")
         return getattr(holder, node[2])
 
+    def bound(self, place: int, node: Form, existing: Any) -> Any:
+        """A function that the script has bound to an object."""
+        old = existing if isinstance(existing, types.MethodType) else None
+        function = self.value(node[1], getattr(old, "__func__", None))
+        return types.MethodType(function, self.value(node[2], getattr(old, "__self__", None)))
+
     def partial(self, place: int, node: Form, existing: Any) -> Any:
         """A partial."""
         old = existing if type(existing) is functools.partial else None
@@ -291,10 +297,12 @@ _MAKE: Mapping[str, Callable[[Fitting, int, Form, Any], Any]] = {
     "function": Fitting.function,
     "cell": Fitting.cell,
     "method": Fitting.method,
+    "bound": Fitting.bound,
     "partial": Fitting.partial,
     "object": Fitting.object,
     "module": Fitting.part,
     "parameter": Fitting.part,
+    "complex": lambda fitting, place, node, existing: complex(node[1], node[2]),
     **dict.fromkeys(("named", "import", "class", "logger", "device", "own", "noted", "other"), Fitting.found_here),
 }
 

@@ -9,6 +9,7 @@ names others by their place, and ``tensors`` beside it. An item is ``["plain", v
   forward and made again by the next one;
 - ``["module", path]``, ``["parameter", name]``: parts of the stage; ``["own", class]``: what every worker has one of;
 - ``["function", module, name, line, checksum, defaults, cells]``, ``["cell", item]``, ``["method", item, name]``,
+  ``["bound", function, item]``,
   ``["partial", items...]``, ``["object", class, items]``, ``["class", name]``, ``["named", module, name]`` and others;
 - ``["other", class]``: what can't be sent.
 
@@ -23,14 +24,14 @@ import math
 import operator
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from deepspeed_bamboo.runtime.stock.plain_forms import Form, Parts, checksum_of, class_name
+from deepspeed_bamboo.runtime.stock.plain_forms import Form, checksum_of, class_name
 
 ATOMS = frozenset({type(None), bool, int, float, str, bytes, torch.dtype})
 MAPPINGS: Mapping[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter, "default": defaultdict}
@@ -40,6 +41,8 @@ CONTAINERS: Mapping[str, type] = {
 _NAMES = {kind: name for name, kind in CONTAINERS.items()}
 NAMED_IN = {"torch": torch, "torch.nn.functional": torch.nn.functional, "math": math, "operator": operator}
 """Where functions without code of their own are looked for, by name."""
+MUTABLE = frozenset({"list", "set", "deque", *MAPPINGS, "tensor", "array", "generator", "cell", "object"})
+"""Kinds of nodes that can be changed where they are."""
 _LIBRARIES = frozenset({"torch", "deepspeed", "numpy"})
 _MOST_NODES = 20_000
 
@@ -54,15 +57,34 @@ class Graph:
 
     def reachable(self, item: Form) -> Iterator[Form]:
         """The nodes of ``item`` and of all that it holds."""
-        waiting, seen = [item], set()
+        return (self.nodes[place] for place in self.places(item))
+
+    def places(self, item: Form) -> list[int]:
+        """Where the nodes of ``item`` and of all that it holds are, in an order that depends on ``item`` alone."""
+        waiting, seen = [item], dict[int, None]()
         while waiting:
             item = waiting.pop()
-            if item[0] != "ref" or item[1] in seen:
-                continue
-            seen.add(item[1])
-            node = self.nodes[item[1]]
-            yield node
-            waiting += _items(node)
+            if item[0] == "ref" and item[1] not in seen:
+                seen[item[1]] = None
+                waiting += _items(self.nodes[item[1]])
+        return list(seen)
+
+    def content(self, item: Form, versions: Sequence[Any]) -> list[Any]:
+        """``item`` with all that it holds, wherever in the graph that is; equal for what has not changed.
+
+        ``versions`` of the tensors say whether one has other values.
+        """
+        places = self.places(item)
+        number = {place: index for index, place in enumerate(places)}
+
+        def local(value: Any) -> Any:
+            if isinstance(value, list):
+                return ["ref", number[value[1]]] if len(value) == 2 and value[0] == "ref" else [local(v) for v in value]
+            return value
+
+        nodes = (self.nodes[place] for place in places)
+        its = [[versions[node[1]], *node[2:]] if node[0] == "tensor" else local(node) for node in nodes]
+        return [item if item[0] == "plain" else None, its]
 
     def unknown(self, item: Form) -> list[str]:
         """The classes of what can't be sent in ``item``."""
@@ -79,6 +101,16 @@ def _items(node: Form) -> Iterator[Form]:
             yield from (item for item in value if isinstance(item, list) and len(item) == 2 and item[0] == "ref")
 
 
+class Names(Protocol):
+    """Finds modules and tensors of a stage; :class:`Parts` is one."""
+
+    def path(self, module: Any) -> str | None:
+        """Of a module, None for one of another stage."""
+
+    def name(self, tensor: Any) -> str | None:
+        """Of a parameter or buffer likewise."""
+
+
 class Reader:
     """Reads values of one stage into ``graph``. What is read twice is one node.
 
@@ -87,7 +119,7 @@ class Reader:
         globals_too: read also what functions find in global variables, if it is data.
     """
 
-    def __init__(self, parts: Parts, *, globals_too: bool = False) -> None:
+    def __init__(self, parts: Names, *, globals_too: bool = False) -> None:
         self.graph = Graph()
         self.objects: list[Any] = []  # of the nodes; so no other object gets the id of one that is gone
         self._parts = parts
@@ -160,7 +192,7 @@ class Reader:
     def _globals_of(self, value: types.FunctionType) -> list[Form]:
         names = value.__globals__
         held = ((name, names[name]) for name in _global_names(value.__code__) if name in names)
-        return [part for name, its in held if _is_data(its) for part in (self.item(name), self.item(its))]
+        return [part for name, its in held if is_data(its) for part in (self.item(name), self.item(its))]
 
     def cell(self, value: types.CellType) -> Form:
         """What a closure holds."""
@@ -174,7 +206,11 @@ class Reader:
         return ["partial", self.item(value.func), self.item(list(value.args)), self.item(dict(value.keywords))]
 
     def method(self, value: types.MethodType) -> Form:
-        """A bound method."""
+        """A bound method; one that an object's class has not is a function bound by hand."""
+        function: Any = value.__func__
+        of_its_class = getattr(type(value.__self__), getattr(function, "__name__", ""), None)
+        if of_its_class is not function and isinstance(function, types.FunctionType):
+            return ["bound", self.item(value.__func__), self.item(value.__self__)]
         return ["method", self.item(value.__self__), value.__name__]
 
     def _object(self, value: Any) -> Form:
@@ -200,6 +236,7 @@ _READ: Mapping[type, Callable[[Reader, Any], Form]] = {
     torch.Generator: lambda reader, value: ["generator", value.device.type, bytes(value.get_state().numpy())],
     logging.Logger: lambda reader, value: ["logger", value.name],
     np.ndarray: lambda reader, value: _array(value),
+    complex: lambda reader, value: ["complex", value.real, value.imag],
 }
 
 
@@ -228,7 +265,8 @@ def _is_of_a_library(module: str | None) -> bool:
     return module is None or module.partition(".")[0] in _LIBRARIES or module.startswith(own)
 
 
-def _is_data(value: Any) -> bool:
+def is_data(value: Any) -> bool:
+    """Whether a global variable holds what a script may change in it."""
     kind = type(value)
     if kind in _NAMES or kind in ATOMS or isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         return True

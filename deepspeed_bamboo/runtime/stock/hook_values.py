@@ -13,15 +13,13 @@ from typing import Any
 import torch
 
 from deepspeed_bamboo.runtime.stock.held_fitting import Examples, Fitting
-from deepspeed_bamboo.runtime.stock.held_values import MAPPINGS, Graph, Reader
+from deepspeed_bamboo.runtime.stock.held_values import MUTABLE, Graph, Reader
 from deepspeed_bamboo.runtime.stock.plain_forms import Form, Parts
 from deepspeed_bamboo.runtime.stock.script_hooks import ScriptHook, hooks_of_stage
 
 HookState = dict[str, Any]
 """``nodes`` and ``tensors`` of a graph (``held_values.py``), tensors None where they have not moved; ``where`` has for
 each hook the path of its holder, its kind, its place among those, and its item, None for one that can't be sent."""
-
-_SHARED = frozenset({"list", "set", "deque", *MAPPINGS, "tensor", "array", "generator", "cell", "object"})
 
 
 @dataclass
@@ -156,7 +154,7 @@ def _device_of(module: torch.nn.Module) -> torch.device:
 
 def _mutable(reading: HookReading) -> set[int]:
     pairs = zip(reading.graph.nodes, reading.objects, strict=True)
-    return {id(value) for node, value in pairs if node[0] in _SHARED}
+    return {id(value) for node, value in pairs if node[0] in MUTABLE}
 
 
 class MovingHooks:
@@ -227,9 +225,7 @@ def _changed(before: HookReading, now: HookReading, place: int) -> bool:
 
 
 def _content(reading: HookReading, item: Form) -> list[Any]:
-    return [
-        [node, reading.versions[node[1]] if node[0] == "tensor" else None] for node in reading.graph.reachable(item)
-    ]
+    return reading.graph.content(item, reading.versions)
 
 
 def _globals(reading: HookReading) -> Iterator[tuple[str, list[Any]]]:

@@ -237,6 +237,9 @@ class StageHost:
             self.activate(previous)
         self._prepare(replica)
         replica.complete = False
+        for other in self.built():
+            other.moving_attributes.share([replica.module])
+            replica.moving_attributes.share([other.module])
         return replica
 
     def _module(

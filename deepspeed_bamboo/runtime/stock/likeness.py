@@ -14,6 +14,7 @@ import types
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from deepspeed_bamboo.runtime.comm.layout import in_layout
@@ -272,8 +273,15 @@ def _fit_attributes(
             continue
         for example in examples:
             if name in example.__dict__ and repr(form_of(example.__dict__[name], parts)) == repr(form):
-                holder.__dict__[name] = example.__dict__[name]
+                holder.__dict__[name] = _own(example.__dict__[name])
                 break
+
+
+def _own(value: Any) -> Any:
+    """``value`` of an example for another stage: data is copied, and gets the owner's values later."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def _made(form: Form, parts: Parts, code: CodeOfTheScript, otherwise: Any) -> Any:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
-from deepspeed_bamboo.runtime.stock.script_hooks import MODULE_HOOKS, PARAMETER_HOOKS
+from deepspeed_bamboo.runtime.stock.script_hooks import LOSS, MODULE_HOOKS, PARAMETER_HOOKS
 
 Outline = tuple[Any, ...]
 
 
 def outline_of(replica: StageReplica) -> Outline:
-    """Classes of modules, types and ``requires_grad`` of parameters, the code of hooks, sizes of parameter groups."""
+    """Classes of modules, types and ``requires_grad`` of parameters, the code of hooks, sizes of parameter groups.
+
+    And which loss function and what kind of optimizer it is.
+    """
     parts: list[Any] = []
     for part in replica.module.modules():
         kept = part.__dict__
@@ -27,6 +30,8 @@ def outline_of(replica: StageReplica) -> Outline:
             for kind in PARAMETER_HOOKS:
                 parts += map(_code, (getattr(parameter, kind, None) or {}).values())
     optimizer = replica.attributes["basic_optimizer"]
+    # The objects themselves: a script that puts others in their place means others.
+    parts += [optimizer.__class__, replica.attributes["optimizer"].__class__, id(replica.module.__dict__.get(LOSS))]
     parts += [len(group["params"]) for group in (() if optimizer is None else optimizer.param_groups)]
     return tuple(parts)
 

@@ -56,6 +56,11 @@ class Parts:
             {id(tensor): name for name, tensor in tensors.items()},
         )
 
+    def with_tensors(self, more: Mapping[str, torch.Tensor]) -> Parts:
+        """These and ``more``; what is here already keeps its name."""
+        names = {id(tensor): name for name, tensor in more.items()}
+        return Parts(self.modules, {**self.tensors, **more}, self._paths, {**names, **self._names})
+
     def path(self, module: Any) -> str | None:
         """Of a module in this stage."""
         return self._paths.get(id(module))

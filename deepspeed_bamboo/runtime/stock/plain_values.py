@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-from deepspeed_bamboo.runtime.stock.description import is_foreign
+from deepspeed_bamboo.runtime.stock.description import is_foreign, is_torchs
 from deepspeed_bamboo.runtime.stock.script_hooks import LOSS, is_of_stage
 
 PlainValues = dict[str, dict[str, Any]]
 """By the path of a module (``loss_fn`` for a loss that is none) its values by name."""
 
-_PLAIN = frozenset({bool, int, float, str})
+PLAIN = frozenset({bool, int, float, str})
+"""The classes of what is followed here; all else is in ``held_attributes.py``."""
 
 
 class MovingValues:
@@ -32,7 +33,7 @@ class MovingValues:
     def look(self, module: torch.nn.Module) -> PlainValues:
         """What has changed since the last look; nothing in the first one."""
         self._looks += 1
-        now = plain_values(module)
+        now = plain_values(module, foreign_too=True)
         before, self._known = self._known, now
         changed = {} if before is None or before == now else changes(before, now)
         for path, values in changed.items():
@@ -49,23 +50,35 @@ class MovingValues:
         """What has ever changed; all, as long as nobody has looked twice."""
         return self.values(module) if self._looks > 1 else plain_values(module)
 
+    def all_values(self, module: torch.nn.Module) -> PlainValues:
+        """What goes with a stage's state."""
+        found = plain_values(module)
+        for path, values in self.values(module).items():
+            found.setdefault(path, {}).update(values)
+        return found
+
     def values(self, module: torch.nn.Module) -> PlainValues:
         """Of all that has ever changed, what it is now."""
         if not self._moving:
             return {}
-        now = plain_values(module)
+        now = plain_values(module, foreign_too=True)
         kept = {
             path: {n: v for n, v in now.get(path, {}).items() if n in names} for path, names in self._moving.items()
         }
         return {path: values for path, values in kept.items() if values}
 
 
-def plain_values(module: torch.nn.Module) -> PlainValues:
-    """Those of all layers of a stage, and of its loss function."""
+def plain_values(module: torch.nn.Module, *, foreign_too: bool = False) -> PlainValues:
+    """Those of all layers of a stage, and of its loss function.
+
+    ``foreign_too``: also those that may be others on another machine by their name (``self.rank``). What forwards move
+    is none of those, whatever it is called.
+    """
     found = {}
     for path, holder in _holders(module):
         # Classes first: of the twenty attributes of a module few are plain.
-        values = {n: v for n, v in holder.__dict__.items() if v.__class__ in _PLAIN and not is_foreign(n)}
+        plain = {n: v for n, v in holder.__dict__.items() if v.__class__ in PLAIN}
+        values = {n: v for n, v in plain.items() if not (is_foreign(n) and (not foreign_too or is_torchs(n)))}
         if values:
             found[path] = values
     return found
@@ -85,7 +98,7 @@ def plain_of_the_script(holder: Any) -> dict[str, Any]:
     """Those of an optimizer or scheduler of the script's, which its ``state_dict`` may leave out; {} for others."""
     if holder is None or type(holder).__module__.startswith(("torch.", "deepspeed.")):
         return {}
-    return {name: value for name, value in vars(holder).items() if value.__class__ in _PLAIN}
+    return {name: value for name, value in vars(holder).items() if value.__class__ in PLAIN}
 
 
 def accept_plain_of_the_script(holder: Any, values: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.runtime.stock.buffers import BufferName
+from deepspeed_bamboo.runtime.stock.held_attributes import AttributeState, MovingAttributes
 from deepspeed_bamboo.runtime.stock.hook_values import HookState, MovingHooks
 from deepspeed_bamboo.runtime.stock.hyperparameters import Values
 from deepspeed_bamboo.runtime.stock.likeness import take_root_hooks
@@ -59,6 +60,8 @@ class StageReplica:
     moving: MovingValues = field(default_factory=MovingValues)
     pending_hooks: HookState | None = None
     moving_hooks: MovingHooks = field(default_factory=MovingHooks)
+    pending_attributes: AttributeState | None = None
+    moving_attributes: MovingAttributes = field(default_factory=MovingAttributes)
     before_reduction: Callable[[], None] | None = None
     made: Values = ()  # what the optimizer's groups held when it was made
     built_scheduler: Any = None  # made for this stage; another one in ``attributes`` is the script's object
@@ -92,7 +95,7 @@ class StageReplica:
         self.mirrored = False
         self.pending_buffers = None
         self.pending_values = {}
-        self.pending_hooks = None
+        self.pending_hooks = self.pending_attributes = None
         self.before_reduction = None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from deepspeed_bamboo.runtime.stock.held_attributes import AttributeState
 from deepspeed_bamboo.runtime.stock.hook_values import HookState, accept_hook_state, hook_state
 from deepspeed_bamboo.runtime.stock.plain_values import PlainValues, accept_plain_values
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
@@ -18,15 +19,21 @@ class ScriptState:
 
     values: PlainValues = field(default_factory=dict)
     hooks: HookState | None = None
+    attributes: AttributeState | None = None
 
 
 def script_state(replica: StageReplica) -> ScriptState:
     """Of what moves in ``replica``, or may move as long as nobody has looked twice."""
-    values = replica.moving.at_risk(replica.module)
-    return ScriptState(values, hook_state(replica.module) if replica.moving_hooks.at_risk else None)
+    module = replica.module
+    return ScriptState(
+        replica.moving.at_risk(module),
+        hook_state(module) if replica.moving_hooks.at_risk else None,
+        replica.moving_attributes.state(module),
+    )
 
 
 def restore_script_state(state: ScriptState, replica: StageReplica) -> None:
     """Make it what it was. Graphs of other micro-batches may have kept a tensor, so it gets others in their place."""
     accept_plain_values(replica.module, state.values)
     accept_hook_state(replica.module, state.hooks, new_tensors=True)
+    replica.moving_attributes.accept(replica.module, state.attributes, new_tensors=True)

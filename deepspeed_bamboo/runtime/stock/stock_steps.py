@@ -19,9 +19,9 @@ from deepspeed_bamboo.runtime.stock.hyperparameters import accept_values, values
 from deepspeed_bamboo.runtime.stock.plain_values import PlainValues, accept_plain_values
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
-Mirrored = tuple[list[bool], Any, Any, list[BufferName], PlainValues, HookState | None]
+Mirrored = tuple[list[bool], Any, Any, list[BufferName], PlainValues, list[HookState | None]]
 """Which parameters are trained, flags of their gradients, values of the optimizer's groups; buffers; values of layers;
-what hooks keep, with the number of its tensors, None for none that move.
+what hooks and attributes keep, with the number of their tensors, None for none that move.
 
 The tensors are the gradients, then the buffers, and then those of hooks.
 """
@@ -96,10 +96,12 @@ class StockSteps:
         values = replica.moving.values(engine.module)
         flags, groups = gradient_flags(engine.optimizer), values_of(engine.basic_optimizer)
         replica.moving_hooks.look(engine.module)
-        held = replica.moving_hooks.state()
-        if held is not None and held["tensors"] is not None:
-            tensors += [tensor.to(engine.device) for tensor in held["tensors"]]
-            held["tensors"] = len(held["tensors"])
+        replica.moving_attributes.look(engine.module, by_script=False)
+        held = [replica.moving_hooks.state(), replica.moving_attributes.state(engine.module)]
+        for state in held:
+            if state is not None and state["tensors"] is not None:
+                tensors += [tensor.to(engine.device) for tensor in state["tensors"]]
+                state["tensors"] = len(state["tensors"])
         return (trained, flags, groups, [*buffers], values, held), tensors
 
     def accept(self, replica: StageReplica, data: Mirrored, tensors: Sequence[torch.Tensor]) -> None:
@@ -107,11 +109,7 @@ class StockSteps:
         engine = self._engine
         trained, flags, values_now, names, replica.pending_values, held = data
         values = [tensor.to(engine.device) for tensor in tensors]
-        if held is not None and held["tensors"] is not None:
-            first = len(values) - held["tensors"]
-            held = {**held, "tensors": values[first:]}
-            del values[first:]
-        replica.pending_hooks = held
+        replica.pending_attributes, replica.pending_hooks = (_with_tensors(state, values) for state in reversed(held))
         count = len(values) - len(names)
         for parameter, its in zip(engine.module.parameters(), trained, strict=False):
             if parameter.requires_grad != its:  # the script has frozen or thawed it since the last step
@@ -145,6 +143,16 @@ class StockSteps:
             engine._global_grad_norm = engine._global_grad_norm.to(engine.device, non_blocking=True)
 
 
+def _with_tensors(state: HookState | None, tensors: list[torch.Tensor]) -> HookState | None:
+    """``state``, which says how many of the last ``tensors`` are its own, with these, taken from there."""
+    if state is None or state["tensors"] is None:
+        return state
+    first = len(tensors) - state["tensors"]
+    own = tensors[first:]
+    del tensors[first:]
+    return {**state, "tensors": own}
+
+
 def apply_buffers(replica: StageReplica) -> None:
     """With the step, the module's buffers and layers' values become those that its owner has mirrored."""
     accept_plain_values(replica.module, replica.pending_values)
@@ -153,6 +161,9 @@ def apply_buffers(replica: StageReplica) -> None:
     replica.pending_values = {}
     accept_hook_state(replica.module, replica.pending_hooks)
     replica.pending_hooks = None
+    replica.moving_attributes.include(replica.pending_attributes)
+    replica.moving_attributes.accept(replica.module, replica.pending_attributes)
+    replica.pending_attributes = None
     if replica.pending_buffers is None:
         return
     accept_buffers(replica.module, replica.pending_buffers)

@@ -1,0 +1,194 @@
+"""What layers and the loss keep in lists, tensors and objects, read, sent and given to another replica."""
+
+from __future__ import annotations
+
+import itertools
+import types
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+
+from deepspeed_bamboo.runtime.comm.encoding import decode, encode
+from deepspeed_bamboo.runtime.stock.class_values import ClassValues
+from deepspeed_bamboo.runtime.stock.held_attributes import AttributeState, MovingAttributes, global_values
+from deepspeed_bamboo.runtime.stock.optimizer_values import (
+    accept_optimizer_values,
+    optimizer_values,
+    unfollowed_hooks,
+)
+from tests.runtime.habits import KeepingBlock, Lookahead, warming_up
+
+SEEN: list[float] = []
+
+
+class Stage(nn.Module):
+    """Like a PipelineModule with the last stage only."""
+
+    def __init__(self, *specs: Any, loss: Any = None) -> None:
+        super().__init__()
+        self.stage_id, self.num_stages, self.loss_fn = 0, 1, loss
+        self._layer_specs = list(specs)
+        self.forward_funcs = [spec.build() if isinstance(spec, LayerSpec) else spec for spec in specs]
+        for index, layer in enumerate(self.forward_funcs):
+            if isinstance(layer, nn.Module):
+                self.add_module(str(index), layer)
+
+    def train_once(self, x: Tensor) -> Tensor:
+        for layer in self.forward_funcs:
+            x = layer(x)
+        if self.loss_fn is not None:
+            x = self.loss_fn(x, torch.zeros(x.shape[0], dtype=torch.int64))
+        return x.detach()
+
+
+def sent(state: AttributeState | None) -> Any:
+    """As a message has it."""
+    assert state is not None
+    header, tensors = encode({**state, "tensors": None}), state["tensors"]
+    return {**decode(header), "tensors": [tensor.clone() for tensor in tensors]}
+
+
+def same_weights(one: nn.Module, other: nn.Module) -> None:
+    other.load_state_dict(one.state_dict())
+
+
+def batch(number: int) -> Tensor:
+    return torch.rand(2, 8, generator=torch.Generator().manual_seed(number))
+
+
+def test_a_replica_computes_what_its_owner_does_from_any_step_on() -> None:
+    owner, shadow = (Stage(LayerSpec(KeepingBlock), LayerSpec(KeepingBlock), loss=warming_up()) for _ in range(2))
+    same_weights(owner, shadow)
+    here, there = MovingAttributes(), MovingAttributes()
+    here.look(owner, by_script=True)
+    # All of it with the stage's state: a projection that was drawn, too.
+    there.accept(shadow, sent(here.state(owner, moving_only=False)))
+    for number in range(4):
+        for part, other in zip(owner.modules(), shadow.modules(), strict=True):
+            if isinstance(part, KeepingBlock) and isinstance(other, KeepingBlock):
+                other.rank_scale = part.rank_scale  # a number: see plain_values.py
+        if number == 2:  # a loss: it goes on from the last step
+            assert torch.equal(shadow.train_once(batch(number)), owner.train_once(batch(number)))
+        else:
+            owner.train_once(batch(number))
+        assert here.look(owner, by_script=False)
+        state = sent(here.state(owner))
+        there.include(state)
+        there.accept(shadow, state)
+    assert not here.take_unsendable() and not there.take_unsendable()
+
+
+def test_what_does_not_move_costs_nothing_after_the_first_looks() -> None:
+    stage, moving = Stage(LayerSpec(nn.Linear, 8, 8), LayerSpec(KeepingBlock)), MovingAttributes()
+    for _ in range(3):
+        assert not moving.look(stage, by_script=True)
+    assert moving.state(stage) is None and not moving.at_risk
+
+
+class Given(nn.Module):
+    """Counts in what it is given, or in a global variable."""
+
+    def __init__(self, counts: dict[str, int]) -> None:
+        super().__init__()
+        self.counts, self.seen, self.steps = counts, SEEN, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts["forwards"] = self.counts.get("forwards", 0) + 1
+        SEEN.append(1.0)
+        type(self).made = getattr(type(self), "made", 0) + 1
+        return x * self.counts["forwards"]
+
+
+def test_what_others_have_too_is_not_sent_and_its_moves_are_named() -> None:
+    stage, moving = Stage(LayerSpec(Given, {})), MovingAttributes()
+    Given.made = 0  # type: ignore[attr-defined]
+    moving.look(stage, by_script=True)
+    before = global_values(stage)
+    stage.forward_funcs[0].counts["forwards"] = 7  # by the script, on all workers
+    assert not moving.look(stage, by_script=True) and not moving.take_unsendable()
+    for _ in range(2):  # what is made once is made on all workers
+        assert not moving.take_unsendable()
+        stage.train_once(batch(0))
+        assert not moving.look(stage, by_script=False)
+    named = moving.take_unsendable()
+    assert [text.split(" (")[0] for text in named] == ["attribute 'counts' of layer 0", "attribute 'seen' of layer 0"]
+    assert moving.state(stage, moving_only=False) is None
+    after = global_values(stage)
+    assert {name for name, its in after.items() if before[name] != its} == {
+        "SEEN of tests.runtime.test_held_attributes",
+        "made of class Given",
+    }
+
+
+class Odd(nn.Module):
+    """Holds what nobody can follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.numbers = [nn.Linear(2, 2)], itertools.count()
+        self.fine = [nn.Identity()]
+
+
+def test_what_can_not_be_followed_is_named_at_the_first_look() -> None:
+    moving = MovingAttributes()
+    moving.look(Stage(LayerSpec(Odd)), by_script=True)
+    assert moving.take_unsendable() == [
+        "attribute 'hidden' of layer 0 (modules that are not registered)",
+        "attribute 'numbers' of layer 0 (an iterator: count)",
+    ]
+
+
+def doubled(self: nn.Module, x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def test_a_method_that_the_script_puts_in_the_place_of_another_follows() -> None:
+    owner, shadow = (Stage(LayerSpec(nn.Linear, 8, 8)) for _ in range(2))
+    same_weights(owner, shadow)
+    moving = MovingAttributes()
+    moving.look(owner, by_script=True)
+    owner.forward_funcs[0].forward = types.MethodType(doubled, owner.forward_funcs[0])
+    assert moving.look(owner, by_script=True)
+    MovingAttributes().accept(shadow, sent(moving.state(owner)))
+    assert shadow.forward_funcs[0].forward.__self__ is shadow.forward_funcs[0]
+    assert torch.equal(shadow.train_once(batch(1)), 2 * batch(1))
+
+
+def test_stages_of_one_worker_share_nothing_that_moves() -> None:
+    together: list[int] = []
+    one, other = Stage(LayerSpec(KeepingBlock)), Stage(LayerSpec(KeepingBlock))
+    for stage in (one, other):
+        stage.forward_funcs[0].together = together
+    moving = MovingAttributes()
+    moving.share([other])
+    moving.look(one, by_script=True)
+    for number in range(2):
+        together.append(number)
+        moving.look(one, by_script=False)
+    assert [text.split(" (")[0] for text in moving.take_unsendable()] == ["attribute 'together' of layer 0"]
+
+
+def test_an_optimizers_slow_weights_go_with_its_stage() -> None:
+    module = nn.Linear(2, 2)
+    owner, shadow = Lookahead(module.parameters()), Lookahead(module.parameters())
+    for slow in owner.slow:
+        slow.fill_(3.0)
+    accept_optimizer_values(shadow, module, optimizer_values(owner, module))
+    assert all(bool((slow == 3.0).all()) for slow in shadow.slow)
+    assert optimizer_values(torch.optim.AdamW(module.parameters()), module) is None
+
+
+def test_hooks_on_an_optimizer_are_named() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    assert unfollowed_hooks(optimizer) == []
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert len(unfollowed_hooks(optimizer)) == 1
+
+
+def test_class_values_are_not_touched_by_reading() -> None:
+    before = repr(ClassValues.now())
+    global_values(Stage(LayerSpec(Given, {})))
+    assert repr(ClassValues.now()) == before
