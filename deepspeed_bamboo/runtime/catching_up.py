@@ -84,9 +84,13 @@ class CatchingUp(ABC):
         if position.phase is Phase.OUTSIDE and self._has_to_enter():
             self.enter(counts_by_itself=True)
         if position.phase is Phase.CATCHING_UP and position.calls >= position.reached:
-            position.phase = Phase.INSIDE
-            self._writes.come_back()
+            self._arrive()
         return not position.inside
+
+    def _arrive(self) -> None:
+        """The script has come to the job's step."""
+        self._position.phase = Phase.INSIDE
+        self._writes.come_back()
 
     def past_loss(self) -> float:
         """The loss of the iteration for which a call of ``train_batch`` stands, which is passed by."""

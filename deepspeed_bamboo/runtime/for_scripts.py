@@ -18,6 +18,7 @@ from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.slowness import DATA, SCRIPT, Cause
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.eventlog.log import EventLog
+from deepspeed_bamboo.runtime.checkpoint.beginning import ENDED
 from deepspeed_bamboo.runtime.checkpoint.stage_files import Around, StageFiles
 from deepspeed_bamboo.runtime.iteration.activity import Round
 from deepspeed_bamboo.runtime.iteration.data_streams import STREAMS, DataStreams
@@ -78,6 +79,7 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
     optimizer_source: Any = None
     _training_set: Any = None
     _working = 0
+    _ending = False
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -132,6 +134,7 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
         if self.session.closed:
             return
         if self.checkpoints is not None:
+            self._ending = True
             self.checkpoints.finish()
         self.worker.agree_on("close", lambda: None)
         self.session.finish(step=self.global_steps)
@@ -212,6 +215,7 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
                 numbers=lambda: {
                     "seed": self.forward_seed,
                     "loss": self.mean_loss,
+                    ENDED: self._ending,
                     STREAMS: self.data_streams.to_json(),
                 },
                 repair=lambda: self.redundancy_repair.repair(),

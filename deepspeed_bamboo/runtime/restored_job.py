@@ -17,7 +17,7 @@ from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.protocol import REACHED
 from deepspeed_bamboo.runtime.catching_up import CatchingUp, ScriptParts
 from deepspeed_bamboo.runtime.checkpoint.automatic import AutomaticCheckpoints
-from deepspeed_bamboo.runtime.checkpoint.beginning import BEGAN, SEVERAL, Loaded
+from deepspeed_bamboo.runtime.checkpoint.beginning import BEGAN, ENDED, SEVERAL, Loaded
 from deepspeed_bamboo.runtime.checkpoint.in_place import StoredStates
 from deepspeed_bamboo.runtime.checkpoint.stage_files import StageFiles
 from deepspeed_bamboo.runtime.job.news import tell_once
@@ -51,6 +51,7 @@ class RestoredJob(CatchingUp):
         self._files = files
         self._stored = stored
         self._seeded = seeded
+        self._ended = True  # the checkpoint has what the script did after its last step
         self._several = False  # the script had passed one data iterator after another
         self._restored: str | None = None
 
@@ -69,7 +70,7 @@ class RestoredJob(CatchingUp):
         position.loss = float(state.get("loss", math.nan))
         position.reached = worker.step
         worker.session.past.take(state.get(PAST, {}))
-        self._several = bool(state.get(SEVERAL))
+        self._several, self._ended = bool(state.get(SEVERAL)), bool(state.get(ENDED, True))
         if self._stored is not None:
             self._stored.began_from(position.reached)
         self._beginning.take(state.get(BEGAN, {}))
@@ -113,6 +114,18 @@ class RestoredJob(CatchingUp):
                 f"the script counts its steps itself: train_batch returns at once for steps {position.calls} to "
                 f"{position.reached - 1}, with the losses that they had, and so does eval_batch",
             )
+
+    def past_loss(self) -> float:
+        """As on others. A checkpoint that was taken in training was so at the end of ``train_batch``.
+
+        So what the script does after its last call that is passed by (an evaluation, saving, writing a rate) is not in
+        that state, and is done on it, by all workers.
+        """
+        loss = super().past_loss()
+        if self._position.calls == self._position.reached and not self._ended:
+            self._arrive()
+            self.answers = False
+        return loss
 
     @property
     def is_behind(self) -> bool:

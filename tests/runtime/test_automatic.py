@@ -97,13 +97,15 @@ def test_a_job_that_is_lost_whole_again_and_again_goes_on(
 
 
 def test_what_a_counting_script_did_on_its_way_is_left_out(jobs: Jobs, tmp_path: Path) -> None:
-    training = dataclasses.replace(TRAINING, stages=2, dropout=0.0, evaluate_before=(1, 6))
-    short = dataclasses.replace(training, steps=4, evaluate_before=())
+    """What belongs behind the last of its steps is done: the state of the checkpoint is the one before that."""
+    training = dataclasses.replace(TRAINING, stages=2, dropout=0.0, evaluate_before=(1, 3, 6))
+    lost = [kill(6, 0, stage, "idle") for stage in range(2)]
+    short = dataclasses.replace(training, faults=lost, evaluate_before=())
     jobs.run(train_with_checkpoints, world=2, training=short, folder=str(tmp_path / "kept"))
     whole = jobs.run(train_with_checkpoints, world=2, training=training, folder=str(tmp_path / "whole"), by_count=True)
     again = jobs.run(train_with_checkpoints, world=2, training=training, folder=str(tmp_path / "kept"), by_count=True)
-    assert again.common("evaluations") == {"1": None, "6": whole.common("evaluations")["6"]}, again.transcript()
-    assert whole.common("own") == ["after1", "after6"] and again.common("own") == ["after6"]
+    assert again.common("evaluations") == {**whole.common("evaluations"), "1": None}, again.transcript()
+    assert whole.common("own") == ["after1", "after3", "after6"] and again.common("own") == ["after3", "after6"]
     assert again.common("digest") == whole.common("digest")
 
 

@@ -23,6 +23,9 @@ BEGAN = "began"
 SEVERAL = "several iterators"
 """Under which key a checkpoint's own state has whether the script had passed one data iterator after another."""
 
+ENDED = "ended"
+"""Under which key it has whether the script had ended; otherwise the state is that at the end of a ``train_batch``."""
+
 # It travels through etcd, which takes 1.5 MB at a time.
 _MOST_BYTES = 256 * 1024
 # DeepSpeed's, and large; they are in the client state only where the script did not have them loaded.
