@@ -18,6 +18,7 @@ from deepspeed_bamboo.coordination import CoordinatorUnavailable
 from deepspeed_bamboo.runtime.checkpoint.beginning import Beginning, Loaded
 from deepspeed_bamboo.runtime.iteration.feeding import BatchOfJob, Feed
 from deepspeed_bamboo.runtime.iteration.worker import Worker
+from deepspeed_bamboo.runtime.job.news import tell
 from deepspeed_bamboo.runtime.script_position import Phase, ScriptPosition
 from deepspeed_bamboo.runtime.stock.script_writes import ScriptWrites
 
@@ -49,6 +50,7 @@ class CatchingUp(ABC):
         self._batch = parts.batch
         self._beginning = parts.beginning
         self._asked = 0  # loads that this script has done
+        self._said: set[str] = set()
         self.answers = False
         """Whether what the script's loads return is what they returned when the job began."""
 
@@ -104,6 +106,12 @@ class CatchingUp(ABC):
         position, number = self._position, self._position.next_evaluation()
         return _known(lambda: self._worker.session.past.evaluation(position.calls, number))
 
+    def says(self, what: str, text: str) -> None:
+        """Tell ``text`` on this worker, once for each ``what``."""
+        if what not in self._said:
+            self._said.add(what)
+            tell(self._worker, text)
+
     def next_load(self) -> Loaded:
         """What the script's next load returned when the job began."""
         self._asked += 1
@@ -115,6 +123,15 @@ class CatchingUp(ABC):
 
     def before_activity(self) -> None:  # noqa: B027 - see LateWorker
         """Before anything that all workers do together."""
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """Whether the script has shown that it counts by itself, and has yet to come to the job's step."""
+        return self._position.phase is Phase.CATCHING_UP
+
+    def calls_alone(self) -> bool:
+        """Whether a collective that the script calls now concerns this worker alone."""
+        return False
 
     def check_iterator(self, iterator: Iterator[Any] | None) -> None:  # noqa: B027 - see LateWorker
         """Before the script's iterator for training becomes ``iterator``. Raises ExpelledError where it can't."""

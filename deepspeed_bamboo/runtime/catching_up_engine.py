@@ -6,6 +6,7 @@ It is that of a worker that joins late (``late_worker.py``), and of a job that m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from deepspeed_bamboo.runtime.late_worker import LateWorker
 from deepspeed_bamboo.runtime.membership.joining import check_grid, join
 from deepspeed_bamboo.runtime.membership.own_facts import check_same_job
 from deepspeed_bamboo.runtime.restored_job import RestoredJob
-from deepspeed_bamboo.runtime.script_position import Phase, ScriptPosition
+from deepspeed_bamboo.runtime.script_position import ScriptPosition
 
 
 class CatchingUpEngine(BambooPipelineEngine):
@@ -46,6 +47,7 @@ class CatchingUpEngine(BambooPipelineEngine):
             if self.checkpoints is not None:
                 self.checkpoints.check_visible()
             self._made_catching_up = late = LateWorker(parts, join=self._join)
+            self.script_groups.alone = late.calls_alone
             late.begin()
             return
         super()._begin(grid)
@@ -90,8 +92,12 @@ class CatchingUpEngine(BambooPipelineEngine):
 
     @property
     def catching_up(self) -> bool:  # type: ignore[override]
-        """True while the script has yet to come to the job's step."""
-        return self.position.phase is Phase.CATCHING_UP
+        """True while a script that counts its steps itself has yet to come to the job's step."""
+        return self._made_catching_up is not None and self._made_catching_up.is_on_its_way
+
+    def calls_alone(self) -> bool:
+        """Whether a collective that the script calls now concerns this worker alone."""
+        return self._made_catching_up is not None and self._made_catching_up.calls_alone()
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Any:
         """As stock's, and surviving losses; the loss that it had for an iteration that the job did before."""
@@ -100,6 +106,7 @@ class CatchingUpEngine(BambooPipelineEngine):
             self.data.pass_by(data_iter, micro_batches=self.micro_batches)
             return torch.tensor(loss, device=self.device)
         self._catching_up.answers = False
+        self.position.trained = True
         return super().train_batch(data_iter)
 
     def eval_batch(self, data_iter: Iterator[Any] | None, return_logits: bool = False, **arguments: Any) -> Any:  # type: ignore[override]
@@ -110,7 +117,38 @@ class CatchingUpEngine(BambooPipelineEngine):
         # One iterator may serve all evaluations; the others' has gone on.
         self.evaluated.skip(data_iter, arguments.get("num_micro_batches") or self.micro_batches)
         loss = torch.tensor(self._catching_up.past_evaluation(), device=self.device)
-        return (loss, None) if return_logits else loss
+        if not return_logits:
+            return loss
+        if self.is_last_stage():
+            self._catching_up.says(
+                "logits",
+                "eval_batch(return_logits=True) for a step that the job did before returns the loss that it had, and "
+                "None in place of logits, on the last stage, too: nobody has them any more. Write `if logits is not "
+                "None:` around what uses them, or loop by engine.global_steps; engine.catching_up is true here",
+            )
+        return loss, None
+
+    def get_global_grad_norm(self) -> float | None:
+        """As stock's; not a number where this worker has trained nothing yet, and the job has: a line says so."""
+        if not self.position.only_passed_by:
+            norm: float | None = super().get_global_grad_norm()
+            return norm
+        self._says_unknown("get_global_grad_norm", "not a number")
+        return math.nan
+
+    def was_step_applied(self) -> bool:
+        """As stock's; False where this worker has trained nothing yet, and the job has: a line says so."""
+        if self.position.only_passed_by:
+            self._says_unknown("was_step_applied", "False")
+        return bool(super().was_step_applied())
+
+    def _says_unknown(self, method: str, returned: str) -> None:
+        self._catching_up.says(
+            method,
+            f"{method} is not known of steps that the job did before, and returns {returned} for them: what the "
+            "script decides by it (a rate, a stop) may differ from what it was then, from now on. Decide by the loss "
+            "that train_batch returns, or loop by engine.global_steps",
+        )
 
     def load_checkpoint(self, *arguments: Any, **options: Any) -> Any:
         """As stock's; before this worker trains it reads nothing, and returns what it returned when the job began."""

@@ -228,7 +228,7 @@ class BambooPipelineEngine(ScriptEngine):
     def _survive_losses(self) -> None:
         hooks = Hooks(
             recover=self._recover,
-            catching_up=lambda: self.catching_up,
+            alone=lambda: self.calls_alone(),
             abandon=self.iteration_end.abandon,
             evaluated=lambda: self.evaluated_micro_batches,
             on_rank=self._take_rank,

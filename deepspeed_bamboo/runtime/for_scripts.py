@@ -117,6 +117,20 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
         outside = threading.current_thread() is threading.main_thread() and not self._working
         return list(self.hosted_modules().values()) if outside else None
 
+    def is_first_stage(self) -> bool:
+        """Whether this worker hosts a first stage; inside of the engine's own work, whether the active stage is one."""
+        return self._hosts(0, stock=super().is_first_stage)
+
+    def is_last_stage(self) -> bool:
+        """Whether this worker hosts a last stage; inside of the engine's own work, whether the active stage is one."""
+        return self._hosts(self.num_stages - 1, stock=super().is_last_stage)
+
+    def _hosts(self, stage: int, *, stock: Callable[[], bool]) -> bool:
+        asks_for_all = in_thread_of_script() or not self._working
+        if self._stage_host is None or self.host.building or not self.view.entered or not asks_for_all:
+            return bool(stock())
+        return any(coordinate.stage == stage for coordinate in self.host.owned)
+
     def hosted_modules(self) -> dict[Coordinate, PipelineModule]:
         """The modules of all stages that this worker hosts now, by coordinate (pipeline, stage), in grid order.
 
@@ -185,6 +199,10 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
         self.data_streams.begin()
         super()._build_data_iter(dataset)
         self._training_set = dataset
+
+    def calls_alone(self) -> bool:
+        """Whether a collective that the script calls now concerns this worker alone, see ``catching_up.py``."""
+        return False
 
     def _make_feed(self) -> Feed:
         """Tell what the user gave to ``initialize`` from what belongs to one pipeline only."""

@@ -18,6 +18,7 @@ from deepspeed_bamboo.runtime.catching_up import CatchingUp, ScriptParts
 from deepspeed_bamboo.runtime.checkpoint.beginning import Loaded
 from deepspeed_bamboo.runtime.job.news import tell
 from deepspeed_bamboo.runtime.script_position import Phase
+from deepspeed_bamboo.runtime.stock.script_call import script_call
 
 # This worker catches up to here while the job continues; for the rest the job waits.
 _NEAR_STEPS = 3
@@ -113,6 +114,26 @@ class LateWorker(CatchingUp):
         """The others wait for a member, so it becomes one now."""
         if self._position.phase is Phase.OUTSIDE:
             self.enter(counts_by_itself=False)
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """Also before the job knows of it."""
+        return self._position.phase is not Phase.INSIDE and not self._position.untouched
+
+    def calls_alone(self) -> bool:
+        """True until it is at the job's step; a line says so at the first call whose result a script may use."""
+        if self._position.inside:
+            return False
+        call = script_call()
+        if call.decides:
+            self.says(
+                "alone",
+                f"this worker came late, and its script calls {call.name} ({call.where}) for what the others have done "
+                "before: the result is of this worker's own values alone, and what the script decides by it (a rate, "
+                "an early stop) may differ from the others from now on. Loop by engine.global_steps, or decide by what "
+                "train_batch and eval_batch return; engine.catching_up is true here",
+            )
+        return True
 
     def check_iterator(self, iterator: Iterator[Any] | None) -> None:
         """Raise ExpelledError where nobody can know to which step ``iterator`` belongs."""

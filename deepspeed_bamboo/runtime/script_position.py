@@ -22,7 +22,7 @@ class ScriptPosition:
     """One script's position; that of a job which begins, until somebody says otherwise.
 
     ``calls``: of ``train_batch``, by a script that counts by itself, and the step ``began`` at which it began.
-    ``reached`` is the job's step, as last heard of, and ``loss`` the job's loss there.
+    ``reached`` is the job's step, as last heard of, and ``loss`` the job's loss there. ``trained``: it has trained.
     """
 
     phase: Phase = Phase.INSIDE
@@ -30,6 +30,7 @@ class ScriptPosition:
     began: int = 0
     reached: int = 0
     loss: float = math.nan
+    trained: bool = False
     _evaluated: tuple[int, int] = (-1, 0)  # how often the script has evaluated after how many of its calls
 
     @property
@@ -41,6 +42,11 @@ class ScriptPosition:
     def untouched(self) -> bool:
         """Whether the script has shown nothing of how it counts, and has trained nothing."""
         return self.phase is Phase.OUTSIDE and self.calls == self.began
+
+    @property
+    def only_passed_by(self) -> bool:
+        """Whether every iteration that the script has asked for was one that the job did before."""
+        return not self.trained and self.calls > self.began
 
     def begin_at(self, step: int) -> None:
         """What this script calls first belongs to ``step``."""

@@ -23,14 +23,14 @@ from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
 class Hooks:
     """What the parts call of the engine.
 
-    ``recover`` brings the worker into the newest epoch, for what the script calls between iterations. ``catching_up``
-    is true while the script does what the job has done before. ``abandon`` undoes the end of an iteration.
-    ``evaluated`` returns how many micro-batches the evaluation in progress has. ``on_rank`` takes the process's rank.
-    ``way_back`` is what it takes to do steps again.
+    ``recover`` brings the worker into the newest epoch, for what the script calls between iterations. ``alone``
+    is true where a collective that the script calls now is one that the others have done. ``abandon`` undoes the end of
+    an iteration. ``evaluated`` returns how many micro-batches the evaluation in progress has. ``on_rank`` takes the
+    process's rank. ``way_back`` is what it takes to do steps again.
     """
 
     recover: Callable[[EpochChangedError | PeerLostError], None]
-    catching_up: Callable[[], bool]
+    alone: Callable[[], bool]
     abandon: Callable[[], None]
     evaluated: Callable[[], int]
     on_rank: Callable[[int], None]
@@ -51,7 +51,7 @@ class Survival:
     ) -> None:
         self.modes = ModeChoice(worker)
         self.shadow_rebuild = ShadowRebuild(worker, transfer=transfer)
-        self.script_server = ScriptServer(worker, recover=hooks.recover, catching_up=hooks.catching_up)
+        self.script_server = ScriptServer(worker, recover=hooks.recover, alone=hooks.alone)
         self.world = WorldEntry(worker, groups=groups, server=self.script_server, on_rank=hooks.on_rank)
         restoring = Restoring(worker, memory=memory, transfer=transfer, world=self.world, way_back=hooks.way_back)
         self.failover = Failover(

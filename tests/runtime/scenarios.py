@@ -623,14 +623,22 @@ def train_with_checkpoints(
     steps = range(training.steps) if by_count else iter(lambda: engine.global_steps, training.steps)
     losses: dict[str, float] = {}
     evaluations: dict[str, float] = {}
+    metrics: list[float] = []
+    norms: list[bool] = []
     for step in steps:
         engine.checkpoints.wait()
         losses[str(step)] = float(engine.train_batch(iterator))
+        if training.evaluate_before:
+            metric = torch.tensor([losses[str(step)] if engine.is_last_stage() else 0.0])
+            torch.distributed.all_reduce(metric)
+            metrics.append(float(metric))
+            norms.append(math.isnan(engine.get_global_grad_norm() or 0.0))
         if step in training.evaluate_before:
             evaluations[str(step)] = float(engine.eval_batch(evaluated))
             engine.save_checkpoint(f"{os.environ['TEST_DIRECTORY']}/own", tag=f"after{step}")
     result = {"losses": losses, "digest": engine.state_digest(), "steps": engine.global_steps}
     result["evaluations"] = {step: None if math.isnan(loss) else loss for step, loss in evaluations.items()}
+    result["metrics"], result["unknown norms"] = metrics, norms
     result["own"] = sorted(path.name for path in Path(os.environ["TEST_DIRECTORY"], "own").glob("after*"))
     engine.close()
     events = engine.event_log.recent()[1]

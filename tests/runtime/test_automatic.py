@@ -105,6 +105,11 @@ def test_what_a_counting_script_did_on_its_way_is_left_out(jobs: Jobs, tmp_path:
     whole = jobs.run(train_with_checkpoints, world=2, training=training, folder=str(tmp_path / "whole"), by_count=True)
     again = jobs.run(train_with_checkpoints, world=2, training=training, folder=str(tmp_path / "kept"), by_count=True)
     assert again.common("evaluations") == {**whole.common("evaluations"), "1": None}, again.transcript()
+    # The script's own collectives are all workers' throughout.
+    assert again.common("metrics") == whole.common("metrics") == list(whole.common("losses").values())
+    assert again.common("unknown norms") == [step < 4 for step in range(8)] and not any(whole.common("unknown norms"))
+    told = "get_global_grad_norm is not known of steps that the job did before"
+    assert [output.count(told) for output in again.outputs.values()] == [1, 1]
     assert whole.common("own") == ["after1", "after3", "after6"] and again.common("own") == ["after3", "after6"]
     assert again.common("digest") == whole.common("digest")
 

@@ -38,6 +38,9 @@ def talk(engine: Any, groups: dict[str, Any], step: int, *, sender: int, dies: i
     total = torch.ones(1)
     td.all_reduce(total)
     said["total"] = total.item()
+    ends = torch.tensor([float(engine.is_first_stage()), float(engine.is_last_stage())])
+    td.all_reduce(ends)
+    said["ends"] = ends.tolist()
     whole: list[Any] = [None] * td.get_world_size()
     td.all_gather_object(whole, {"step": step, "long": "x" * (step + 1)})
     said["objects"] = whole
@@ -118,6 +121,7 @@ def test_a_worker_lost_in_a_groups_collective_is_stood_for(jobs: Jobs) -> None:
 def one_of_four(said: dict[str, Any]) -> dict[str, Any]:
     """What would have been said if nobody was lost: a mean stays, and everybody's objects are alike."""
     assert said["total"] == said["world"] == len(said["objects"])
+    assert said["ends"] == [1.0, 1.0], "one worker hosts the first stage, and one the last"
     return {**said, "world": 4, "total": 4.0, "objects": said["objects"][:1] * 4}
 
 

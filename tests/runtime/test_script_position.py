@@ -9,9 +9,28 @@ from typing import Any
 import pytest
 
 from deepspeed_bamboo.coordination import CoordinatorUnavailable
+from deepspeed_bamboo.runtime import catching_up
 from deepspeed_bamboo.runtime.catching_up import CatchingUp, ScriptParts
 from deepspeed_bamboo.runtime.checkpoint.beginning import Loaded
+from deepspeed_bamboo.runtime.late_worker import LateWorker
+from deepspeed_bamboo.runtime.restored_job import RestoredJob
 from deepspeed_bamboo.runtime.script_position import Phase, ScriptPosition
+
+
+def parts(log: list[str], past: Any = None) -> ScriptParts:
+    """Of a worker that is where its job is; what its ``writes`` and ``batch`` are asked for is in ``log``."""
+    writes = SimpleNamespace(
+        written=lambda: (), go_back=lambda _: log.append("back"), come_back=lambda: log.append("come back")
+    )
+    past = past or SimpleNamespace(loss=lambda step: 0.0, evaluation=lambda step, number: 0.0)
+    return ScriptParts(
+        SimpleNamespace(session=SimpleNamespace(past=past), is_reporter=False),  # type: ignore[arg-type]
+        position=ScriptPosition(),
+        writes=writes,  # type: ignore[arg-type]
+        feed=SimpleNamespace(data=SimpleNamespace(covers_every_pipeline=True)),  # type: ignore[arg-type]
+        batch=SimpleNamespace(adopt=lambda: log.append("batch")),  # type: ignore[arg-type]
+        beginning=SimpleNamespace(),  # type: ignore[arg-type]
+    )
 
 
 class Following(CatchingUp):
@@ -19,21 +38,10 @@ class Following(CatchingUp):
 
     def __init__(self, *, at: int, began: int = 0, past: Any = None) -> None:
         self.log: list[str] = []
-        writes = SimpleNamespace(
-            written=lambda: (),
-            go_back=lambda _: self.log.append("back"),
-            come_back=lambda: self.log.append("come back"),
-        )
-        self.position = ScriptPosition(Phase.OUTSIDE)
-        parts = ScriptParts(
-            SimpleNamespace(session=SimpleNamespace(past=past)),  # type: ignore[arg-type]
-            position=self.position,
-            writes=writes,  # type: ignore[arg-type]
-            feed=SimpleNamespace(),  # type: ignore[arg-type]
-            batch=SimpleNamespace(adopt=lambda: self.log.append("batch")),  # type: ignore[arg-type]
-            beginning=SimpleNamespace(),  # type: ignore[arg-type]
-        )
-        super().__init__(parts)
+        made = parts(self.log, past=past)
+        self.position = made.position
+        self.position.phase = Phase.OUTSIDE
+        super().__init__(made)
         self.at = at
         self.position.begin_at(began)
 
@@ -93,6 +101,36 @@ def test_what_nobody_can_say_is_the_last_known_loss_and_no_number() -> None:
     script.position.loss = 0.5
     assert script.is_before_its_time()
     assert math.isnan(script.past_evaluation()) and script.past_loss() == 0.5
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_in_a_job_that_continues_what_follows_the_last_step_passed_by_is_done(ended: bool) -> None:
+    """But where the script had ended then: the checkpoint has what it did after that step."""
+    script = RestoredJob(parts(log := []), checkpoints=None, files=None, stored=None, seeded=None)  # type: ignore[arg-type]
+    script._ended, script.answers = ended, True
+    script._position.phase, script._position.reached = Phase.OUTSIDE, 2
+    passed = []
+    while script.is_before_its_time():
+        assert not script.calls_alone() and script.is_on_its_way
+        script.past_loss()
+        passed.append((script.is_behind, script.answers))
+    assert passed == [(True, True), (ended, ended)]
+    assert log == ["back", "come back"] and script._position.only_passed_by
+
+
+def test_a_late_worker_says_once_which_collective_it_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(catching_up, "tell", lambda _, text: told.append(text))
+    script = LateWorker(parts([]), join=lambda _: None)
+    assert not script.calls_alone() and not script.is_on_its_way, "it is where the job is"
+    script._position.phase = Phase.OUTSIDE
+    for name, said in (("barrier", 0), ("all_reduce", 1), ("all_gather_object", 1)):
+        exec(f"def {name}(call): return call()", spoken := {"__name__": "torch.distributed.distributed_c10d"})
+        assert spoken[name](script.calls_alone) and len(told) == said
+    assert f"its script calls all_reduce ({__file__}:" in told[0] and "engine.catching_up" in told[0]
+    assert not script.is_on_its_way, "it may go by the job's step"
+    script._position.calls = 1
+    assert script.is_on_its_way
 
 
 def test_loads_are_answered_in_order_and_nothing_is_noticed_inside() -> None:

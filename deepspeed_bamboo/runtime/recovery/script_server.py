@@ -37,7 +37,7 @@ class ScriptServer:
     Args:
         worker: whose activities and placement count.
         recover: brings this worker into the newest epoch.
-        catching_up: True while the script does what the job has done before.
+        alone: True where a collective that the script calls now is one that the others have done.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class ScriptServer:
         worker: Worker,
         *,
         recover: Callable[[EpochChangedError | PeerLostError], None],
-        catching_up: Callable[[], bool],
+        alone: Callable[[], bool],
     ) -> None:
         self._worker = worker
         self._recover = recover
-        self._catching_up = catching_up
+        self._alone = alone
         session = worker.session
         self._me = session.worker
         self._board = Board(session.store, links=worker.links, me=self._me, interruption=session.interruption)
@@ -73,7 +73,7 @@ class ScriptServer:
     def gather_world(self, tensor: torch.Tensor) -> list[Part]:
         """Everybody's tensor, with the ranks that each stood for when it handed in."""
         _require_main_thread()
-        if self._catching_up():
+        if self._alone():
             return alone(tensor, len(self._worker.grid))  # the others did this before it came
 
         def value() -> tuple[tuple[int, ...], torch.Tensor]:
@@ -92,7 +92,7 @@ class ScriptServer:
     ) -> list[Part]:
         """See the protocol. Raises what ends the job."""
         _require_main_thread()
-        if self._catching_up():
+        if self._alone():
             return [Part((rank,), tensor.detach().clone()) for rank in ranks]
         index = self._worker.activity.seen
         key = f"script/{index}/{name}/{self._calls[index, name]}"
@@ -142,7 +142,7 @@ class ScriptServer:
     def leave_for(self, name: str, rank: int, tensor: torch.Tensor, tag: int) -> None:
         """See the protocol."""
         _require_main_thread()
-        if self._catching_up():
+        if self._alone():
             return
         receiver = self._owner(rank)
         self._board.lay_out(self._message_key(name, self._me, receiver, tag), [tensor])
@@ -150,7 +150,7 @@ class ScriptServer:
     def take_from(self, name: str, rank: int, tag: int) -> torch.Tensor:
         """See the protocol. Raises BambooError when the worker that would have sent was lost."""
         _require_main_thread()
-        if self._catching_up():
+        if self._alone():
             raise BambooError("a message between ranks can't be received for a step that was done before this worker")
         keys: dict[WorkerId, str] = {}
 

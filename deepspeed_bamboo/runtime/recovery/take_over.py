@@ -251,7 +251,11 @@ class Failover:
             lost = ", ".join(clock.lost)
             tell(worker, f"step {step}: took {', '.join(taken_over)} over from {lost}, pause {pause['total']:.2f} s")
             hosted = " ".join(map(str, worker.placement.hosted_by(worker.me)))
-            tell(worker, f"module.named_parameters() and state_dict() have the weights of {hosted} here from now on")
+            tell(
+                worker,
+                f"module.named_parameters() and state_dict() have the weights of {hosted} here from now on, and "
+                "engine.is_first_stage() and is_last_stage() are true here where these are among them",
+            )
             self._modes.repeated(parts["recompute"])
         self._say_unprotected()
         self._say_fewer_copies()

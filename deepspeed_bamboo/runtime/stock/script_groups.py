@@ -130,6 +130,8 @@ class AloneScriptGroup(ScriptGroup):
 
     def gather_all(self, tensor: torch.Tensor) -> list[Part]:
         if self._groups.server is None:
+            if self._groups.alone is not None:
+                self._groups.alone()
             return alone(tensor, self.all_ranks)
         return super().gather_all(tensor)
 
@@ -167,10 +169,14 @@ for _name in (
 
 
 class ScriptGroups:
-    """All groups of one process's script. ``server`` is set when the engine has entered its first epoch."""
+    """All groups of one process's script. ``server`` is set when the engine has entered its first epoch.
+
+    ``alone`` is called at each collective of a worker that comes to a running job, until it is taken in.
+    """
 
     def __init__(self) -> None:
         self.server: Server | None = None
+        self.alone: Callable[[], object] | None = None
         self._groups: list[ScriptGroup] = []
         self._aside = False
 

@@ -115,7 +115,12 @@ class ScriptWrites:
             self.note(replica)
 
     def follow(self) -> None:
-        """Carry what the script has written since the last call to every stage that this worker owns."""
+        """Carry what the script has written since the last call to every stage that this worker owns.
+
+        Nothing while the script is on its way to the job's step: what it writes there is in the job's state.
+        """
+        if self._of_the_job:
+            return
         self._find_scheduler()
         self._place_scheduler()
         if self._detached() and self._shows != id(self._sources()[-1]):

@@ -69,6 +69,8 @@ class AloneGroup(ServedGroup):
         self.groups = groups
 
     def gather_all(self, tensor: torch.Tensor) -> list[Part]:
+        if self.groups.alone is not None:
+            self.groups.alone()
         return alone(tensor, self.all_ranks)
 
     def send(self, tensors: list[torch.Tensor], destination: int, tag: int = 0) -> FinishedWork:
