@@ -113,6 +113,8 @@ class ScriptWrites:
         for replica, values in waiting:
             accept_values(replica.attributes["basic_optimizer"], values)
             self.note(replica)
+        if waiting:
+            self._leave()
 
     def follow(self) -> None:
         """Carry what the script has written since the last call to every stage that this worker owns.
