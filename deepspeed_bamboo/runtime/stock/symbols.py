@@ -56,8 +56,10 @@ SYMBOLS: Mapping[str, Mapping[str, str]] = {
         "_reserve_pipe_buffers": "makes a buffer for every micro-batch",
         "_scale_loss_by_gas": "the mean loss of a stage",
         "_take_model_step": "the step of every other replica",
+        "get_global_grad_norm": "not known while a script catches up",
         "is_first_stage": "of the active stage",
         "is_last_stage": "of the active stage",
+        "was_step_applied": "not known while a script catches up",
         # Methods that build a stage.
         "_backward_post_hook": "called by an optimizer of a replica after a backward",
         "_configure_distributed_model": "puts a replica's module into its precision",
