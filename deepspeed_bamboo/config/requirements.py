@@ -79,6 +79,7 @@ def validate_deepspeed_settings(
         *_model_problems(model, model_name=model_name),
         *zero_problems(settings),
         *parallel_problems(settings),
+        *logging_problems(settings),
         *_size_problems(stages, world_size=world_size),
         *(() if shape is None else shape_problems(shape)),
         *further,
@@ -122,6 +123,18 @@ def parallel_problems(settings: Mapping[str, Any]) -> Iterator[str]:
     size = section.get("autotp_size", 0) if isinstance(section, Mapping) else 0
     if isinstance(size, int) and size > 1:
         yield f"tensor_parallel.autotp_size is {size}, and tensor parallelism is not supported; set it to 0"
+
+
+def logging_problems(settings: Mapping[str, Any]) -> Iterator[str]:
+    """What in a DeepSpeed configuration times collectives, several of which run at once under the plugin."""
+    section = settings.get("comms_logger")
+    if not isinstance(section, Mapping) or not section.get("enabled", False):
+        return
+    if section.get("prof_all", True) or section.get("prof_ops"):
+        yield (
+            "comms_logger.enabled is true, and DeepSpeed's timer of collectives can't run twice at once, as it has to "
+            "where a worker hosts several stages; set it to false, or leave comms_logger out"
+        )
 
 
 def _size_problems(stages: int | None, *, world_size: int) -> Iterator[str]:

@@ -35,6 +35,7 @@ def test_check_shows_all_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[
         ('{"bamboo": {"enabled": false}}', 0, "plain DeepSpeed"),
         ('{"bamboo": {"mode": "eager"}}', 1, "unknown key bamboo.mode"),
         ('{"bambo": {}}', 1, "did you mean 'bamboo'"),
+        ('{"bamboo": {}, "comms_logger": {"enabled": true}}', 1, "comms_logger.enabled is true"),
     ],
 )
 def test_check_says_what_it_finds(
