@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from deepspeed_bamboo.cloud.scripted import parse_script
+from deepspeed_bamboo.config.idle_settings import idle_settings
 from deepspeed_bamboo.config.locations import VARIABLE, located
 from deepspeed_bamboo.config.messages import describe
 from deepspeed_bamboo.errors import ConfigError
@@ -375,9 +376,13 @@ def parse_bamboo_section(section: object) -> BambooConfig:
     if not isinstance(section, Mapping):
         raise ConfigError(f"got {section!r}, but the section is an object; write {{}} for all defaults", where=SECTION)
     try:
-        return BambooConfig.model_validate(dict(section))
+        config = BambooConfig.model_validate(dict(section))
     except ValidationError as error:
         raise ConfigError(*describe(error, model=BambooConfig, section=SECTION), where='the "bamboo" section') from None
+    idle = tuple(idle_settings(config))
+    if idle:
+        raise ConfigError(*idle, where='the "bamboo" section')
+    return config
 
 
 def load_bamboo_section(source: Mapping[str, Any] | str | os.PathLike[str]) -> BambooConfig | None:

@@ -20,6 +20,7 @@ def test_check_shows_all_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[
     shown = json.loads(capsys.readouterr().out)
     assert shown["redundancy"] == {
         "mode": "eager",
+        "copies": 1,
         "losses_per_hour": None,
         "offload": "cpu",
         "overlap": False,

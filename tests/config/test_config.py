@@ -84,6 +84,16 @@ def test_suspicion_follows_the_lease_unless_set() -> None:
         ({"checkpoint": {"interval_minutes": -1}}, ["bamboo.checkpoint.interval_minutes", "-1"]),
         ({"checkpoint": {"dir": "gs://b/p"}}, ["bamboo.checkpoint.dir: 'gs://b/p'", "gs://", "s3://bucket/prefix"]),
         ({"checkpoint": {"dir": "s3:///p"}}, ["bamboo.checkpoint.dir: 's3:///p'", "no bucket", "s3://bucket/prefix"]),
+        (
+            {"checkpoint": {"interval_minutes": 1.0, "keep": 3}},
+            ["interval_minutes is 1.0", "keep is 3", "set checkpoint.dir, too, or leave keep out"],
+        ),
+        ({"checkpoint": {"memory_copies": 2, "dir": "c"}}, ["memory_copies is 2", "memory_interval_seconds"]),
+        ({"checkpoint": {"memory_limit_gigabytes": 1.0}}, ["memory_limit_gigabytes is 1.0", "dir and", "set one"]),
+        ({"topology": {"wait_for_machines_seconds": 9.0}}, ["wait_for_machines_seconds is 9.0", "checkpoint.dir"]),
+        ({"redundancy": {"losses_per_hour": 2.0}}, ["losses_per_hour is 2.0", "mode is 'lazy'", 'mode to "auto"']),
+        ({"redundancy": {"mode": "full", "overlap": True}}, ["overlap is True", "mode is 'full'", 'mode to "eager"']),
+        ({"notices": {"source": "none", "poll_seconds": 1.0}}, ["poll_seconds is 1.0", "another source"]),
         ({"event_log": ""}, ["bamboo.event_log", "at least 1"]),
         ({"event_log": "a\0b"}, ["bamboo.event_log", "control characters", "write another path"]),
         ({"checkpoint": {"dir": "  "}}, ["bamboo.checkpoint.dir: '  '", "blank"]),
@@ -99,6 +109,27 @@ def test_wrong_values_name_value_rule_and_remedy(section: object, expected: list
     message = message_for(section)
     for part in expected:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"checkpoint": {"dir": "c", "interval_minutes": 1.0, "keep": 3, "memory_limit_gigabytes": 1.0}},
+        {"checkpoint": {"memory_interval_seconds": 5.0, "memory_copies": 2, "memory_limit_gigabytes": 1.0}},
+        {"checkpoint": {"dir": None, "interval_minutes": 1.0}, "topology": {"wait_for_machines_seconds": 9.0}},
+        {"topology": {"wait_for_machines_seconds": 0.0}},
+        {"redundancy": {"mode": "auto", "losses_per_hour": 2.0, "overlap": True}},
+        {"redundancy": {"overlap": False}},
+        {"enabled": False, "checkpoint": {"keep": 3}},
+    ],
+)
+def test_settings_with_an_effect_and_those_switched_off_on_purpose_pass(section: dict[str, Any]) -> None:
+    parse_bamboo_section(section)
+
+
+def test_a_section_with_all_defaults_written_out_passes() -> None:
+    shown = parse_bamboo_section({}).model_dump()
+    assert parse_bamboo_section(shown).model_dump() == shown
 
 
 def test_every_problem_is_listed_at_once() -> None:
