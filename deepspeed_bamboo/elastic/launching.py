@@ -87,7 +87,7 @@ def _run(line: CommandLine) -> int:
         if config is None and speaks:
             print(f"deepspeed_bamboo: {_why_unprotected(source)}", file=sys.stderr, flush=True)
         if config is None or not config.enabled:
-            return run_plain(line)
+            return run_plain(line, watched=config is None)
         slot = slot_from_environment(os.environ, local_rank=line.local_rank, zone=config.topology.zones)
         slot = replace(slot, start_workers=_start_workers(line.workers, slot.world_size))
         check_own_address(os.environ)
@@ -121,15 +121,16 @@ def _why_unprotected(source: str | None) -> str:
     )
 
 
-def run_plain(line: CommandLine) -> int:
-    """Become the script, in this very process, as if the launcher had started it. Does not return."""
+def run_plain(line: CommandLine, *, watched: bool) -> int:
+    """Become the script, as if the launcher had started it; ``watched``: see plain_script.py. Does not return."""
     OutcomeNote(os.environ).write(SlotNote(PLAIN))
     os.environ.pop(OUTCOME, None)
     if os.environ.pop(BY_IMPORT, None):
         os.environ[RUN_PLAIN] = "1"
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-u", *line.script_line])
+    runner = ["-m", "deepspeed_bamboo.elastic.plain_script"] if watched else []
+    os.execv(sys.executable, [sys.executable, "-u", *runner, *line.script_line])
     return 0
 
 

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.job import JobCoordinator
 from deepspeed_bamboo.coordination.records import AgentRecord
 from deepspeed_bamboo.coordination.server import PrivateEtcd, free_port
+from deepspeed_bamboo.elastic.plain_script import refusing
+from deepspeed_bamboo.errors import ConfigError
 from tests.coordination.helpers import stretched
 from tests.elastic.launched import REPOSITORY
 
@@ -90,6 +94,44 @@ def test_without_any_configuration_the_user_is_told_that_nothing_is_protected(tm
     assert result.stdout.strip() == "runs"
     assert result.stderr.count("this is plain DeepSpeed, which survives no losses") == 1
     assert "--bamboo_config FILE" in result.stderr
+
+
+def test_a_section_that_only_the_script_finds_is_refused_where_it_is_passed(tmp_path: Path) -> None:
+    """In the script's file no section is seen, since it reads one from a file; DeepSpeed is a small one here."""
+    (tmp_path / "deepspeed.py").write_text("def initialize(args=None, model=None, *, config=None): print('trains')")
+    (tmp_path / "ds.json").write_text('{"bamboo": {"redundancy": {"mode": "eager"}}}', encoding="utf-8")
+    script = """
+        import sys
+        assert "deepspeed" not in sys.modules and "torch" not in sys.modules
+        print(__name__, sys.argv, sys.path[0], flush=True)
+        from deepspeed import initialize
+        initialize(None, None, config={"train_batch_size": 4})
+        initialize(config="ds.json")
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(script), encoding="utf-8")
+    result = launch(tmp_path, "train.py", "--seed", "1")
+    assert result.returncode == 1
+    assert result.stdout.splitlines() == [f"__main__ ['train.py', '--seed', '1'] {tmp_path}", "trains"]
+    for part in ('ds.json has an enabled "bamboo" section', "--bamboo_config ds.json SCRIPT", "BAMBOO_CONFIG=ds.json"):
+        assert part in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("section", "refused"),
+    [({}, True), ({"enabled": False}, False), ({"other_engines": "warn"}, False), (None, False)],
+)
+def test_which_sections_are_refused_in_a_plain_script(
+    section: dict[str, object] | None, refused: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"train_batch_size": 4, **({} if section is None else {"bamboo": section})}
+    initialize = refusing(lambda args=None, config=None, config_params=None: "engine")
+    for call in ({"config": settings}, {"config_params": settings}, {"args": Namespace(deepspeed_config=settings)}):
+        if refused:
+            with pytest.raises(ConfigError, match=r"for a configuration made in code, a JSON file with that section"):
+                initialize(**call)
+        else:
+            assert initialize(**call) == "engine"
+    assert ("a loss would end the job" in capsys.readouterr().err) == (section == {"other_engines": "warn"})
 
 
 def test_an_event_log_that_nobody_can_write(tmp_path: Path) -> None:
