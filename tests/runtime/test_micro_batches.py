@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from deepspeed_bamboo.core.grid import Grid
+from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.core.supplying import Claim
 from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData, checksum_of
 from deepspeed_bamboo.runtime.iteration.step_history import StepHistory
+from deepspeed_bamboo.runtime.iteration.supply import DataSupply
 
 
 def batches(first: int = 0, count: int = 100) -> Iterator[Any]:
@@ -69,3 +75,28 @@ def test_a_step_is_done_again_with_its_own_number_of_samples() -> None:
         history.done(step, loss=1.0, samples=samples)
     assert [history.of(step).samples for step in range(4)] == [4, 4, 8, 8] and history.of(4).samples is None
     assert history.plain_from == 2, "who has not seen the steps before can't know their size"
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_iterators_that_differ_at_the_first_step_are_told(zeros: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """As those that yield zeros in place of what their stage doesn't need."""
+    members, claims = ["a", "b"], {}
+    x, y = torch.ones(2), torch.ones(2)
+    for me, batch in (("a", (x, y * 0 if zeros else y)), ("b", (x * 0 if zeros else x, y))):
+        data = PipelineData(home=0)
+        data.set_iterator(iter([batch]))
+        claims[me] = Claim((0,), (), data.first(step=0)).to_json()
+    record = SimpleNamespace(members=members, placement=Placement.initial(Grid(1, 2), members))
+    worker: Any = SimpleNamespace(
+        me="a",
+        is_reporter=True,
+        session=SimpleNamespace(worker="a"),
+        protects=True,
+        record=record,
+        grid=Grid(1, 2),
+        agree_on=lambda label, claim: claims,
+    )
+    DataSupply(worker, data=lambda: PipelineData(home=0), transform=lambda: None).agree()
+    told = capsys.readouterr().err
+    assert ("the data iterators of a and b begin with different micro-batches of pipeline 0" in told) == zeros
+    assert ("no zeros in place of what its stage doesn't need" in told) == zeros

@@ -104,8 +104,10 @@ class DataSupply:
             tell_once(
                 self._worker,
                 f"the data iterators of {one} and {other} begin with different micro-batches of pipeline {pipeline}: "
-                "a worker that takes a first or last stage over would train on other data than the lost one. A "
-                "DataLoader draws its order, and a seed for its samples, from torch's generator of its rank: give it "
+                "a worker that takes a first or last stage over would train on other data than the lost one. Yield the "
+                "same inputs and labels on every rank that has an iterator, with no zeros in place of what its stage "
+                "doesn't need, and no seed by rank. A DataLoader draws its order, and a seed for its samples, from "
+                "torch's generator of its rank: give it "
                 "generator=torch.Generator().manual_seed(N) on every rank, or pass training_data to initialize",
             )
 
