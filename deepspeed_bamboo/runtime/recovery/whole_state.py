@@ -9,6 +9,7 @@ from deepspeed_bamboo.core.script_ranks import reporter
 from deepspeed_bamboo.runtime.comm.channel import Message
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
+from deepspeed_bamboo.runtime.stock.script_hooks import LOSS
 
 _KIND = "whole state"
 
@@ -40,13 +41,22 @@ def _collect_once(worker: Worker) -> dict[str, torch.Tensor]:
         if owner == me:
             state = _state_of(worker.host.owned[coordinate])
             if target == me:
-                result.update(state)
+                add_stage(result, state)
             else:
                 worker.links.send(target, Message(f"{label}/{stage}", list(state), list(state.values())))
         elif target == me:
             message = worker.links.receive(owner, f"{label}/{stage}")
-            result.update(zip(message.data, message.tensors, strict=True))
+            add_stage(result, dict(zip(message.data, message.tensors, strict=True)))
     return result
+
+
+def add_stage(result: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None:
+    """What tied layers have beside the tied weight counts as the first stage has it, as in DeepSpeed's own files."""
+    for name, tensor in state.items():
+        if name.startswith(f"{LOSS}."):
+            result[name] = tensor  # only the last stage trains it
+        else:
+            result.setdefault(name, tensor)
 
 
 def _state_of(replica: StageReplica) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,19 +20,24 @@ BEGINNING = "bamboo_class_values"
 """Under which name a module keeps, until ``initialize``, those of before it was made."""
 _LIBRARIES = frozenset({"torch", "deepspeed", "deepspeed_bamboo"})
 _NUMBERS = (int, float)
+_PLAIN = frozenset({bool, int, float, str})
+_MOST_ITEMS = 1000
 _MISSING = object()
 
 
 @dataclass(frozen=True)
 class ClassValues:
-    """Numbers and ``itertools.count`` at one moment, in classes of layers and in the modules that define them."""
+    """Numbers, and what counts them, at one moment, in classes of layers and in the modules that define them."""
 
     values: tuple[tuple[Any, dict[str, Any]], ...]
+    contents: tuple[tuple[Any, Any], ...] = ()
+    """Lists and dictionaries of numbers and texts there, and what was in them."""
 
     @classmethod
     def now(cls) -> ClassValues:
         """All that this process knows."""
-        return cls(tuple((owner, _numbers(owner)) for owner in _owners()))
+        owners = list(_owners())
+        return cls(tuple((owner, _numbers(owner)) for owner in owners), tuple(_contents(owners)))
 
     def restore(self) -> None:
         """Make them what they were. What classes have got since goes; modules keep it, since it may be in use."""
@@ -45,6 +50,10 @@ class ClassValues:
                         delattr(owner, name)
                 elif current is not value and not _equal_numbers(current, value):
                     setattr(owner, name, _same_count(value) if isinstance(value, itertools.count) else value)
+        for container, before in self.contents:
+            if container != before:
+                container.clear()
+                (container.update if isinstance(container, dict) else container.extend)(before)
 
 
 @contextmanager
@@ -74,6 +83,17 @@ def _numbers(owner: Any) -> dict[str, Any]:
         elif isinstance(value, itertools.count):
             found[name] = _same_count(value)
     return found
+
+
+def _contents(owners: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Of the short ones; each with a copy."""
+    for owner in owners:
+        for name, value in vars(owner).items():
+            if type(value) not in (list, dict) or len(value) > _MOST_ITEMS or name.startswith("__"):
+                continue
+            items = value.values() if isinstance(value, dict) else value
+            if all(type(item) in _PLAIN for item in items):
+                yield value, value.copy()
 
 
 def _same_count(value: Any) -> Any:
