@@ -71,14 +71,15 @@ class AverageLayer(Layer):
 
 
 class Table(nn.Module):
-    """An embedding that can be tied to a head."""
+    """An embedding that can be tied to a head; what it adds is the first stage's alone, as positions are."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.rand(VOCABULARY, WIDTH, generator=generator("table")) - 0.5)
+        self.shift = nn.Parameter(torch.rand(WIDTH, generator=generator("shift")) - 0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.weight[tokens]
+        return self.weight[tokens] + self.shift
 
 
 def as_head(table: Table, x: Tensor) -> Tensor:

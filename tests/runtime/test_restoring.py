@@ -71,7 +71,7 @@ def test_owner_and_shadow_lost_at_once(jobs: Jobs, undisturbed: Undisturbed, at:
     assert from_step < until == 5, result.values[2]["restored"]
 
 
-STORED = dataclasses.replace(ONE_BY_FOUR, name="stored-1x4", steps=8)
+STORED = dataclasses.replace(ONE_BY_FOUR, name="stored-1x4", steps=8, layers="tied")
 
 
 def test_from_the_store_where_nothing_is_kept_in_memory(jobs: Jobs, undisturbed: Undisturbed, tmp_path: Path) -> None:

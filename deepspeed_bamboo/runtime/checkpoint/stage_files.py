@@ -20,14 +20,14 @@ from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.errors import CheckpointError
 from deepspeed_bamboo.runtime.checkpoint.automatic import STATE
 from deepspeed_bamboo.runtime.checkpoint.beginning import BEGAN, SEVERAL, Beginning, Loaded
-from deepspeed_bamboo.runtime.checkpoint.in_place import IN_PLACE, Ready, rest_from, rest_to_text
+from deepspeed_bamboo.runtime.checkpoint.in_place import IN_PLACE, Ready, has_rest, rest_from, rest_to_text
 from deepspeed_bamboo.runtime.checkpoint.safe_loading import files_named_in_errors, no_code_from_files
 from deepspeed_bamboo.runtime.checkpoint.script_files import SavedFiles, facts_of_parts, name_checkpoint, tag_to_load
 from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.job.past_results import PAST
-from deepspeed_bamboo.runtime.recovery.stage_state import unpack_rest
+from deepspeed_bamboo.runtime.recovery.stage_state import put_beside_tied_weights, unpack_rest
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 from deepspeed_bamboo.runtime.stock.captured import CapturedFiles
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
@@ -246,7 +246,10 @@ class StageFiles:
         self._worker.strike_if_scripted(replica.coordinate, "load")
         replica.finish_step()
         with self._worker.host.hosting(replica):
-            return self._stock.load_stage(replica.module, folder, *arguments, **options)
+            loaded = self._stock.load_stage(replica.module, folder, *arguments, **options)
+        if has_rest(loaded[1]):
+            put_beside_tied_weights(replica.module, rest_from(loaded[1])[0])
+        return loaded
 
     def load_files(
         self,
