@@ -70,7 +70,7 @@ class Samples(torch.utils.data.Dataset):
     """A small data set, for a few steps a pass: inputs and labels draw random numbers from everywhere."""
 
     def __len__(self) -> int:
-        return 30
+        return 32
 
     def __getitem__(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         x, y = models.vectors(0, 0, k, size=1)
