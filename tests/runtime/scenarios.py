@@ -34,7 +34,7 @@ from deepspeed_bamboo.runtime.recovery.memory_parts import MemoryParts
 from tests.runtime import late_arrivals, models
 from tests.runtime.jobs import AWAITED
 
-ADAM = {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}
+ADAM = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 BUSY_SECONDS = 0.3  # more than a quarter of an iteration of sleeping layers, on loaded cores too
 
