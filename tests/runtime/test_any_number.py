@@ -94,6 +94,7 @@ def test_what_a_script_changes_before_initialize_reaches_every_stage(jobs: Jobs)
     expected = jobs.run(train_changed, world=4, training=training)
     found = jobs.run(train_changed, world=2, training=lossy)
     assert len(found.survivors) == 1
+    assert "one worker is left, and its loss ends the job" in found.outputs[found.survivors[0]]
     assert found.common("losses") == expected.common("losses")
     assert found.common("digest") == expected.common("digest")
 

@@ -236,7 +236,7 @@ def train_while_others_try(training: Training) -> dict[str, Any]:
     if late < 0:
         return train_with_joiners(training, waits={})
     other = [
-        {"settings": {**CLIPPED, "optimizer": {"type": "Adam", "params": {"lr": 0.5, "torch_adam": True}}}},
+        {"settings": {**CLIPPED, "optimizer": {"type": "AdamW", "params": {"lr": 0.5, "torch_adam": True}}}},
         {"count": training.count + 2},
         {"layers": "unbiased"},
     ][late]

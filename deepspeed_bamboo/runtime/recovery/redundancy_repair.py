@@ -70,6 +70,8 @@ class RedundancyRepair:
         if worker.protected(record.members) == worker.placement:
             if beside is not None:
                 self._say(record, seconds=beside[0], waited_seconds=beside[1])
+            elif len(record.members) == 1 and self._last_loss() is not None:
+                tell_once(worker, f"one worker is left, and {_after_its_loss(worker)}, unless another one joins before")
             return
         copied: list[tuple[EpochRecord, Placement]] = []
         started = time.perf_counter()
@@ -134,6 +136,12 @@ class RedundancyRepair:
         listed = worker.placement.shadowed_by(worker.me)
         for coordinate in [c for c in worker.host.shadows if c not in listed]:
             worker.host.shadows.pop(coordinate).finish_step()
+
+
+def _after_its_loss(worker: Worker) -> str:
+    if worker.session.config.waits_seconds:
+        return "its loss has the job start anew from checkpoint.dir"
+    return "its loss ends the job"
 
 
 def _survived_again(placement: Placement) -> str:

@@ -60,7 +60,7 @@ def attributes_of_stage(module: torch.nn.Module) -> Iterator[tuple[Key, dict[str
 
 def _functions(module: Any) -> dict[str, Any]:
     """The loss function, if it is this stage's, and layers that are no modules; by how messages name them."""
-    functions = {f"{_LAYER}{index}": function for index, function in enumerate(module.forward_funcs)}
+    functions = {f"{_LAYER}{index}": function for index, function in enumerate(getattr(module, "forward_funcs", ()))}
     if is_of_stage(module, LOSS):
         functions[LOSS] = module.__dict__.get(LOSS)
     return {
@@ -176,7 +176,7 @@ def mutable_objects(module: torch.nn.Module) -> list[Any]:
 def given_objects(module: Any) -> list[Any]:
     """All that the script has given to layers of any stage, or has in global variables, and that can be changed."""
     reader = Reader(Parts.of(module))
-    for spec in module._layer_specs:
+    for spec in getattr(module, "_layer_specs", ()):
         if isinstance(spec, LayerSpec):
             reader.item([list(spec.module_args), dict(spec.module_kwargs)])
     for name in {type(part).__module__ for part in module.modules()}:
