@@ -6,6 +6,7 @@ import itertools
 import sys
 
 import pytest
+import torch
 from torch import nn
 
 from deepspeed_bamboo.runtime.stock.class_values import ClassValues, counting_from
@@ -53,6 +54,25 @@ def test_a_replica_counts_from_the_beginning() -> None:
     with counting_from(beginning):
         assert Counted().number == first
     assert Counted.made == first[1]
+
+
+LOSSES: list[object] = []
+running: object = 0.0
+
+
+def test_what_a_script_has_put_there_since_is_left_alone() -> None:
+    global running
+    beginning, loss = ClassValues.now(), torch.zeros(3)
+    LOSSES.extend([loss, loss])
+    running = loss
+    with counting_from(beginning):
+        assert LOSSES == [] and running == 0.0
+    assert len(LOSSES) == 2 and all(value is loss for value in LOSSES) and running is loss
+    with counting_from(beginning), counting_from(None):
+        LOSSES.append(1.0)
+    assert len(LOSSES) == 2
+    LOSSES.clear()
+    running = 0.0
 
 
 def test_torch_and_deepspeed_are_left_alone() -> None:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import tracemalloc
 import types
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from deepspeed_bamboo.runtime.comm.encoding import decode, encode
 from deepspeed_bamboo.runtime.stock.class_values import ClassValues
-from deepspeed_bamboo.runtime.stock.held_attributes import AttributeState, MovingAttributes, global_values
+from deepspeed_bamboo.runtime.stock.held_attributes import (
+    AttributeState,
+    MovingAttributes,
+    given_objects,
+    global_values,
+)
 from deepspeed_bamboo.runtime.stock.optimizer_values import (
     accept_optimizer_values,
     optimizer_values,
@@ -122,6 +132,13 @@ def test_what_others_have_too_is_not_sent_and_its_moves_are_named() -> None:
     }
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Never changes."""
+
+    __slots__ = ()
+
+
 class Odd(nn.Module):
     """Holds what nobody can follow."""
 
@@ -129,6 +146,9 @@ class Odd(nn.Module):
         super().__init__()
         self.hidden, self.numbers = [nn.Linear(2, 2)], itertools.count()
         self.fine = [nn.Identity()]
+        self.log, self.path = io.StringIO(), Path(__file__)
+        self.settings = Settings()
+        self.whole_model = self.hidden[0].forward
 
 
 def test_what_can_not_be_followed_is_named_at_the_first_look() -> None:
@@ -138,6 +158,40 @@ def test_what_can_not_be_followed_is_named_at_the_first_look() -> None:
         "attribute 'hidden' of layer 0 (modules that are not registered)",
         "attribute 'numbers' of layer 0 (an iterator: count)",
     ]
+
+
+class Slotted:
+    """Counts where nobody looks."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Configured(nn.Module):
+    """Has what its LayerSpec gives it, and one of its own."""
+
+    def __init__(self, given: Slotted) -> None:
+        super().__init__()
+        self.given, self.own = given, Slotted()
+
+
+def test_what_a_layer_is_given_is_not_refused_whatever_it_is() -> None:
+    moving = MovingAttributes()
+    moving.look(Stage(LayerSpec(Configured, Slotted())), by_script=True)
+    assert moving.take_unsendable() == ["attribute 'own' of layer 0 (an object with __slots__: Slotted)"]
+
+
+def test_large_data_that_a_script_has_are_not_copied() -> None:
+    tokens = numpy.zeros(10_000_000)
+    stage = Stage(LayerSpec(Given, {"tokens": tokens, "samples": [[number] for number in range(5_000)]}))  # type: ignore[dict-item]
+    held = given_objects(stage)
+    assert any(value is tokens for value in held) and len(held) < 4_000
+    tracemalloc.start()
+    given_objects(stage)
+    assert tracemalloc.get_traced_memory()[1] < 8_000_000
+    tracemalloc.stop()
 
 
 def doubled(self: nn.Module, x: Tensor) -> Tensor:
@@ -162,7 +216,7 @@ def test_stages_of_one_worker_share_nothing_that_moves() -> None:
     for stage in (one, other):
         stage.forward_funcs[0].together = together
     moving = MovingAttributes()
-    moving.share([other])
+    moving.share(one, other)
     moving.look(one, by_script=True)
     for number in range(2):
         together.append(number)

@@ -51,9 +51,29 @@ class ClassValues:
                 elif current is not value and not _equal_numbers(current, value):
                     setattr(owner, name, _same_count(value) if isinstance(value, itertools.count) else value)
         for container, before in self.contents:
-            if container != before:
-                container.clear()
-                (container.update if isinstance(container, dict) else container.extend)(before)
+            if not _same_items(container, before):
+                _fill(container, before)
+
+    def kept(self) -> KeptValues:
+        """What is now, of whatever kind, in all places that :meth:`restore` may change."""
+        names = ((owner, name, vars(owner).get(name, _MISSING)) for owner, its in self.values for name in its)
+        return KeptValues(tuple(names), tuple((container, container.copy()) for container, _ in self.contents))
+
+
+@dataclass(frozen=True)
+class KeptValues:
+    """By place the very objects that were there."""
+
+    names: tuple[tuple[Any, str, Any], ...]
+    contents: tuple[tuple[Any, Any], ...]
+
+    def restore(self) -> None:
+        """Put them back."""
+        for owner, name, value in self.names:
+            if value is not _MISSING and vars(owner).get(name, _MISSING) is not value:
+                setattr(owner, name, value)
+        for container, before in self.contents:
+            _fill(container, before)
 
 
 @contextmanager
@@ -63,12 +83,30 @@ def counting_from(beginning: ClassValues | None) -> Iterator[None]:
     For replicas, of which the script knows nothing.
     """
     before = ClassValues.now()
+    kept = None if beginning is None else beginning.kept()
     if beginning is not None:
         beginning.restore()
     try:
         yield
     finally:
         before.restore()
+        if kept is not None:
+            kept.restore()  # what a script keeps there now may be no number any more
+
+
+def _same_items(container: Any, before: Any) -> bool:
+    if len(container) != len(before):
+        return False
+    one, other = (list(its.items() if isinstance(its, dict) else enumerate(its)) for its in (container, before))
+    return all(
+        (key is old_key or key == old_key) and (value is old or (type(value) in _PLAIN and value == old))
+        for (key, value), (old_key, old) in zip(one, other, strict=True)
+    )
+
+
+def _fill(container: Any, items: Any) -> None:
+    container.clear()
+    (container.update if isinstance(container, dict) else container.extend)(items)
 
 
 def _equal_numbers(one: Any, other: Any) -> bool:

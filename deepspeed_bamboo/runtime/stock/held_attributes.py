@@ -13,10 +13,12 @@ reported, as is what can't be sent.
 from __future__ import annotations
 
 import functools
+import io
 import sys
+import sysconfig
 import types
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +38,7 @@ AttributeState = dict[str, Any]
 """``nodes`` and ``tensors`` of a graph (``held_values.py``); ``where`` has for each root its path, name and item."""
 
 _LOOKS = 8  # from then on what is shared is not looked at
+_CODE = frozenset({"method", "bound", "function", "partial"})
 _EVERY = 8  # of later looks one is not quick
 _LAYER = "function "  # before the number of a layer of the stage that is no module
 _LIBRARIES = ("deepspeed.", "deepspeed_bamboo.runtime", "torch.")
@@ -139,11 +142,15 @@ class AttributeReading:
         """What can't be sent of an attribute."""
         return self.graph.unknown(self.graph.roots[self.keys.index(key)])
 
+    def _looks_into(self, item: Form) -> bool:
+        """Whether modules in it are its own; a method's, or what a function holds, may be parts of a whole model."""
+        return item[0] == "ref" and self.graph.nodes[item[1]][0] not in _CODE
+
     def hidden(self) -> list[tuple[Key, str]]:
         """The attributes that hold what may differ on another worker, where nobody sees it move; and why."""
         others = (place for place, node in enumerate(self.graph.nodes) if node[0] == "other")
         odd = {place: why for place in others if (why := _hides(self.objects[place])) is not None}
-        items = zip(self.keys, self.graph.roots, strict=True)
+        items = ((key, item) for key, item in zip(self.keys, self.graph.roots, strict=True) if self._looks_into(item))
         found = ((key, odd.get(place)) for key, item in items if odd for place in self.graph.places(item))
         return [(key, why) for key, why in found if why is not None]
 
@@ -152,7 +159,7 @@ class AttributeReading:
         found = set()
         for key, item in zip(self.keys, self.graph.roots, strict=True):
             places = self.graph.places(item)
-            if any(self.graph.nodes[place][0] in MUTABLE and id(self.objects[place]) in ids for place in places):
+            if any(_is_held(self.graph.nodes[place]) and id(self.objects[place]) in ids for place in places):
                 found.add(key)
         return found
 
@@ -170,12 +177,17 @@ def mutable_objects(module: torch.nn.Module) -> list[Any]:
     """All that attributes of this stage hold and that can be changed."""
     reading = AttributeReading.of(module)
     pairs = zip(reading.graph.nodes, reading.objects, strict=True)
-    return [value for node, value in pairs if node[0] in MUTABLE]
+    return [value for node, value in pairs if _is_held(node)]
+
+
+def _is_held(node: Form) -> bool:
+    """Whether it is one thing that two may hold."""
+    return node[0] in MUTABLE or node[0] == "other"
 
 
 def given_objects(module: Any) -> list[Any]:
     """All that the script has given to layers of any stage, or has in global variables, and that can be changed."""
-    reader = Reader(Parts.of(module))
+    reader = Reader(Parts.of(module), contents=False)
     for spec in getattr(module, "_layer_specs", ()):
         if isinstance(spec, LayerSpec):
             reader.item([list(spec.module_args), dict(spec.module_kwargs)])
@@ -185,7 +197,7 @@ def given_objects(module: Any) -> list[Any]:
                 if is_data(value):
                     reader.item(value)
     pairs = zip(reader.graph.nodes, reader.objects, strict=True)
-    return [value for node, value in pairs if node[0] in MUTABLE]
+    return [value for node, value in pairs if _is_held(node)]
 
 
 def global_values(module: Any) -> dict[str, list[Any]]:
@@ -228,9 +240,10 @@ class MovingAttributes:
         self._odd: Counter[Key] = Counter()  # how often forwards have changed what can't be sent
         self._looks = 0
 
-    def share(self, others: Iterable[torch.nn.Module]) -> None:
-        """What stages in ``others``, on the same worker, hold too, is not this stage's alone."""
-        self._others += [value for module in others for value in mutable_objects(module)]
+    def share(self, module: torch.nn.Module, other: torch.nn.Module) -> None:
+        """What ``other``, a stage on the same worker, holds too, is not this stage's alone; ``module`` is this one."""
+        held = {id(value) for value in mutable_objects(other)}
+        self._others += [value for value in mutable_objects(module) if id(value) in held]
         self._classified.clear()
 
     def look(self, module: Any, *, by_script: bool) -> bool:
@@ -357,11 +370,21 @@ def _hides(value: Any) -> str | None:
     """Why what is in ``value`` can't be followed; None for what is taken to be the same everywhere (a lock, a file)."""
     if isinstance(value, torch.nn.Module):
         return "modules that are not registered" if next(value.parameters(), None) is not None else None
-    if isinstance(value, Iterator):
-        return f"an iterator: {type(value).__name__}"
-    own = not f"{type(value).__module__}.".startswith((*_LIBRARIES, "builtins.", "numpy."))
-    slots = any(vars(kind).get("__slots__") for kind in type(value).__mro__[:-1])
-    return f"an object with __slots__: {type(value).__name__}" if own and slots else None
+    kind = type(value)
+    if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+        return f"an iterator: {kind.__name__}"
+    slots = any(vars(base).get("__slots__") for base in kind.__mro__[:-1])
+    frozen = getattr(getattr(kind, "__dataclass_params__", None), "frozen", False)
+    return f"an object with __slots__: {kind.__name__}" if slots and not frozen and _is_the_scripts(kind) else None
+
+
+def _is_the_scripts(kind: type) -> bool:
+    """Whether a class is from none of the packages that are installed, nor Python's own."""
+    source = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    if kind.__module__ == "__main__":
+        return True
+    places = {*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix}
+    return source is not None and not any(str(source).startswith(place) for place in places)
 
 
 def _name(key: Key) -> str:

@@ -45,6 +45,7 @@ MUTABLE = frozenset({"list", "set", "deque", *MAPPINGS, "tensor", "array", "gene
 """Kinds of nodes that can be changed where they are."""
 _LIBRARIES = frozenset({"torch", "deepspeed", "numpy"})
 _MOST_NODES = 20_000
+_MOST_ITEMS = 1_000
 
 
 @dataclass
@@ -117,13 +118,15 @@ class Reader:
     Args:
         parts: of the stage.
         globals_too: read also what functions find in global variables, if it is data.
+        contents: False where only the objects themselves matter: nothing is copied, long containers are not read.
     """
 
-    def __init__(self, parts: Names, *, globals_too: bool = False) -> None:
+    def __init__(self, parts: Names, *, globals_too: bool = False, contents: bool = True) -> None:
         self.graph = Graph()
         self.objects: list[Any] = []  # of the nodes; so no other object gets the id of one that is gone
         self._parts = parts
         self._globals_too = globals_too
+        self._contents = contents
         self._places: dict[int, int] = {}
 
     def root(self, value: Any) -> Form:
@@ -163,6 +166,8 @@ class Reader:
         extra: Any = ["plain", value.maxlen] if name == "deque" else ["plain", None]
         if name == "default":
             extra = self.item(value.default_factory)
+        if not self._contents and len(value) > _MOST_ITEMS:
+            return [name, [], extra]
         inner = (part for pair in value.items() for part in pair) if name in MAPPINGS else value
         return [name, [self.item(item) for item in inner], extra]
 
@@ -213,6 +218,12 @@ class Reader:
             return ["bound", self.item(value.__func__), self.item(value.__self__)]
         return ["method", self.item(value.__self__), value.__name__]
 
+    def array(self, value: np.ndarray[Any, Any]) -> Form:
+        """An array of numbers."""
+        if value.dtype.kind not in "biufc":
+            return ["other", class_name(type(value))]
+        return ["array", value.dtype.str, list(value.shape), value.tobytes() if self._contents else b""]
+
     def _object(self, value: Any) -> Form:
         kind = type(value)
         if _is_of_a_library(kind.__module__):
@@ -235,7 +246,7 @@ _READ: Mapping[type, Callable[[Reader, Any], Form]] = {
     torch.device: lambda reader, value: ["device", value.type],
     torch.Generator: lambda reader, value: ["generator", value.device.type, bytes(value.get_state().numpy())],
     logging.Logger: lambda reader, value: ["logger", value.name],
-    np.ndarray: lambda reader, value: _array(value),
+    np.ndarray: lambda reader, value: reader.array(value),
     complex: lambda reader, value: ["complex", value.real, value.imag],
 }
 
@@ -244,12 +255,6 @@ def _named(value: Any) -> Form:
     name = value.__name__
     found = [module for module, its in NAMED_IN.items() if getattr(its, name, None) is value]
     return ["named", found[0], name] if found else ["other", f"{type(value).__name__} {name}"]
-
-
-def _array(value: np.ndarray[Any, Any]) -> Form:
-    if value.dtype.kind not in "biufc":
-        return ["other", class_name(type(value))]
-    return ["array", value.dtype.str, list(value.shape), value.tobytes()]
 
 
 def is_plain_class(kind: type) -> bool:

@@ -238,8 +238,8 @@ class StageHost:
         self._prepare(replica)
         replica.complete = False
         for other in self.built():
-            other.moving_attributes.share([replica.module])
-            replica.moving_attributes.share([other.module])
+            other.moving_attributes.share(other.module, replica.module)
+            replica.moving_attributes.share(replica.module, other.module)
         return replica
 
     def _module(

@@ -91,7 +91,7 @@ class StartBlock:
 
     def build(self, module: PipelineModule) -> None:
         """In place of ``PipelineModule._build``: the layers of all stages of this worker."""
-        before, after = _Beginning.now(), None
+        before, after, kept = _Beginning.now(), None, None
         for stage in self.seat.stages:
             before.restore()
             module.tied_modules, module.tied_weight_attrs = torch.nn.ModuleDict(), {}
@@ -102,9 +102,10 @@ class StartBlock:
                 first, stop, tied=dict(module.tied_modules), tied_attributes=module.tied_weight_attrs
             )
             if stage == self.seat.primary.stage:
-                after = _Beginning.now()
-        if after is not None:
+                after, kept = _Beginning.now(), before.counted.kept()
+        if after is not None and kept is not None:
             after.restore()
+            kept.restore()
         shown = [*reversed(self.layers.values())]
         module.tied_modules = torch.nn.ModuleDict({key: tied for one in shown for key, tied in one.tied.items()})
         module.tied_weight_attrs = {key: names for one in shown for key, names in one.tied_attributes.items()}
