@@ -227,6 +227,8 @@ class OwnerChanges:
                 self._odd.update((coordinate, name) for name, its in now.items() if known.get(name, its) != its)
                 found += [f"the global variable {name}" for name in now if self._odd[coordinate, name] > 1]
             moved += [f"{coordinate}: {what}" for what in dict.fromkeys(found)]
+        for coordinate, shadow in self._worker.host.shadows.items():
+            moved += [f"{coordinate}: {what}" for what in shadow.moving_attributes.take_unsendable()]
         return {HOOKS: moved} if moved else {}
 
     def _refuse_unsendable(self) -> None:

@@ -106,8 +106,6 @@ class Feed:
     def agree(self) -> None:
         """Before an iteration: know what the others have, as :class:`DataSupply` does; collective."""
         self.supply.agree()
-        if self._training is not None:
-            self._training.settle()
 
     def used(self, *, since: int) -> int:
         """How many micro-batches each pipeline has used since step ``since``, at which the script's iterators began."""

@@ -160,10 +160,6 @@ class TrainingData:
         self._along: dict[tuple[int, bool], PassReader] = {}
         streams.noticed = lambda: self._samples.draw
 
-    def settle(self) -> None:
-        """Before an iteration, see :meth:`DataStreams.settle`."""
-        self._streams.settle(self._engine.worker)
-
     def first(self, pipeline: int, step: int) -> Iterator[Any]:
         """What the first stage of ``pipeline`` reads from ``step`` on."""
         return self._reader(pipeline, step, last=False)
