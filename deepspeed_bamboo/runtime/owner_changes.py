@@ -304,7 +304,8 @@ class OwnerChanges:
 
     def _look_at_values(self) -> None:
         owned = self._worker.host.owned
-        self._with_gradients = {c for c, its in self._gradients.items() if c in owned and _gradients(owned[c]) != its}
+        grown = {c for c, its in self._gradients.items() if c in owned and _gradients(owned[c]) > its}
+        self._with_gradients = {c for c in grown if _has_gradients(owned[c])}
         for coordinate, replica in self._worker.host.owned.items():
             changed = replica.moving.look(replica.module)
             for path, values in changed.items():
@@ -395,8 +396,15 @@ def _beside_weights(replica: StageReplica) -> str:
     """The scheduler's state, and which tensors with which values the optimizer's is."""
     optimizer = replica.attributes["basic_optimizer"]
     kept = {} if optimizer is None else optimizer.state
-    tensors = [value for its in kept.values() for value in its.values() if isinstance(value, torch.Tensor)]
+    states = (its for its in kept.values() if isinstance(its, dict))
+    tensors = [value for its in states for value in its.values() if isinstance(value, torch.Tensor)]
     return f"{_schedule(replica)} {sum(map(id, tensors))} {sum(tensor._version for tensor in tensors)}"
+
+
+def _has_gradients(replica: StageReplica) -> bool:
+    """Whether one is not zero."""
+    gradients = (parameter.grad for parameter in replica.module.parameters())
+    return any(bool(gradient.any()) for gradient in gradients if gradient is not None)
 
 
 def _gradients(replica: StageReplica) -> int:

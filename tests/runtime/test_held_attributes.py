@@ -194,6 +194,32 @@ def test_large_data_that_a_script_has_are_not_copied() -> None:
     tracemalloc.stop()
 
 
+class Script:
+    """What a loss function may have from its script."""
+
+    def __init__(self, rank: int) -> None:
+        self.local_rank, self.scale, self.history = rank, 2.0, [rank]
+
+    def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return outputs.square().mean() * self.scale
+
+
+def test_what_a_loss_function_has_from_its_script_stays_that_of_its_worker() -> None:
+    here, there = Script(rank=0), Script(rank=1)
+    owner, shadow = (Stage(LayerSpec(nn.Linear, 8, 8), loss=script.loss) for script in (here, there))
+    moving, other = MovingAttributes(), MovingAttributes()
+    moving.look(owner, by_script=True)
+    here.history.append(5)  # by the script, which does so on every worker
+    assert not moving.look(owner, by_script=True)
+    state = moving.state(owner, moving_only=False)
+    other.accept(shadow, None if state is None else sent(state))
+    assert (there.local_rank, there.history) == (1, [1])
+    here.history.append(6)  # by a forward
+    assert moving.look(owner, by_script=False)
+    other.accept(shadow, sent(moving.state(owner)))
+    assert (there.local_rank, there.history) == (1, [0, 5, 6])
+
+
 def doubled(self: nn.Module, x: Tensor) -> Tensor:
     return 2 * x
 

@@ -272,8 +272,9 @@ class MovingAttributes:
             self._odd.update(unknown)
             unknown_again = {key for key in unknown if self._odd[key] > 1}  # what is made once is so on all workers
             self._unsendable += [f"{_name(key)}{_why(key, now, self._shared)}" for key in sorted(unknown_again)]
-        self._moving |= changed - unknown
-        return bool(changed - unknown)
+        moved = {key for key in changed - unknown if not (by_script and _is_of_function(key))}
+        self._moving |= moved
+        return bool(moved)
 
     def _note_values(self, module: Any) -> None:
         """Where all is that is not shared, for :meth:`_is_as_before`; but for tensors with a graph."""
@@ -300,12 +301,18 @@ class MovingAttributes:
         """Whether anything has ever changed, or nobody has looked twice."""
         return bool(self._moving) or self._looks < 2
 
-    def state(self, module: torch.nn.Module, *, moving_only: bool = True) -> AttributeState | None:
-        """Of what has ever moved, or of all; None for nothing. What is shared is left out."""
+    def state(self, module: torch.nn.Module, *, moving_only: bool = True, here: bool = False) -> AttributeState | None:
+        """Of what has ever moved, or of all; None for nothing. What is shared is left out.
+
+        ``here``: for this replica itself. Others don't get what functions keep until a forward has moved it: functions
+        are the script's, on every worker alike.
+        """
         if moving_only and not self._moving and self._looks >= 2:
             return None
         only = self._moving if moving_only and self._looks >= 2 else None
-        reading = AttributeReading.of(module, leaving_out=self._shared, only=only)
+        functions = {key for key, _ in attributes_of_stage(module) if _is_of_function(key)}
+        alike = set() if here else functions - self._moving
+        reading = AttributeReading.of(module, leaving_out=self._shared | alike, only=only)
         return reading.state() if reading.keys else None
 
     def accept(self, module: Any, state: AttributeState | None, *, new_tensors: bool = False) -> None:
@@ -327,6 +334,8 @@ class MovingAttributes:
                 try:
                     _put(module, path, name, fitting, item)
                 except LookupError as error:
+                    if (path, name) in reading.keys and (path, name) not in self._moving:
+                        continue  # made alike by its constructor
                     self._unsendable.append(f"{_name((path, name))} ({error} can't be made on another worker)")
 
     def include(self, state: AttributeState | None) -> None:
@@ -385,6 +394,11 @@ def _is_the_scripts(kind: type) -> bool:
         return True
     places = {*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix}
     return source is not None and not any(str(source).startswith(place) for place in places)
+
+
+def _is_of_function(key: Key) -> bool:
+    """Whether it is what the loss function, or a layer that is no module, keeps."""
+    return key[0] == LOSS or key[0].startswith(_LAYER)
 
 
 def _name(key: Key) -> str:

@@ -17,7 +17,14 @@ import numpy as np
 import torch
 
 from deepspeed_bamboo.runtime.stock.held_values import CONTAINERS, MAPPINGS, NAMED_IN, is_plain_class
-from deepspeed_bamboo.runtime.stock.plain_forms import CodeOfTheScript, Form, Parts, checksum_of, class_name
+from deepspeed_bamboo.runtime.stock.plain_forms import (
+    CodeOfTheScript,
+    Form,
+    Parts,
+    checksum_of,
+    class_name,
+    differs_by_machine,
+)
 
 
 class Examples:
@@ -260,7 +267,9 @@ class Fitting:
                 raise LookupError(f"class {name}")
             target = object.__new__(kind)
         self._made[place] = target
+        own = {attribute: value for attribute, value in vars(target).items() if differs_by_machine(attribute)}
         self._fill_mapping(vars(target), items, ["plain", None], default=False)
+        vars(target).update(own)
         return target
 
     def part(self, place: int, node: Form, existing: Any) -> Any:

@@ -31,7 +31,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from deepspeed_bamboo.runtime.stock.plain_forms import Form, checksum_of, class_name
+from deepspeed_bamboo.runtime.stock.plain_forms import Form, checksum_of, class_name, differs_by_machine
 
 ATOMS = frozenset({type(None), bool, int, float, str, bytes, torch.dtype})
 MAPPINGS: Mapping[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter, "default": defaultdict}
@@ -231,7 +231,7 @@ class Reader:
             return ["own" if one_a_worker else "other", class_name(kind)]
         if not is_plain_class(kind) or isinstance(value, torch.nn.Module):
             return ["other", class_name(kind)]
-        attributes = list(vars(value).items())
+        attributes = [(name, its) for name, its in vars(value).items() if not differs_by_machine(name)]
         return ["object", class_name(kind), [self.item(part) for pair in attributes for part in pair]]
 
 

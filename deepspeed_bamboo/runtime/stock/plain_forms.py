@@ -35,6 +35,11 @@ def class_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def differs_by_machine(name: str) -> bool:
+    """Whether an attribute of this name may rightly be another one on another worker."""
+    return "rank" in name or "device" in name
+
+
 @dataclass
 class Parts:
     """The modules and parameters of a stage, by path, and by id the path of each."""

@@ -28,7 +28,7 @@ def script_state(replica: StageReplica) -> ScriptState:
     return ScriptState(
         replica.moving.at_risk(module),
         hook_state(module) if replica.moving_hooks.at_risk else None,
-        replica.moving_attributes.state(module),
+        replica.moving_attributes.state(module, here=True),
     )
 
 
