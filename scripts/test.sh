@@ -3,7 +3,7 @@
 #
 #     scripts/test.sh
 #
-# Needs Python 3.10 or later and two CPU cores, no GPU; under 7 minutes with installing. Four tests run at a time; add
+# Needs Python 3.10 or later and two CPU cores, no GPU; about 7 minutes with installing. Four tests run at a time; add
 # -n 0 for one.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
