@@ -27,10 +27,10 @@ def plan_iteration(
     """What every worker has to execute from ``progress`` to the end of the iteration.
 
     Without ``progress``, or for coordinates missing in it, from the start. A coordinate whose owner is new
-    starts where ``core.recovery.progress_after_loss`` says; its neighbours send it again what they retained, and it
+    starts where ``core.recovery.progress_by_holders`` says; its neighbours send it again what they retained, and it
     sends only what they don't have. Survivors repeat nothing.
     ``redundant`` is for ``eager`` and ``full``: of every shadow on its worker, what FRC (``forwards``) and BRC
-    (``backwards``) are done; ``core.recovery.redundant_after_loss`` selects them.
+    (``backwards``) are done; ``core.recovery.progress_by_holders`` selects them, too.
     ``pipelines`` asks for those pipelines (and any that shares a worker with them) only; default: all.
     Raises ValueError for no micro-batches, an unknown mode or pipeline, and progress that can't be.
     """

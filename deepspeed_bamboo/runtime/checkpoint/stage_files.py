@@ -247,7 +247,7 @@ class StageFiles:
         replica.finish_step()
         with self._worker.host.hosting(replica):
             loaded = self._stock.load_stage(replica.module, folder, *arguments, **options)
-        if has_rest(loaded[1]):
+        if replica.module.tied_comms and has_rest(loaded[1]):
             put_beside_tied_weights(replica.module, rest_from(loaded[1])[0])
         return loaded
 

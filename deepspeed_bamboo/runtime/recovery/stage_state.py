@@ -18,6 +18,7 @@ from deepspeed_bamboo.runtime.stock.clipping import clipping_of
 from deepspeed_bamboo.runtime.stock.gradients import accept_scale_state, master_weights, scale_state
 from deepspeed_bamboo.runtime.stock.hook_values import accept_hook_state, hook_state
 from deepspeed_bamboo.runtime.stock.optimizer_values import accept_optimizer_values, optimizer_values
+from deepspeed_bamboo.runtime.stock.plain_forms import device_of
 from deepspeed_bamboo.runtime.stock.plain_values import (
     accept_plain_of_the_script,
     accept_plain_values,
@@ -53,9 +54,8 @@ def pack_state(replica: StageReplica) -> PackedState:
         "scale": scale_state(optimizer),
         **rest,
     }
-    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     tensors: list[torch.Tensor] = []
-    return PackedState(_take_out(state, tensors, device), tensors)
+    return PackedState(_take_out(state, tensors, device_of(module)), tensors)
 
 
 def pack_rest(replica: StageReplica) -> dict[str, Any]:
@@ -70,8 +70,8 @@ def pack_rest(replica: StageReplica) -> dict[str, Any]:
         "norm": attributes.get("_global_grad_norm"),
         "micro_offset": replica.micro_offset,
         "values": replica.moving.all_values(module),
-        "hooks": hook_state(attributes["module"]),
-        "attributes": replica.moving_attributes.state(attributes["module"], moving_only=False),
+        "hooks": hook_state(module),
+        "attributes": replica.moving_attributes.state(module, moving_only=False),
         "clip": clipping_of(attributes["optimizer"]),
         "own": [plain_of_the_script(holder) for holder in (attributes["basic_optimizer"], scheduler)],
         "tied": dict(_beside_tied_weights(module)),
@@ -87,7 +87,7 @@ def _beside_tied_weights(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
             continue
         tied = module.tied_modules[key]
         weights = [module._recursive_getattr(tied, name) for name in comm["weight_attr"]]
-        for name, tensor in (*tied.named_parameters(), *tied.named_buffers()):
+        for name, tensor in _named_tensors(tied):
             if not any(tensor is weight for weight in weights):
                 yield f"{key}.{name}", tensor.detach().clone()
 

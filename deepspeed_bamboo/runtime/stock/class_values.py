@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
+from deepspeed_bamboo.runtime.stock.plain_values import PLAIN
+
 BEGINNING = "bamboo_class_values"
 """Under which name a module keeps, until ``initialize``, those of before it was made."""
 _LIBRARIES = frozenset({"torch", "deepspeed", "deepspeed_bamboo"})
 _NUMBERS = (int, float)
-_PLAIN = frozenset({bool, int, float, str})
 _MOST_ITEMS = 1000
 _MISSING = object()
 
@@ -99,7 +100,7 @@ def _same_items(container: Any, before: Any) -> bool:
         return False
     one, other = (list(its.items() if isinstance(its, dict) else enumerate(its)) for its in (container, before))
     return all(
-        (key is old_key or key == old_key) and (value is old or (type(value) in _PLAIN and value == old))
+        (key is old_key or key == old_key) and (value is old or (type(value) in PLAIN and value == old))
         for (key, value), (old_key, old) in zip(one, other, strict=True)
     )
 
@@ -130,7 +131,7 @@ def _contents(owners: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
             if type(value) not in (list, dict) or len(value) > _MOST_ITEMS or name.startswith("__"):
                 continue
             items = value.values() if isinstance(value, dict) else value
-            if all(type(item) in _PLAIN for item in items):
+            if all(type(item) in PLAIN for item in items):
                 yield value, value.copy()
 
 

@@ -28,7 +28,7 @@ from deepspeed.pipe import LayerSpec
 from deepspeed_bamboo.runtime.stock.description import is_foreign
 from deepspeed_bamboo.runtime.stock.held_fitting import Examples, Fitting
 from deepspeed_bamboo.runtime.stock.held_values import ATOMS, MUTABLE, Graph, Reader, is_data
-from deepspeed_bamboo.runtime.stock.plain_forms import Form, Parts
+from deepspeed_bamboo.runtime.stock.plain_forms import Form, Parts, device_of
 from deepspeed_bamboo.runtime.stock.plain_values import PLAIN
 from deepspeed_bamboo.runtime.stock.script_hooks import LOSS, is_of_stage, source_of
 
@@ -118,7 +118,7 @@ class AttributeReading:
         for place, node in enumerate(reader.graph.nodes):
             if node[0] == "noted":
                 reader.objects[place] = None  # with its graph it takes memory, and nobody compares it
-        return cls([key for key, _ in held], reader.graph, reader.objects, _versions(reader))
+        return cls([key for key, _ in held], reader.graph, reader.objects, reader.graph.versions())
 
     def same_as(self, other: AttributeReading) -> bool:
         """Whether everything is what it is in ``other``."""
@@ -206,11 +206,11 @@ def global_values(module: Any) -> dict[str, list[Any]]:
     forwards = dict.fromkeys(type(part).forward for part in module.modules())
     for function in (*forwards, *_functions(module).values()):
         reader.root(function)
-    versions = _versions(reader)
+    versions = reader.graph.versions()
     classes = dict.fromkeys(type(part) for part in module.modules())
     own = [kind for kind in classes if not f"{kind.__module__}.".startswith(_LIBRARIES)]
     found = {
-        f"{name} of class {kind.__name__}": reader.graph.content(reader.item(value), _versions(reader))
+        f"{name} of class {kind.__name__}": reader.graph.content(reader.item(value), reader.graph.versions())
         for kind in own
         for name, value in vars(kind).items()
         if is_data(value) and not name.startswith("__")
@@ -218,10 +218,6 @@ def global_values(module: Any) -> dict[str, list[Any]]:
     functions = (node for node in reader.graph.nodes if node[0] == "function" and len(node) > 7)
     pairs = ((node, name, item) for node in functions for name, item in zip(node[7][::2], node[7][1::2], strict=True))
     return {**found, **{f"{name[1]} of {node[1]}": reader.graph.content(item, versions) for node, name, item in pairs}}
-
-
-def _versions(reader: Reader) -> list[tuple[int, int]]:
-    return [(id(tensor), tensor._version) for tensor in reader.graph.tensors]
 
 
 class MovingAttributes:
@@ -307,7 +303,7 @@ class MovingAttributes:
         ``here``: for this replica itself. Others don't get what functions keep until a forward has moved it: functions
         are the script's, on every worker alike.
         """
-        if moving_only and not self._moving and self._looks >= 2:
+        if moving_only and not self.at_risk:
             return None
         only = self._moving if moving_only and self._looks >= 2 else None
         functions = {key for key, _ in attributes_of_stage(module) if _is_of_function(key)}
@@ -324,7 +320,7 @@ class MovingAttributes:
             return
         reading = AttributeReading.of(module)
         self._classify(module, reading)
-        parts, device = Parts.of(module), _device_of(module)
+        parts, device = Parts.of(module), device_of(module)
         fitting = Fitting(
             state["nodes"], state["tensors"], parts=parts, examples=Examples(reading.objects), device=device
         )
@@ -413,7 +409,3 @@ def _why(key: Key, reading: AttributeReading, shared: Container[Key]) -> str:
     if key in shared:
         return " (which other layers, or the script, have too)"
     return f" (holds {', '.join(reading.unknown(key))})"
-
-
-def _device_of(module: torch.nn.Module) -> torch.device:
-    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))

@@ -87,6 +87,10 @@ class Graph:
         its = [[versions[node[1]], *node[2:]] if node[0] == "tensor" else local(node) for node in nodes]
         return [item if item[0] == "plain" else None, its]
 
+    def versions(self) -> list[tuple[int, int]]:
+        """Of the tensors: what shows that one has other values, or is another one."""
+        return [(id(tensor), tensor._version) for tensor in self.tensors]
+
     def unknown(self, item: Form) -> list[str]:
         """The classes of what can't be sent in ``item``."""
         return sorted({node[1] for node in self.reachable(item) if node[0] == "other"})

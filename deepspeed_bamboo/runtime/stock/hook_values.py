@@ -14,7 +14,7 @@ import torch
 
 from deepspeed_bamboo.runtime.stock.held_fitting import Examples, Fitting
 from deepspeed_bamboo.runtime.stock.held_values import MUTABLE, Graph, Reader
-from deepspeed_bamboo.runtime.stock.plain_forms import Form, Parts
+from deepspeed_bamboo.runtime.stock.plain_forms import Form, Parts, device_of
 from deepspeed_bamboo.runtime.stock.script_hooks import ScriptHook, hooks_of_stage
 
 HookState = dict[str, Any]
@@ -73,8 +73,7 @@ def read_hooks(module: torch.nn.Module, parts: Parts | None = None, *, globals_t
     reader = Reader(parts or Parts.of(module), globals_too=globals_too)
     for hook in hooks:
         reader.root(hook.function)
-    versions = [(id(tensor), tensor._version) for tensor in reader.graph.tensors]
-    return HookReading(hooks, reader.graph, reader.objects, versions)
+    return HookReading(hooks, reader.graph, reader.objects, reader.graph.versions())
 
 
 def hook_state(module: torch.nn.Module, *, host: bool = False) -> HookState | None:
@@ -116,7 +115,7 @@ def accept_hook_state(module: torch.nn.Module, state: HookState | None, *, new_t
     if state is None or reading is None:
         return
     parts, known = Parts.of(module), {(hook.path, hook.kind, hook.place): hook for hook in reading.hooks}
-    examples, device = Examples(reading.objects), _device_of(module)
+    examples, device = Examples(reading.objects), device_of(module)
     fitting = Fitting(state["nodes"], state["tensors"], parts=parts, examples=examples, device=device)
     fitting.new_tensors = new_tensors
     for path, kind, place, item in state["where"]:
@@ -140,16 +139,12 @@ def separate_hooks(modules: Iterable[torch.nn.Module]) -> None:
             tensors = [tensor.detach().clone() for tensor in reading.graph.tensors]
             state = reading.state(tensors=tensors)
             parts, examples = Parts.of(module), Examples(reading.objects)
-            made = made_hooks(state, parts=parts, examples=examples, device=_device_of(module))
+            made = made_hooks(state, parts=parts, examples=examples, device=device_of(module))
             for hook in reading.hooks:
                 new = made[hook.path, hook.kind][hook.place]
                 hook.replace(hook.function if new is None else new)
         seen |= _mutable(reading)
         kept.append(reading)
-
-
-def _device_of(module: torch.nn.Module) -> torch.device:
-    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
 
 def _mutable(reading: HookReading) -> set[int]:

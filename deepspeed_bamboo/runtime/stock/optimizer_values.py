@@ -13,7 +13,7 @@ import torch
 
 from deepspeed_bamboo.runtime.stock.held_fitting import Examples, Fitting
 from deepspeed_bamboo.runtime.stock.held_values import Reader
-from deepspeed_bamboo.runtime.stock.plain_forms import Form, Parts
+from deepspeed_bamboo.runtime.stock.plain_forms import Form, Parts, device_of
 from deepspeed_bamboo.runtime.stock.plain_values import PLAIN
 from deepspeed_bamboo.runtime.stock.script_hooks import source_of
 
@@ -58,12 +58,11 @@ def accept_optimizer_values(holder: Any, module: torch.nn.Module, state: Optimiz
     if holder is None or state is None:
         return
     parts = _parts(holder, module)
-    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     reader = Reader(parts)
     for _, value in _attributes(holder):
         reader.root(value)
     examples = Examples(reader.objects)
-    fitting = Fitting(state["nodes"], state["tensors"], parts=parts, examples=examples, device=device)
+    fitting = Fitting(state["nodes"], state["tensors"], parts=parts, examples=examples, device=device_of(module))
     for name, item in state["where"]:
         vars(holder)[name] = fitting.root(item, vars(holder).get(name))
 

@@ -40,6 +40,11 @@ def differs_by_machine(name: str) -> bool:
     return "rank" in name or "device" in name
 
 
+def device_of(module: torch.nn.Module) -> torch.device:
+    """Where a stage's parameters are; the host where it has none."""
+    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+
+
 @dataclass
 class Parts:
     """The modules and parameters of a stage, by path, and by id the path of each."""
