@@ -317,7 +317,7 @@ class BambooPipelineEngine(ScriptEngine):
         self.feed.warn_if_confined()
         self.reconfiguration.run_if_wished(before_moves=self.owner_changes.follow)
         self.feed.agree()
-        self.data_streams.settle(self.worker)  # on workers without training_data, too
+        self.data_streams.settle(self.worker, position=self.feed.used(since=0))  # without training_data, too
         self.owner_changes.follow()
         for replica in self.host.replicas():
             with self.host.hosting(replica):

@@ -6,7 +6,7 @@ import itertools
 import random
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import pytest
@@ -23,13 +23,14 @@ MICRO_BATCHES = 3
 
 
 class Drawing(torch.utils.data.Dataset[torch.Tensor]):
-    """Ten samples; from sample ``since`` on they draw from torch, Python and numpy."""
+    """Ten samples or more; from sample ``since`` on they draw from torch, Python and numpy."""
 
-    def __init__(self, since: int = 0) -> None:
+    def __init__(self, since: int = 0, *, length: int = 10) -> None:
         self.since = since
+        self.length = length
 
     def __len__(self) -> int:
-        return 10
+        return self.length
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index < self.since:
@@ -111,6 +112,37 @@ def test_reading_begins_anywhere(make: Any, helpers: int) -> None:
         streams.draws = streams.draws or bool(streams.contribution())
     assert streams.draws
     assert states_to_text(states_now()) == before
+
+
+@pytest.mark.parametrize("helpers", [0, 2])
+@pytest.mark.parametrize(("began", "length"), [(1, 10), (3, 10), (1, 40)])
+def test_whoever_reads_reads_alike_in_a_job_that_resumed_at_a_later_step(began: int, length: int, helpers: int) -> None:
+    """Nobody has read what was before: a shadow that reads along, and one that did not, are where the owner is."""
+    seed()
+    engine, streams = Loading(helpers), DataStreams()
+    owner, shadow = (TrainingData(engine, Drawing(length=length), streams=streams) for _ in range(2))
+    begun(engine, streams)
+    worker = SimpleNamespace(me="a", session=SimpleNamespace(works=SilentWorks()), protects=False)
+    worker.agree_on = lambda _, value: {"a": value(), "b": value()}
+    engine.worker = worker
+    reader: Any = None
+    for step in range(began, began + 4):
+        worker.step, engine.global_samples = step, step * MICRO_BATCHES * 2
+        streams.settle(worker, position=step * MICRO_BATCHES)
+        reader = reader or owner.first(0, step)
+        another = TrainingData(engine, Drawing(length=length), streams=streams)
+        streams.noticed = lambda: owner._samples.draw
+        late = another.first(0, step) if streams.draws else None
+        for read in itertools.islice(reader, MICRO_BATCHES):
+            assert late is None or torch.equal(next(late), read)
+        shadow.read_along(0, last=False)
+        streams.take_in({"a": streams.contribution()}, worker=cast("Any", worker))
+    assert streams.draws
+    worker.step, engine.global_samples = step + 1, (step + 1) * MICRO_BATCHES * 2
+    assert torch.equal(next(shadow.first(0, step + 1)), next(reader))
+    other = DataStreams()
+    other.take(streams.to_json())
+    assert other.origin == streams.origin == began * MICRO_BATCHES
 
 
 def test_samples_that_draw_nothing_are_not_read_again() -> None:

@@ -98,6 +98,7 @@ class DataStreams:
     def __init__(self, *, noticed: Callable[[], bool] = lambda: False) -> None:
         self.noticed = noticed
         self.draws = False  # whether samples draw, as all know it
+        self.origin = 0  # no micro-batch of a pipeline has drawn before this one, or none before it was read
         self._first: str | None = None  # of this worker; None: the script gave no training_data
         self._settled = False
         self._of: dict[End, Stream] = {}
@@ -121,8 +122,13 @@ class DataStreams:
                 if claim is not None:
                     self._of[pipeline, last], self._from[pipeline, last] = Stream(*claim), owner
 
-    def settle(self, worker: Worker) -> None:
-        """Before the job's first iteration: where generators are now; collective. Nothing later."""
+    def settle(self, worker: Worker, *, position: int) -> None:
+        """Before an iteration, which begins at micro-batch ``position``, on all workers.
+
+        Before the job's first one, collective: where generators are now. A script may resume at a later step, and load
+        an earlier one at any time.
+        """
+        self.origin = min(position, self.origin) if self.draws else position
         if self._settled or not self._of:
             return
         owners = set(self._from.values())
@@ -170,7 +176,7 @@ class DataStreams:
             [*end, texts.index(stream.first), texts.index(stream.later), self._from.get(end)]
             for end, stream in self._of.items()
         ]
-        return {"texts": texts, "ends": ends, "settled": self._settled, "draws": self.draws}
+        return {"texts": texts, "ends": ends, "settled": self._settled, "draws": self.draws, "origin": self.origin}
 
     def take(self, value: Mapping[str, Any]) -> None:
         """Inverse of :meth:`to_json`. Nothing from a checkpoint of an earlier version."""
@@ -183,3 +189,4 @@ class DataStreams:
             if owner is not None:
                 self._from[pipeline, last] = owner
         self._settled, self.draws = bool(value["settled"]), bool(value["draws"])
+        self.origin = int(value.get("origin", 0))  # not in checkpoints of an earlier version

@@ -56,7 +56,8 @@ class PassReader(Iterator[Any]):
         loader: makes a loader that leaves out so many micro-batches of its first pass.
         stream: its random numbers; None: the script's.
         position: the first micro-batch, counted from the job's first.
-        draws: whether samples draw, so that those before have to be read.
+        origin: none before it has drawn, or been read (in a job that resumed there), see :class:`DataStreams`.
+        draws: whether samples draw, so that those since ``origin`` have to be read.
         pristine: where the generators were that the data set has itself, for a loader without helper processes.
     """
 
@@ -66,6 +67,7 @@ class PassReader(Iterator[Any]):
         *,
         stream: Stream | None,
         position: int,
+        origin: int,
         draws: bool,
         pristine: GeneratorStates,
     ) -> None:
@@ -73,12 +75,13 @@ class PassReader(Iterator[Any]):
         self._stream = stream
         whole = loader(0)
         self._helpers = _helpers_of(whole)
-        number, within = divmod(position, len(whole))
+        first = position
         if draws and stream is not None:
-            # Without helpers all samples draw from the same generators, from the job's first on.
-            number, skipped = (number, 0) if self._helpers else (0, 0)
-        else:
-            skipped = within - within % max(1, self._helpers)  # helpers take turns
+            # Without helpers all samples draw from the same generators, from the first that was read on.
+            of_pass = position - position % len(whole)
+            first = min(position, max(origin, of_pass) if self._helpers else origin)
+        number, within = divmod(first, len(whole))
+        skipped = within - within % max(1, self._helpers)  # helpers take turns
         self._pristine = pristine
         self._running: GeneratorStates | None = None
         self.position = number * len(whole) + skipped
@@ -209,8 +212,15 @@ class TrainingData:
             skipped_samples = skipped * self._engine.micro_batch_size
             return self._loader_for(self._samples, data_sampler=PositionedSampler(sampler, skipped=skipped_samples))
 
-        stream, draws = self._streams.stream(pipeline, last=last), self._streams.draws
-        return PassReader(loader, stream=stream, position=position, draws=draws, pristine=self._pristine)
+        streams = self._streams
+        return PassReader(
+            loader,
+            stream=streams.stream(pipeline, last=last),
+            position=position,
+            origin=streams.origin,
+            draws=streams.draws,
+            pristine=self._pristine,
+        )
 
     def _micro_batches_before(self, step: int) -> int:
         """How many each pipeline has read before ``step``; their number may have changed in between."""
