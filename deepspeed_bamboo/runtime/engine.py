@@ -109,9 +109,7 @@ class BambooPipelineEngine(ScriptEngine):
         self.mean_loss = 0.0
         self.worker = self._as_worker()
         self.feed = self._make_feed()
-        self.batch_of_job = BatchOfJob(
-            size=lambda: self.train_batch_size(), change=lambda samples: self.set_train_batch_size(samples)
-        )
+        self.batch_of_job = BatchOfJob(size=self._batch_size, change=self._change_batch)
         take_over_stock_state(self, grid)
         show_all_hosted(self.module, self._shown_to_script)
         self._make_parts_of_an_iteration()

@@ -24,6 +24,7 @@ from deepspeed_bamboo.runtime.iteration.activity import Round
 from deepspeed_bamboo.runtime.iteration.data_streams import STREAMS, DataStreams
 from deepspeed_bamboo.runtime.iteration.feeding import Feed
 from deepspeed_bamboo.runtime.iteration.micro_batches import DataFactory, PipelineData
+from deepspeed_bamboo.runtime.iteration.step_history import BatchSize
 from deepspeed_bamboo.runtime.iteration.training_data import TrainingData
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job import garbage
@@ -190,6 +191,26 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
 
     def _next_batch(self) -> Any:
         return self.feed.next_batch()
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """As stock's. Raises ConfigError where the engine reads ``training_data``, whose loader keeps its size."""
+        now = self.train_micro_batch_size_per_gpu()
+        if self._training_set is not None and micro_batch_size != now:
+            raise ConfigError(
+                f"engine.set_train_micro_batch_size({micro_batch_size}) was called, and training_data is read in "
+                f"micro-batches of {now}: DeepSpeed's loader keeps the size that it was made with, so only the count "
+                "of samples would change, and a worker that takes over would read other ones. Leave the size as it is, "
+                "and change the number of micro-batches (engine.set_train_batch_size); or pass batches of the size you "
+                "want by an iterator, or engine.set_data_source, in place of training_data"
+            )
+        super().set_train_micro_batch_size(micro_batch_size)
+
+    def _batch_size(self) -> BatchSize:
+        return int(self.train_batch_size()), int(self.train_micro_batch_size_per_gpu())
+
+    def _change_batch(self, samples: int, of_micro_batch: int) -> None:
+        self.set_train_micro_batch_size(of_micro_batch)
+        self.set_train_batch_size(samples)
 
     def complete_data(self) -> None:
         """Pull what others need of this iteration's data."""

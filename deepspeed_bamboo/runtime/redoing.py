@@ -89,7 +89,7 @@ class Redoing:
         if memory is None and self._stored is None:
             return
         self.history.note(written=written)
-        self.history.done(step - 1, loss=loss, samples=self._batch.size())
+        self.history.done(step - 1, loss=loss, size=self._batch.size())
         if memory is not None:
             memory.take_if_due()
             self._worker.host.activate_shown()
@@ -130,17 +130,17 @@ class Redoing:
     def _redo_step(self) -> None:
         """Do the next iteration as it was done before. The script does not see it."""
         worker = self._worker
-        step, samples = worker.step, self._batch.size()
+        step, size = worker.step, self._batch.size()
         with self._feed.reading(None):
-            self._batch.use(self.history.of(step).samples)
+            self._batch.use(self.history.of(step).size)
             self._feed.agree()
             for replica in worker.host.replicas():
                 worker.host.restart(replica, micro_batches=worker.micro_batches)
             worker.host.activate_shown()
             loss = self._train()
             self.history.note(written=self._writes.take_written())
-            before = self.history.done(step, loss=loss, samples=self._batch.size())
-            self._batch.use(samples)
+            before = self.history.done(step, loss=loss, size=self._batch.size())
+            self._batch.use(size)
         worker.session.log("redone", step=step, loss=loss)
         if before is not None and before != loss and not (math.isnan(before) and math.isnan(loss)):
             tell_once(

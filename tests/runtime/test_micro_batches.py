@@ -71,9 +71,10 @@ def test_checksums_tell_batches_apart() -> None:
 
 def test_a_step_is_done_again_with_its_own_number_of_samples() -> None:
     history = StepHistory()
-    for step, samples in enumerate((4, 4, 8, 8)):
-        history.done(step, loss=1.0, samples=samples)
-    assert [history.of(step).samples for step in range(4)] == [4, 4, 8, 8] and history.of(4).samples is None
+    sizes = [(4, 2), (4, 2), (8, 2), (8, 2)]
+    for step, size in enumerate(sizes):
+        history.done(step, loss=1.0, size=size)
+    assert [history.of(step).size for step in range(4)] == sizes and history.of(4).size is None
     assert history.plain_from == 2, "who has not seen the steps before can't know their size"
 
 

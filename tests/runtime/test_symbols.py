@@ -45,6 +45,7 @@ PUBLIC = {
         "train_batch",
         "train_batch_size",
         "set_train_batch_size",
+        "train_micro_batch_size_per_gpu",
         "barrier",
     ),
     *("load_state_dict", "state_dict", "state", "param_groups", "zero_grad", "register_step_pre_hook"),

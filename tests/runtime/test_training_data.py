@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -15,7 +16,10 @@ from deepspeed.runtime.dataloader import RepeatingLoader
 
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.errors import ConfigError
+from deepspeed_bamboo.runtime.for_scripts import ScriptEngine
 from deepspeed_bamboo.runtime.iteration.data_streams import DataStreams, states_from_text, states_now, states_to_text
+from deepspeed_bamboo.runtime.iteration.feeding import BatchOfJob
 from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
 from deepspeed_bamboo.runtime.iteration.training_data import TrainingData
 
@@ -208,6 +212,22 @@ def test_ends_read_their_own_numbers_and_a_step_that_is_complete_can_be_read_aga
             data.complete(MICRO_BATCHES, step=step)
         data.forget(step)
     assert works.totals == []  # one reader each
+
+
+def test_another_size_of_micro_batches_is_refused_where_a_loader_keeps_its_own() -> None:
+    engine: Any = SimpleNamespace(_training_set=Drawing(), train_micro_batch_size_per_gpu=lambda: 2)
+    with pytest.raises(ConfigError, match=r"set_train_micro_batch_size\(1\) .* micro-batches of 2.*set_data_source"):
+        ScriptEngine.set_train_micro_batch_size(engine, 1)
+
+
+def test_a_worker_that_joins_has_the_jobs_size_of_micro_batches_too() -> None:
+    now: list[tuple[int, int]] = [(8, 2)]
+    batch = BatchOfJob(size=lambda: now[-1], change=lambda *size: now.append(size))
+    batch.take(json.loads(json.dumps(BatchOfJob(size=lambda: (4, 1), change=lambda *size: None).to_json())))
+    assert now == [(8, 2)]
+    batch.adopt()
+    batch.adopt()
+    assert now == [(8, 2), (4, 1)]
 
 
 def test_streams_travel() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from deepspeed_bamboo.runtime.iteration.micro_batches import (
     check_complete,
     missing_data,
 )
+from deepspeed_bamboo.runtime.iteration.step_history import BatchSize
 from deepspeed_bamboo.runtime.iteration.supply import DataSupply
 from deepspeed_bamboo.runtime.iteration.training_data import TrainingData
 from deepspeed_bamboo.runtime.iteration.worker import Worker
@@ -25,31 +26,32 @@ class BatchOfJob:
     """The size of the job's batch, which a script may change: known alike on all workers.
 
     Args:
-        size: returns it: samples of an iteration, of all pipelines.
-        change: changes it on this worker.
+        size: returns it.
+        change: changes it on this worker; as :data:`BatchSize` says.
     """
 
-    def __init__(self, *, size: Callable[[], int], change: Callable[[int], None]) -> None:
+    def __init__(self, *, size: Callable[[], BatchSize], change: Callable[[int, int], None]) -> None:
         self.size = size
         self._change = change
-        self._of_job: int | None = None
+        self._of_job: BatchSize | None = None
 
-    def to_json(self) -> int:
+    def to_json(self) -> BatchSize:
         """What a worker that joins has to know."""
-        return int(self.size())
+        return self.size()
 
-    def take(self, value: int) -> None:
+    def take(self, value: Sequence[int]) -> None:
         """Inverse of :meth:`to_json`; it counts when :meth:`adopt` is called."""
-        self._of_job = value
+        samples, of_micro_batch = value
+        self._of_job = samples, of_micro_batch
 
     def adopt(self) -> None:
         """Use the job's; a script that counts by itself has set its own on the way."""
         self.use(self._of_job)
 
-    def use(self, samples: int | None) -> None:
-        """Iterations have so many samples from now on, on this worker; None changes nothing."""
-        if samples is not None and samples != self.size():
-            self._change(samples)
+    def use(self, size: BatchSize | None) -> None:
+        """Iterations have this size from now on, on this worker; None changes nothing."""
+        if size is not None and size != self.size():
+            self._change(*size)
 
 
 @dataclass(frozen=True)

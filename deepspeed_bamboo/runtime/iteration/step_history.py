@@ -6,16 +6,20 @@ from dataclasses import dataclass, field
 
 from deepspeed_bamboo.runtime.stock.script_writes import Written
 
+BatchSize = tuple[int, int]
+"""How many samples an iteration has, of all pipelines, and how many a micro-batch."""
+
 
 @dataclass
 class PastStep:
     """``written``: by the script into its optimizers before it; ``evaluated``: how many micro-batches were evaluated
-    since the step before; ``loss``: what it had, nothing while it is yet to be done; ``samples`` of it, likewise."""
+    since the step before; ``loss``: what it had, nothing while it is yet to be done; ``size``: of its batch, likewise.
+    """
 
     written: Written = ()
     evaluated: int = 0
     loss: float | None = None
-    samples: int | None = None
+    size: BatchSize | None = None
 
 
 @dataclass
@@ -37,8 +41,8 @@ class StepHistory:
     def plain_from(self) -> int:
         """From here on the script has done nothing before any step that would have to be done again with it."""
         past = [*self._steps.items(), (self.following, self.coming)]
-        newest = next((own.samples for own in reversed(self._steps.values())), None)
-        plain = [step + 1 for step, own in past if own.written or own.evaluated or own.samples not in (None, newest)]
+        newest = next((own.size for own in reversed(self._steps.values())), None)
+        plain = [step + 1 for step, own in past if own.written or own.evaluated or own.size not in (None, newest)]
         return max(plain, default=self.first)
 
     def note(self, *, written: Written = (), evaluated: int = 0) -> None:
@@ -46,11 +50,11 @@ class StepHistory:
         self.coming.written += written
         self.coming.evaluated += evaluated
 
-    def done(self, step: int, *, loss: float, samples: int | None = None) -> float | None:
+    def done(self, step: int, *, loss: float, size: BatchSize | None = None) -> float | None:
         """``step`` is complete, with that loss. Returns the loss that it had before, if it was done again."""
         if step != self.following:
             return self.of(step).loss
-        self.coming.loss, self.coming.samples = loss, samples
+        self.coming.loss, self.coming.size = loss, size
         self._steps[step], self.coming = self.coming, PastStep()
         self.following = step + 1
         return None

@@ -76,6 +76,7 @@ SYMBOLS: Mapping[str, Mapping[str, str]] = {
         "_next_batch": "overridden: micro-batches by pipeline and step",
         "_report_progress": "overridden: one replica prints",
         "is_gradient_accumulation_boundary": "overridden: stages reduce one after the other",
+        "set_train_micro_batch_size": "overridden: refused where a loader keeps its size",
         "set_dataiterator": "overridden: every worker keeps the data position",
         "set_dataloader": "overridden: every worker keeps the data position",
         # Checkpoints.
