@@ -16,7 +16,7 @@ from deepspeed_bamboo.core.instructions import COMPUTE, Op
 from deepspeed_bamboo.core.interpret import Execution, interpret
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.planning import bubble_fit, plan_iteration
-from deepspeed_bamboo.core.recovery import progress_after_loss, redundant_after_loss
+from deepspeed_bamboo.core.recovery import progress_after_loss
 from deepspeed_bamboo.core.redundancy import Fit
 from deepspeed_bamboo.core.render import LEGEND, bubble_share, grid_rows, text_grid
 from deepspeed_bamboo.core.schedule import Mode, Plan
@@ -194,14 +194,7 @@ def _recovery(plan: Plan, undisturbed: Execution, *, lost: Sequence[int], at: in
         names = ", ".join(map(str, fatal))
         remedy = _remedy(before, mode=plan.mode)
         raise ValueError(f"losing these is fatal: no live worker holds {names}; {remedy}")
-    progress = progress_after_loss(
-        before,
-        after,
-        cut.progress,
-        {c: done.forwards for c, done in cut.redundant.items()},
-        {c: done.backwards for c, done in cut.redundant.items()},
-    )
-    redundant = redundant_after_loss(before, after, cut.redundant)
+    progress, redundant = progress_after_loss(before, after, progress=cut.progress, stored=cut.redundant)
     rest = plan_iteration(
         after, micro_batches=plan.micro_batches, progress=progress, redundant=redundant, mode=plan.mode, costs=costs
     )

@@ -8,41 +8,6 @@ from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.progress import CoordinateProgress, shadow_progress
 
-
-def progress_after_loss(
-    placement_before: Placement,
-    placement_after: Placement,
-    reports: Mapping[Coordinate, CoordinateProgress],
-    redundant_forwards: Mapping[Coordinate, int] | None = None,
-    redundant_backwards: Mapping[Coordinate, int] | None = None,
-) -> dict[Coordinate, CoordinateProgress]:
-    """Where each coordinate goes on after the workers that ``placement_after`` lacks are lost.
-
-    Survivors keep what they report. A coordinate with a new owner starts from its shadow: at the number of
-    stored FRC (and BRC) results given for it, which is 0 in the modes that keep none. One that goes to anybody else
-    (its second shadow's worker) starts from nothing.
-    Raises ValueError when a survivor's report is missing.
-    """
-    forwards, backwards = redundant_forwards or {}, redundant_backwards or {}
-    before, last_stage = dict(placement_before.owners), placement_before.grid.stages - 1
-    shadows = dict(placement_before.shadows)
-    missing = [str(c) for c, owner in placement_after.owners if before[c] == owner and c not in reports]
-    if missing:
-        raise ValueError(f"no progress reported for {', '.join(missing)}, whose owners are alive; each must report")
-    return {
-        c: reports[c]
-        if before[c] == owner
-        else shadow_progress(
-            c,
-            CoordinateProgress(forwards=forwards.get(c, 0), backwards=backwards.get(c, 0))
-            if shadows.get(c) == owner
-            else CoordinateProgress(),
-            last_stage=last_stage,
-        )
-        for c, owner in placement_after.owners
-    }
-
-
 Counts = Mapping[WorkerId, Mapping[Coordinate, CoordinateProgress]]
 
 
@@ -68,9 +33,24 @@ def progress_by_holders(
     return progress, shadows
 
 
-def redundant_after_loss(
-    placement_before: Placement, placement_after: Placement, redundant: Mapping[Coordinate, CoordinateProgress]
-) -> dict[Coordinate, CoordinateProgress]:
-    """What the shadows that stay where they are have done; the others start from nothing."""
-    before = dict(placement_before.shadows)
-    return {c: redundant[c] for c, worker in placement_after.shadows if before.get(c) == worker and c in redundant}
+def progress_after_loss(
+    before: Placement,
+    after: Placement,
+    *,
+    progress: Mapping[Coordinate, CoordinateProgress],
+    stored: Mapping[Coordinate, CoordinateProgress],
+) -> tuple[dict[Coordinate, CoordinateProgress], dict[Coordinate, CoordinateProgress]]:
+    """As ``progress_by_holders``, for callers who know how far all of ``before`` was: its coordinates and its shadows.
+
+    Every worker that ``after`` has reports what it held. Raises ValueError when the progress of a coordinate whose
+    owner is alive is missing.
+    """
+    alive = frozenset(after.holders)
+    missing = [str(c) for c, owner in before.owners if owner in alive and c not in progress]
+    if missing:
+        raise ValueError(f"no progress reported for {', '.join(missing)}, whose owners are alive; each must report")
+    return progress_by_holders(
+        after,
+        owned={worker: {c: progress[c] for c in before.hosted_by(worker)} for worker in alive},
+        stored={worker: {c: stored[c] for c, w in before.shadows if w == worker and c in stored} for worker in alive},
+    )

@@ -28,7 +28,8 @@ OWNER = """
     from deepspeed_bamboo.coordination.server import PrivateEtcd
     server = PrivateEtcd()
     print(server.pid, server.endpoint.host, server.directory, flush=True)
-    time.sleep(60)
+    while True:  # a signal that comes just before a sleep does not end it
+        time.sleep(0.05)
 """
 
 

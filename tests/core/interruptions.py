@@ -22,12 +22,12 @@ from deepspeed_bamboo.core.placing.shadowing import choose_shadows
 from deepspeed_bamboo.core.placing.sites import Sites, WorkerSite
 from deepspeed_bamboo.core.planning import plan_iteration
 from deepspeed_bamboo.core.progress import CoordinateProgress
-from deepspeed_bamboo.core.recovery import progress_after_loss, progress_by_holders, redundant_after_loss
+from deepspeed_bamboo.core.recovery import progress_after_loss
 from deepspeed_bamboo.core.schedule import Plan
 from deepspeed_bamboo.core.seating import Seat
 from deepspeed_bamboo.core.timing import Profile
 from deepspeed_bamboo.core.verify import verify
-from tests.core.cuts import Counts, Cut, Cuts
+from tests.core.cuts import Cut, Cuts
 
 # Of every forward and backward the micro-batches done, in that order.
 History = dict[Op, dict[Coordinate, list[int]]]
@@ -169,15 +169,7 @@ def run_to_the_end(case: Case) -> Execution:
         after = _without_some(placement, [worker for worker, _ in plan.programs], hit)
         stored = {c: (p.forwards, p.backwards) for c, p in cut.redundant.items()}
         next_owner = dict(placement.shadows)
-        progress = progress_after_loss(
-            placement,
-            after,
-            cut.progress,
-            {c: forwards for c, (forwards, _) in stored.items()},
-            {c: backwards for c, (_, backwards) in stored.items()},
-        )
-        redundant = redundant_after_loss(placement, after, cut.redundant)
-        assert (progress, redundant) == progress_by_holders(after, **_reported(placement, after, cut))
+        progress, redundant = progress_after_loss(placement, after, progress=cut.progress, stored=cut.redundant)
         for c in placement.grid:
             if after.owner(c) != placement.owner(c):
                 kept = stored[c] if after.owner(c) == next_owner[c] else (0, 0)
@@ -215,18 +207,6 @@ def _without_some(placement: Placement, workers: Sequence[WorkerId], hit: Hit) -
             gone.append(worker)
             after = remaining
     return after
-
-
-def _reported(before: Placement, after: Placement, cut: Cut | Execution) -> dict[str, dict[WorkerId, Counts]]:
-    """What the survivors say, as ``progress_by_holders`` gets it."""
-    result = {}
-    for name, holders, counts in (
-        ("owned", before.owners, cut.progress),
-        ("stored", before.shadows, cut.redundant),
-    ):
-        alive = {w for _, w in after.owners} | {w for _, w in holders if w in after.holders}
-        result[name] = {worker: {c: counts[c] for c, w in holders if w == worker} for worker in alive}
-    return result
 
 
 def _record(execution: Execution, history: History) -> None:

@@ -124,7 +124,7 @@ def lose_every_stage_at_every_instruction(*, stages: int, micro_batches: int) ->
         at = [timed.end for timed in whole.timeline if timed.worker == worker]
         for i in range(len(program) + 1):
             for cut in (interpret(plan, stops={worker: i}), interpret(plan, until=at[i - 1] if i else 0)):
-                progress = progress_after_loss(before, after, cut.progress)
+                progress, _ = progress_after_loss(before, after, progress=cut.progress, stored=cut.redundant)
                 end = verify(plan_iteration(after, micro_batches=micro_batches, progress=progress), progress)
                 assert all(p.backwards == micro_batches for p in end.progress.values())
                 points += 1

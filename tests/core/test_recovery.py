@@ -68,7 +68,7 @@ def test_middle_stage_lost_in_its_first_backward() -> None:
     cut = interpret(plan, stops={"w1": position})
     after, fatal = before.without(["w1"])
     assert after is not None and not fatal
-    progress = progress_after_loss(before, after, cut.progress)
+    progress, _ = progress_after_loss(before, after, progress=cut.progress, stored=cut.redundant)
     assert progress[Coordinate(0, 1)] == CoordinateProgress()
     recovery = plan_iteration(after, micro_batches=2, progress=progress)
     verify(recovery, progress)
@@ -183,7 +183,7 @@ def test_survivor_without_report_is_refused() -> None:
     after, _ = before.without(["w1"])
     assert after is not None
     with pytest.raises(ValueError, match=r"0\.2"):
-        progress_after_loss(before, after, {Coordinate(0, 0): CoordinateProgress()})
+        progress_after_loss(before, after, progress={Coordinate(0, 0): CoordinateProgress()}, stored={})
 
 
 def test_stored_results_of_a_shadow_are_where_its_coordinate_goes_on() -> None:
@@ -191,7 +191,8 @@ def test_stored_results_of_a_shadow_are_where_its_coordinate_goes_on() -> None:
     after, _ = before.without(["w2"])
     assert after is not None
     reports = {Coordinate(0, 0): CoordinateProgress(), Coordinate(0, 1): CoordinateProgress()}
-    progress = progress_after_loss(before, after, reports, {Coordinate(0, 2): 3}, {Coordinate(0, 2): 1})
+    stored = {Coordinate(0, 2): CoordinateProgress(forwards=3, backwards=1)}
+    progress, _ = progress_after_loss(before, after, progress=reports, stored=stored)
     assert progress[Coordinate(0, 2)] == CoordinateProgress(3, 3, 3, 0, 1)
 
 

@@ -13,7 +13,7 @@ from deepspeed_bamboo.core.interpret import interpret
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.planning import bubble_fit, plan_iteration
 from deepspeed_bamboo.core.progress import CoordinateProgress
-from deepspeed_bamboo.core.recovery import progress_after_loss, redundant_after_loss
+from deepspeed_bamboo.core.recovery import progress_after_loss
 from deepspeed_bamboo.core.redundancy import Fit
 from deepspeed_bamboo.core.schedule import Mode, Plan
 from deepspeed_bamboo.core.schedule_error import ScheduleError
@@ -93,8 +93,7 @@ def test_redundant_forwards_left_out_at_run_time_are_done_after_a_loss(
     stored = {c: r._replace(forwards=max(0, r.forwards - left_out)) for c, r in done.redundant.items()}
     after, _ = before.without([f"w{lost % stages}"])
     assert after is not None
-    progress = progress_after_loss(before, after, done.progress, {c: r.forwards for c, r in stored.items()}, None)
-    redundant = redundant_after_loss(before, after, stored)
+    progress, redundant = progress_after_loss(before, after, progress=done.progress, stored=stored)
     rest = plan_iteration(after, micro_batches=micro_batches, progress=progress, redundant=redundant, mode=mode)
     verify(rest, progress, redundant=redundant)
     gone = Coordinate(0, lost % stages)
@@ -109,15 +108,13 @@ def test_a_last_stage_without_redundant_forwards_is_repeated_in_full() -> None:
     assert done.progress[Coordinate(0, 2)].backwards > 0
     after, _ = before.without(["w2"])
     assert after is not None
-    progress = progress_after_loss(
-        before, after, done.progress, {c: r.forwards for c, r in done.redundant.items()}, None
-    )
+    progress, redundant = progress_after_loss(before, after, progress=done.progress, stored=done.redundant)
     assert progress[Coordinate(0, 2)] == CoordinateProgress()
     rest = plan_iteration(
         after,
         micro_batches=micro_batches,
         progress=progress,
-        redundant=redundant_after_loss(before, after, done.redundant),
+        redundant=redundant,
         mode=mode,
     )
     again = [(op, m) for op, c, m in passes(rest, Op.FNC, Op.BNC) if c == Coordinate(0, 2)]
@@ -241,14 +238,7 @@ def recomputed(mode: str, *, slot: int, lost: str) -> tuple[int, int, int]:
     cut = interpret(plan_iteration(before, micro_batches=8, mode=mode), until=slot)
     after, _ = before.without([lost])
     assert after is not None
-    progress = progress_after_loss(
-        before,
-        after,
-        cut.progress,
-        {c: p.forwards for c, p in cut.redundant.items()},
-        {c: p.backwards for c, p in cut.redundant.items()},
-    )
-    redundant = redundant_after_loss(before, after, cut.redundant)
+    progress, redundant = progress_after_loss(before, after, progress=cut.progress, stored=cut.redundant)
     plan = plan_iteration(after, micro_batches=8, progress=progress, redundant=redundant, mode=mode)
     end = verify(plan, progress, redundant=redundant)
     coordinate = before.hosted_by(lost)[0]
@@ -272,13 +262,14 @@ def test_everything_stored_leaves_nothing_to_recompute() -> None:
     cut = interpret(plan_iteration(before, micro_batches=4, mode="full"))
     after, _ = before.without(["w1"])
     assert after is not None
-    four = dict.fromkeys(before.grid, 4)
-    progress = progress_after_loss(before, after, cut.progress, four, four)
+    four = dict.fromkeys(before.grid, CoordinateProgress(forwards=4, backwards=4))
+    assert {c: (p.forwards, p.backwards) for c, p in cut.redundant.items()} == dict.fromkeys(before.grid, (4, 4))
+    progress, redundant = progress_after_loss(before, after, progress=cut.progress, stored=four)
     plan = plan_iteration(
         after,
         micro_batches=4,
         progress=progress,
-        redundant=redundant_after_loss(before, after, cut.redundant),
+        redundant=redundant,
         mode="full",
     )
     assert plan.programs == (("w0", text()), ("w2", text()))
@@ -289,9 +280,8 @@ def test_shadows_go_on_where_they_are_after_a_loss() -> None:
     cut = interpret(plan_iteration(before, micro_batches=8, mode="eager"), until=16)
     after, _ = before.without(["w3"])  # w2 takes over 0.3; shadows of 0.1 and 0.2 stay, that of 0.0 is gone
     assert after is not None
-    redundant = redundant_after_loss(before, after, cut.redundant)
+    progress, redundant = progress_after_loss(before, after, progress=cut.progress, stored=cut.redundant)
     assert set(redundant) == {Coordinate(0, 1), Coordinate(0, 2)}
-    progress = progress_after_loss(before, after, cut.progress)
     plan = plan_iteration(after, micro_batches=8, progress=progress, redundant=redundant, mode="eager")
     for coordinate, done in redundant.items():
         assert 0 < done.forwards < 8

@@ -32,7 +32,7 @@ def failover_plan() -> tuple[Plan, dict[Coordinate, CoordinateProgress]]:
     cut = interpret(plan_iteration(before, micro_batches=4), until=9)
     after, _ = before.without(["w2"])
     assert after is not None
-    progress = progress_after_loss(before, after, cut.progress)
+    progress, _ = progress_after_loss(before, after, progress=cut.progress, stored=cut.redundant)
     return plan_iteration(after, micro_batches=4, progress=progress), progress
 
 

@@ -18,11 +18,11 @@ from tests.runtime.scenarios import Training, train_asleep
 def test_after_a_loss_the_stages_are_shared_anew(jobs: Jobs) -> None:
     """8 stages of known duration on 4 workers, of which one is lost: no other gets more than 3, the bits are the same.
 
-    How far the rest is from the best depends on what messages seem to cost here, and so on the load of this machine.
+    Passes only seem to take time, so that the load of this machine moves no stage.
     """
     fault = {"step": 6, "pipeline": 0, "stage": 3, "at": "backward", "micro_batch": 1, "signal": "KILL"}
     training = Training("asleep", 8, layers="sleeping", count=8, steps=12, faults=[fault])
-    result = jobs.run(train_asleep, world=4, training=training)
+    result = jobs.run(train_asleep, world=4, training=training, seeming=True)
     assert len(result.survivors) == 3
     profile = Profile((0.01,) * 8, (0.02,) * 8)
     best = balance(Grid(1, 8), [WorkerSite(f"w{i}", "n") for i in range(3)], profile=profile, micro_batches=4).seconds

@@ -190,8 +190,9 @@ def test_large_data_that_a_script_has_are_not_copied() -> None:
     assert id(tokens) in held and id(samples) in held and not held.intersection(map(id, samples))
     tracemalloc.start()
     given_objects(stage)
-    assert tracemalloc.get_traced_memory()[1] < 8_000_000
+    peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+    assert peak_bytes < tokens.nbytes / 2, "this process's other threads and modules take some, too"
 
 
 class Script:

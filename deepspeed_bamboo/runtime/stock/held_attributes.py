@@ -193,8 +193,8 @@ def given_objects(module: Any) -> list[Any]:
             reader.item([list(spec.module_args), dict(spec.module_kwargs)])
     for name in {type(part).__module__ for part in module.modules()}:
         if not f"{name}.".startswith(_LIBRARIES) and name in sys.modules:
-            for value in list(vars(sys.modules[name]).values()):
-                if is_data(value):
+            for variable, value in list(vars(sys.modules[name]).items()):
+                if is_data(value) and not variable.startswith("__"):  # Python's own, like its builtins
                     reader.item(value)
     pairs = zip(reader.graph.nodes, reader.objects, strict=True)
     return [value for node, value in pairs if _is_held(node)]
