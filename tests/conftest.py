@@ -33,6 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     The jobs of this machine are looked for there: a test that expects one must not find another worker's.
     """
     if os.environ.get("PYTEST_XDIST_WORKER"):
+        multiprocessing.util.get_temp_dir()  # type: ignore[attr-defined]  # elsewhere: it is removed after that folder
         folder = tempfile.TemporaryDirectory(prefix="bamboo-tests-")
         config.add_cleanup(folder.cleanup)
         os.environ["TMPDIR"] = tempfile.tempdir = folder.name
@@ -57,7 +58,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def temporary_folder() -> Iterator[Path]:
     """What TMPDIR names for everything that the tests start, and a mark in the environment of it all."""
-    multiprocessing.util.get_temp_dir()  # type: ignore[attr-defined]  # elsewhere, as it is removed after that folder
+    multiprocessing.util.get_temp_dir()  # type: ignore[attr-defined]  # elsewhere: it is removed after that folder
     with (
         tempfile.TemporaryDirectory(prefix="bamboo-state-") as state,
         tempfile.TemporaryDirectory(prefix="bamboo-tests-") as name,
