@@ -23,6 +23,7 @@ from deepspeed_bamboo.protocol import CONFIG
 from deepspeed_bamboo.runtime.job.session import WorkerIdentity, WorkerSession
 from deepspeed_bamboo.runtime.job.standalone import is_standalone, standalone_job
 from deepspeed_bamboo.runtime.stock.patches.entry_points import engine_class
+from deepspeed_bamboo.runtime.stock.patches.full_values import count_full_values
 from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
 from deepspeed_bamboo.runtime.stock.start_block import StartBlock, block_of
 from deepspeed_bamboo.runtime.stock.symbols import require_symbols
@@ -75,6 +76,7 @@ def initialize_with(stock: Initialize, groups: ScriptGroups, *args: Any, **kwarg
     session = WorkerSession(identity, coordinator=connect(environment), config=config, etcd=etcd, start=start)
     if block is not None:
         _take_apart(block, call.arguments)
+    count_full_values()
     with engine_class(partial(_kind_of_engine(session), session=session, script_groups=groups)):
         return stock(*call.args, **call.kwargs)
 

@@ -32,7 +32,7 @@ from deepspeed_bamboo.runtime.membership.starting import refuse_unlike
 from deepspeed_bamboo.runtime.recovery.stage_state import checksum
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 from deepspeed_bamboo.runtime.stock.clipping import clipping_of
-from deepspeed_bamboo.runtime.stock.gradients import master_weights
+from deepspeed_bamboo.runtime.stock.gradients import master_weights, masters_of, scale_state
 from deepspeed_bamboo.runtime.stock.held_attributes import global_values
 from deepspeed_bamboo.runtime.stock.hook_values import (
     HookReading,
@@ -105,7 +105,7 @@ class OwnerChanges:
             return
         if self._looks < _LOOKS or self.by_hand:
             self._known = {c: self._now(r) for c, r in worker.host.owned.items()}
-        self._versions = {c: _version(r) for c, r in worker.host.owned.items()}
+        self._versions = {c: versions_of(r) for c, r in worker.host.owned.items()}
         self._gradients = {c: _gradients(r) for c, r in worker.host.owned.items()}
         self._outlines = {c: self._outlines.get(c) or outline_of(r) for c, r in worker.host.owned.items()}
         if not self._looks:
@@ -338,7 +338,7 @@ class OwnerChanges:
 
     def _changed_since(self) -> list[Coordinate]:
         owned = self._worker.host.owned
-        return [c for c, version in self._versions.items() if c in owned and _version(owned[c]) != version]
+        return [c for c, version in self._versions.items() if c in owned and versions_of(owned[c]) != version]
 
     def _look_at_outlines(self) -> None:
         before, self._outlines = self._outlines, {c: outline_of(r) for c, r in self._worker.host.owned.items()}
@@ -387,17 +387,19 @@ def _held_now(replica: StageReplica) -> list[HookState | None]:
     return [hook_state(replica.module, host=True), attributes]
 
 
-def _version(replica: StageReplica) -> tuple[int, str]:
+def versions_of(replica: StageReplica) -> tuple[int, str]:
+    """Another value once the script has changed weights, buffers, optimizer state, schedule, clipping or loss scale."""
     tensors = (*replica.module.parameters(), *replica.module.buffers())
     return sum(tensor._version for tensor in tensors), _beside_weights(replica)
 
 
 def _beside_weights(replica: StageReplica) -> str:
-    """The scheduler's state, and which tensors with which values the optimizer's is."""
+    """The scheduler's state, and which tensors with which values the optimizer's is, and its masters."""
     optimizer = replica.attributes["basic_optimizer"]
+    masters = masters_of(replica.attributes["optimizer"])
     kept = {} if optimizer is None else optimizer.state
     states = (its for its in kept.values() if isinstance(its, dict))
-    tensors = [value for its in states for value in its.values() if isinstance(value, torch.Tensor)]
+    tensors = [value for its in states for value in its.values() if isinstance(value, torch.Tensor)] + masters
     return f"{_schedule(replica)} {sum(map(id, tensors))} {sum(tensor._version for tensor in tensors)}"
 
 
@@ -414,7 +416,8 @@ def _gradients(replica: StageReplica) -> int:
 
 
 def _schedule(replica: StageReplica) -> str:
-    """The state of the stage's scheduler, which a script may set back or step, and how gradients are clipped."""
-    scheduler = replica.attributes["lr_scheduler"]
-    clipping = clipping_of(replica.attributes["optimizer"])
-    return repr((None if scheduler is None else scheduler.state_dict(), clipping))
+    """The state of the stage's scheduler, which a script may set back or step, how gradients are clipped, and the loss
+    scaled."""
+    scheduler, optimizer = replica.attributes["lr_scheduler"], replica.attributes["optimizer"]
+    schedule = None if scheduler is None else scheduler.state_dict()
+    return repr((schedule, clipping_of(optimizer), scale_state(optimizer)))

@@ -15,6 +15,12 @@ import deepspeed
 import numpy
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -113,6 +119,32 @@ class ClippingByHand(Habit):
 
     def stepped(self, engine: Any, step: int) -> None:
         engine.optimizer.clip_grad = 0.01 * (5 - step)
+
+
+class MastersByHand(Habit):
+    """fp32 weights and moments changed by DeepSpeed's own functions, once after the third step."""
+
+    dtype = torch.bfloat16
+    after = 3
+
+    def stepped(self, engine: Any, step: int) -> None:
+        if step != self.after:
+            return
+        for parameter in engine.module.parameters():
+            value, moment = safe_get_full_fp32_param(parameter), safe_get_full_optimizer_state(parameter, "exp_avg")
+            if value is not None and moment is not None:
+                safe_set_full_fp32_param(parameter, value * 0.5)
+                safe_set_full_optimizer_state(parameter, moment * -3, "exp_avg")
+
+
+class ScaleByHand(Habit):
+    """Another scale of the loss in each step after the third, which the last digits show."""
+
+    dtype = torch.float16
+
+    def stepped(self, engine: Any, step: int) -> None:
+        if step > 2:
+            engine.optimizer.cur_scale = (0.3, 500.7, 0.1, 77.7, 0.013)[step % 5]
 
 
 class CountsEvaluations(Block):
@@ -625,6 +657,8 @@ _KINDS = (
         Habit,
         RatesByHand,
         ClippingByHand,
+        MastersByHand,
+        ScaleByHand,
         Evaluating,
         CountingHooks,
         LateHooks,

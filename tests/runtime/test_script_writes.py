@@ -91,6 +91,31 @@ def test_clipping_by_hand_acts_on_what_was_taken_over(jobs: Jobs, stage: int, at
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize(
+    ("habit", "step", "settings"),
+    [
+        ("MastersByHand", 5, {"bf16": {"enabled": True}}),
+        ("MastersByHand", 5, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}),
+        ("ScaleByHand", 4, {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}),
+        ("ScaleByHand", 6, {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}),
+        ("ScaleByHand", 4, {"fp16": {"enabled": True, "loss_scale": 64}}),
+    ],
+)
+def test_masters_moments_and_scales_written_by_hand_act_on_what_was_taken_over(
+    jobs: Jobs, stage: int, habit: str, step: int, settings: dict[str, Any]
+) -> None:
+    faults = [{**kill(step, stage, "forward"), "micro_batch": 1}]
+    arguments = {"habit": habit, "stages": 3, "steps": 7, "settings": settings}
+    undisturbed = jobs.run(compare_habit, world=3, faults=[], **arguments)
+    result = jobs.run(compare_habit, world=3, faults=faults, **arguments)
+    assert result.codes.count(-9) == 1, result.transcript()
+    plain = undisturbed.values[1]["plugin"]
+    assert all(value["plugin"]["losses"] == plain["losses"] for value in result.values.values())
+    assert all(value["plugin"]["digest"] == plain["digest"] for value in result.values.values())
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_what_an_evaluation_changes_it_changes_once(jobs: Jobs, stage: int) -> None:
     fault = {**kill(2, stage, "forward"), "micro_batch": 1}  # the first forward of that step is an evaluation's

@@ -107,24 +107,29 @@ def remember_gradients(optimizer: Any, module: torch.nn.Module, *, touched: list
 
 
 @singledispatch
-def master_weights(optimizer: Any) -> list[torch.Tensor]:
-    """Higher-precision copies of the parameters that the optimizer keeps, if it does."""
+def masters_of(optimizer: Any) -> list[torch.Tensor]:
+    """Higher-precision copies of the parameters that the optimizer keeps, if it does: the tensors themselves."""
     return []
 
 
-@master_weights.register
+@masters_of.register
 def _(optimizer: BF16_Optimizer) -> list[torch.Tensor]:
-    return [partition.data for partition in optimizer.fp32_groups_flat_partition]
+    return list(optimizer.fp32_groups_flat_partition)
 
 
-@master_weights.register
+@masters_of.register
 def _(optimizer: FP16_Optimizer) -> list[torch.Tensor]:
-    return [flat.data for flat in optimizer.fp32_groups_flat]
+    return list(optimizer.fp32_groups_flat)
 
 
-@master_weights.register
+@masters_of.register
 def _(optimizer: FP16_UnfusedOptimizer) -> list[torch.Tensor]:
-    return [parameter.data for group in optimizer.fp32_groups for parameter in group]
+    return [parameter for group in optimizer.fp32_groups for parameter in group]
+
+
+def master_weights(optimizer: Any) -> list[torch.Tensor]:
+    """:func:`masters_of` without autograd, which counts no version of them."""
+    return [master.data for master in masters_of(optimizer)]
 
 
 @singledispatch
@@ -140,19 +145,23 @@ def _(optimizer: Any) -> Any:
 
 
 _SCALE_NAMES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_OVERRIDING = ("custom_loss_scaler", "external_loss_scale")  # of the optimizer, set by override_loss_scale()
 
 
 def scale_state(optimizer: Any) -> dict[str, Any]:
     """The loss scale and its history, as plain data; empty without loss scaling."""
     holder = loss_scaling(optimizer)
-    return {name: vars(holder)[name] for name in _SCALE_NAMES if holder is not None and name in vars(holder)}
+    if holder is None:
+        return {}
+    pairs = ((holder, _SCALE_NAMES), (optimizer, _OVERRIDING))
+    return {name: vars(its)[name] for its, names in pairs for name in names if name in vars(its)}
 
 
 def accept_scale_state(optimizer: Any, state: dict[str, Any]) -> None:
     """Inverse of :func:`scale_state`."""
     holder = loss_scaling(optimizer)
     for name, value in state.items():
-        setattr(holder, name, value)
+        setattr(optimizer if name in _OVERRIDING else holder, name, value)
 
 
 @singledispatch

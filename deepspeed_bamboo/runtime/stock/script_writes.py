@@ -39,6 +39,7 @@ from deepspeed_bamboo.runtime.stock.hyperparameters import (
     values_of,
 )
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
+from deepspeed_bamboo.runtime.stock.scale_by_hand import ScaleByHand
 
 Written = tuple[tuple[Any, Values], ...]
 """What a script has written before a step: optimizers, None for the one that it holds, and what their groups held."""
@@ -70,6 +71,7 @@ class ScriptWrites:
         self._left: dict[int, Values] = {}  # by source, by id: what it held when nobody but the script could change it
         self._written: list[tuple[Any, Values]] = []  # since the last step: sources, and what they held then
         self._clipping = ClippingByHand()
+        self._scale = ScaleByHand()
         self.hold(optimizer)
         for replica in host.owners():
             self.note(replica)
@@ -131,6 +133,7 @@ class ScriptWrites:
             self._note_written(source)
             self._used[id(source)] = self._carry_from(source)
         self._clipping.follow(self._wrappers(), self._host.owners())
+        self._scale.follow(self._wrappers(), [replica.attributes["optimizer"] for replica in self._host.replicas()])
 
     def take_written(self) -> Written:
         """What the script has written since the last call, for :meth:`write_again`."""
@@ -203,6 +206,7 @@ class ScriptWrites:
 
     def _leave(self) -> None:
         self._left = {id(source): values_of(source) for source in self._sources()}
+        self._scale.leave(self._wrappers())
 
     def _note_written(self, source: Any) -> None:
         now, left = values_of(source), self._left.get(id(source))

@@ -71,9 +71,9 @@ def _(optimizer: DeepSpeedZeroOptimizer, module: torch.nn.Module, *, touched: li
     return put_back
 
 
-@gradients.master_weights.register
+@gradients.masters_of.register
 def _(optimizer: DeepSpeedZeroOptimizer) -> list[torch.Tensor]:
-    return [partition.data for partition in optimizer.single_partition_of_fp32_groups]
+    return list(optimizer.single_partition_of_fp32_groups)
 
 
 @gradients.loss_scaling.register
