@@ -2,10 +2,13 @@
 
     python scripts/random_events.py --seed 1
     python scripts/random_events.py --seed 2 --steps 60 --events 20 --pipelines 2 --stages 2
+    python scripts/random_events.py --seed 1 --bulk
 
 Workers are killed by SIGKILL at an instruction, join, are drained, get notices by a signal; etcd is killed by SIGKILL
-and started again. The job must end with the undisturbed run's digest and losses, each coordinate stepped once a step,
-each micro-batch used once and in order. Exit code 1 when not; what the job left then stays in the folder.
+and started again. With --bulk two to all but one of the workers are lost at once, too; then the job keeps checkpoints
+in memory and on disk, to which the others go back, and the steps done again are counted. The job must end with the
+undisturbed run's digest and losses (those of steps done again, too), each coordinate stepped once a step, each
+micro-batch used once and in order. Exit code 1 when not; what the job left then stays in the folder.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         micro_batches=run.micro_batches,
         workers=len(grid),
         most=len(grid) + 2,
+        bulk=arguments.bulk,
     )
     if arguments.list:
         print("\n".join(map(str, happenings)))
@@ -62,6 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(", ".join(f"{name} {count}" for name, count in verdict.happened.items()), f"in {verdict.seconds:.0f} s")
     if pauses:
         print(f"pause of a loss: median {statistics.median(pauses):.3f} s, longest {max(pauses):.3f} s")
+    if arguments.bulk:
+        memory = sum(way.source == "memory" for way in verdict.ways_back)
+        print(
+            f"went back {len(verdict.ways_back)} times, {memory} of them to memory; {verdict.redone_steps} steps done "
+            f"again, at most {max((way.redone for way in verdict.ways_back), default=0)} at a time; longest "
+            f"{max((way.seconds for way in verdict.ways_back), default=0.0):.2f} s"
+        )
     print(f"digest {verdict.digest}, undisturbed {reference.digest}")
     print(
         "\n".join(verdict.problems) or "nothing changed: digest, losses, order and use of the micro-batches are equal"
@@ -81,6 +92,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of what happens and when (default: 1)")
     parser.add_argument("--steps", type=int, default=300, help="of the job (default: 300)")
     parser.add_argument("--events", type=int, default=100, help="how many things happen (default: 100)")
+    parser.add_argument("--bulk", action="store_true", help="two to all but one of the workers are lost at once, too")
     parser.add_argument("--pipelines", type=int, default=1)
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--limit-seconds", type=float, default=900.0, help="for the whole job (default: 900)")

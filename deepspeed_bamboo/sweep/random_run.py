@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from deepspeed_bamboo.config.section import load_deepspeed_settings
-from deepspeed_bamboo.coordination import CoordinatorUnavailable, Member
+from deepspeed_bamboo.coordination import CoordinatorUnavailable, EpochRecord, Member
+from deepspeed_bamboo.coordination.process_state import is_running
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.errors import BambooError, EventLogError
 from deepspeed_bamboo.eventlog.files import Event, merge_event_files, read_events
@@ -20,13 +23,15 @@ from deepspeed_bamboo.eventlog.summary import RunSummary, differences, summarize
 from deepspeed_bamboo.sweep.forked import with_stacks
 from deepspeed_bamboo.sweep.gate import Gate, gated_worker
 from deepspeed_bamboo.sweep.happenings import Happening, Kind, counts_of, faults_of
-from deepspeed_bamboo.sweep.step_record import step_problems
+from deepspeed_bamboo.sweep.step_record import WayBack, redone_problems, step_problems, ways_back
 from deepspeed_bamboo.testing.fork_server import ForkServer
 from deepspeed_bamboo.testing.harness import Machine, Outcome
 
 _LOOK_EVERY_SECONDS = 0.01
 _ACT_SECONDS = 60.0
 _ZONES = ("1", "2", "3")
+# As often as it costs little, and copies with everybody, so that whoever is left can go back.
+_CHECKPOINTS = {"memory_interval_seconds": 1.0, "memory_copies": 100, "interval_minutes": 0.05}
 _Result = TypeVar("_Result")
 
 
@@ -51,10 +56,16 @@ class Verdict:
     seconds: float
     digest: str | None
     pauses_seconds: tuple[float, ...]
+    ways_back: tuple[WayBack, ...] = ()
+
+    @property
+    def redone_steps(self) -> int:
+        """How many steps were done again, in all."""
+        return sum(way.redone for way in self.ways_back)
 
     def to_json(self) -> dict[str, Any]:
         """A value that ``json`` can write."""
-        return asdict(self)
+        return {**asdict(self), "redone_steps": self.redone_steps}
 
 
 def run_undisturbed(run: RandomRun, *, server: ForkServer, folder: Path) -> RunSummary:
@@ -72,7 +83,10 @@ def run_with(
     """Carry ``happenings`` out and compare with ``reference``. Never raises for what the job does."""
     started = time.monotonic()
     problems: list[str] = []
-    outcome, logs = _run(run, happenings, server=server, folder=folder, problems=problems)
+    hands: list[_Hands] = []
+    outcome, logs = _run(run, happenings, server=server, folder=folder, problems=problems, seen=hands.append)
+    everything = [event for events in logs.values() for event in events]
+    back = ways_back(everything)
     summary: RunSummary | None = None
     try:
         summary = summarize(_merged(folder))
@@ -82,11 +96,18 @@ def run_with(
     stuck = [rank for rank, code in outcome.exit_codes.items() if code is None]
     if stuck:
         problems.append(f"agents of ranks {stuck} still ran after {run.limit_seconds:.0f} s")
-    problems += step_problems(logs, grid=run.grid, steps=run.steps, micro_batches=run.micro_batches)
-    happened = _happened([event for events in logs.values() for event in events])
+    problems += step_problems(
+        logs,
+        grid=run.grid,
+        steps=run.steps,
+        micro_batches=run.micro_batches,
+        cut_short={step for way in back for step in (way.step - 1, way.step)},
+    )
+    problems += redone_problems(everything, reference.losses)
+    happened = _happened(everything)
     wanted = counts_of(happenings)
     expected = {
-        "killed": wanted[Kind.KILL],
+        "killed": wanted[Kind.KILL] + wanted[Kind.BULK],
         "joined": wanted[Kind.JOIN],
         "drained": wanted[Kind.DRAIN] + wanted[Kind.NOTICE],
     }
@@ -94,12 +115,18 @@ def run_with(
         f"{happened[name]} of {count} were {name}" for name, count in expected.items() if happened[name] != count
     ]
     (folder / "output.txt").write_text(outcome.output, encoding="utf-8")
+    happened |= {"etcd killed": wanted[Kind.ETCD]}
+    if wanted[Kind.BULK]:
+        # Of each bulk loss one worker was killed by its script.
+        happened |= {"killed": happened["killed"] - wanted[Kind.BULK], "lost at once": sum(h.bulk_lost for h in hands)}
+        happened |= {"bulk losses": wanted[Kind.BULK]}
     return Verdict(
         problems=tuple(problems),
-        happened={**happened, "etcd killed": wanted[Kind.ETCD]},
+        happened=happened,
         seconds=time.monotonic() - started,
         digest=None if summary is None else summary.digest,
         pauses_seconds=() if summary is None else tuple(f.pause_seconds.get("total", 0.0) for f in summary.failovers),
+        ways_back=back,
     )
 
 
@@ -110,11 +137,12 @@ def _run(
     server: ForkServer,
     folder: Path,
     problems: list[str] | None = None,
+    seen: Callable[[_Hands], None] = lambda _: None,
 ) -> tuple[Outcome, dict[str, list[Event]]]:
     gate_folder = folder / "gate"
     gate_folder.mkdir(parents=True)
     gate = Gate(gate_folder)
-    outside = [happening for happening in happenings if happening.fault is None]
+    outside = [happening for happening in happenings if happening.fault is None or happening.workers > 1]
     gate.close_before(happening.step for happening in outside)
     machine = Machine(
         server,
@@ -126,37 +154,45 @@ def _run(
     )
     deadline = time.monotonic() + run.limit_seconds
     with machine:
-        hands = _Hands(machine, problems if problems is not None else [])
+        hands = _Hands(machine, gate, problems if problems is not None else [])
+        seen(hands)
         for happening in outside:
             if not _wait(lambda step=happening.step: gate.is_reached(step), machine, until=deadline):  # type: ignore[misc]
                 break
             hands.do(happening)
-            gate.open(happening.step)
         outcome = machine.wait(within_seconds=max(1.0, deadline - time.monotonic()))
         outcome = with_stacks(machine, outcome)
     return outcome, {path.name: read_events(path) for path in sorted((folder / "events").glob("events-*.jsonl"))}
 
 
 class _Hands:
-    """Does from outside what is to happen, and waits until the job could know of it."""
+    """Does from outside what is to happen, and waits until the job could know of it.
 
-    def __init__(self, machine: Machine, problems: list[str]) -> None:
+    Attributes:
+        bulk_lost: how many workers have gone with others at once.
+    """
+
+    def __init__(self, machine: Machine, gate: Gate, problems: list[str]) -> None:
         self._machine = machine
+        self._gate = gate
         self._problems = problems
         self._nodes = 0
+        self.bulk_lost = 0
 
     def do(self, happening: Happening) -> None:
-        """Carry ``happening`` out while the job waits. What does not work is noted."""
+        """Carry ``happening`` out while the job waits, and let it go on. What does not work is noted."""
         actions: Mapping[Kind, Callable[[Happening], None]] = {
             Kind.JOIN: self._join,
             Kind.DRAIN: self._drain,
             Kind.NOTICE: self._notice,
             Kind.ETCD: self._kill_etcd,
+            Kind.BULK: self._kill_many,
         }
         try:
             actions[happening.kind](happening)
         except (BambooError, TimeoutError) as error:
             self._problems.append(f"{happening}: {error}")
+        self._gate.open(happening.step)
 
     def _join(self, happening: Happening) -> None:
         self._nodes += 1
@@ -180,18 +216,32 @@ class _Hands:
         os.kill(pid, signal.SIGKILL)
         self._await(lambda: self._machine.etcd.pid != pid, "for etcd to be started again")
 
+    def _kill_many(self, happening: Happening) -> None:
+        """Its script kills one of them; the others go as soon as that is seen, wherever they are then."""
+        first, record = self._member(happening.coordinate), _persist(self._epoch)
+        members = _persist(self._machine.coordinator.members)
+        others = [members[worker].rank for worker in record.members if members[worker].rank != first.rank]
+        number = min(happening.workers - 1, len(others) - 1)
+        chosen = random.Random(happening.step).sample(sorted(others), number)
+        pid = self._machine.worker_pid(first.rank)
+        self._gate.open(happening.step)
+        self._await(lambda: not is_running(pid), f"for {first.worker} to be killed")
+        for rank in chosen:
+            with suppress(ProcessLookupError):
+                self._machine.kill_worker(rank)
+        self.bulk_lost += 1 + number
+
+    def _epoch(self) -> EpochRecord:
+        record = self._machine.coordinator.epoch()
+        if record is None:
+            raise BambooError("there is no epoch yet")
+        return record
+
     def _member(self, coordinate: Coordinate | None) -> Member:
         """The worker that hosts ``coordinate`` now."""
         if coordinate is None:
             raise BambooError("this needs a coordinate")
-
-        def look() -> Member:
-            record = self._machine.coordinator.epoch()
-            if record is None:
-                raise BambooError("there is no epoch yet")
-            return self._machine.coordinator.members()[record.placement.owner(coordinate)]
-
-        return _persist(look)
+        return _persist(lambda: self._machine.coordinator.members()[self._epoch().placement.owner(coordinate)])
 
     def _await(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + _ACT_SECONDS
@@ -226,7 +276,10 @@ def script_of(run: RandomRun, happenings: Sequence[Happening], *, folder: Path) 
     settings = load_deepspeed_settings(run.base)
     settings["train_micro_batch_size_per_gpu"] = 2
     settings["gradient_accumulation_steps"] = run.micro_batches
-    settings["bamboo"] = {**settings["bamboo"], "faults": faults_of(happenings).to_json()}
+    section = {**settings["bamboo"], "faults": faults_of(happenings).to_json()}
+    if any(happening.workers > 1 for happening in happenings):
+        section["checkpoint"] = {"dir": str(folder / "checkpoints"), **_CHECKPOINTS}
+    settings["bamboo"] = section
     configuration = folder / "deepspeed.json"
     configuration.write_text(json.dumps(settings), encoding="utf-8")
     yield from (str(run.script), "--model", "gpt2-tiny", "--steps", str(run.steps), "--stages", str(run.grid.stages))

@@ -1,9 +1,10 @@
-"""What the workers' event logs prove of a run: who stepped what, and which micro-batches went in."""
+"""What the workers' event logs prove of a run: who stepped what, which micro-batches went in, what was done again."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_bamboo.core.grid import Grid
@@ -11,12 +12,58 @@ from deepspeed_bamboo.core.grid import Grid
 Event = Mapping[str, Any]
 
 
-def step_problems(logs: Mapping[str, Sequence[Event]], *, grid: Grid, steps: int, micro_batches: int) -> list[str]:
+@dataclass(frozen=True)
+class WayBack:
+    """After a loss of all live copies of a stage: from ``step`` to the state of ``from_step``, which ``source`` had.
+
+    ``workers`` were lost. ``redone`` steps were done again, and all of it took ``seconds``.
+    """
+
+    step: int
+    from_step: int
+    source: str
+    redone: int
+    seconds: float
+    workers: tuple[str, ...]
+
+
+def ways_back(events: Iterable[Event]) -> tuple[WayBack, ...]:
+    """Each once, whoever has logged it, in the order of steps; the longest of the survivors' times."""
+    found: dict[tuple[int, int, tuple[str, ...]], WayBack] = {}
+    for event in events:
+        if event["event"] != "restored":
+            continue
+        workers = tuple(event.get("workers", ()))
+        key = event["step"], event["from_step"], workers
+        seconds = max(float(event.get("seconds", 0.0)), found[key].seconds if key in found else 0.0)
+        redone = event.get("redone", event["step"] - event["from_step"])
+        found[key] = WayBack(*key[:2], event.get("source", "store"), redone, seconds, workers)
+    return tuple(way for _, way in sorted(found.items()))
+
+
+def redone_problems(events: Iterable[Event], losses: Mapping[int, float]) -> list[str]:
+    """A line for each step that was done again with another loss than the undisturbed run's ``losses`` have."""
+    return [
+        f"step {event['step']} was done again with the loss {event['loss']!r}, not {losses.get(event['step'])!r}"
+        for event in events
+        if event["event"] == "redone" and repr(event["loss"]) != repr(losses.get(event["step"]))
+    ]
+
+
+def step_problems(
+    logs: Mapping[str, Sequence[Event]],
+    *,
+    grid: Grid,
+    steps: int,
+    micro_batches: int,
+    cut_short: Collection[int] = (),
+) -> list[str]:
     """What is wrong with the ``step`` events of all workers together, a line each; nothing when all is well.
 
     ``logs``: every worker's events, in its order. In every step from 0 to ``steps`` each coordinate must have been
     stepped by exactly one worker, and each pipeline's micro-batches used by exactly one, all of them and in order.
-    A worker killed after everybody had agreed on a step did not live to say so; its shadow has that step.
+    A worker killed after everybody had agreed on a step did not live to say so; its shadow has that step. In steps of
+    ``cut_short`` some may have said so, and others not before they had gone back and done the step again.
     """
     stepped: dict[tuple[int, str], list[str]] = defaultdict(list)
     used: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
@@ -34,7 +81,7 @@ def step_problems(logs: Mapping[str, Sequence[Event]], *, grid: Grid, steps: int
             for pipeline, (begin, end) in event["used"].items():
                 used[event["step"], int(pipeline)].append((begin, end))
     problems = []
-    for step in range(steps):
+    for step in sorted(set(range(steps)).difference(cut_short)):
         for coordinate in grid:
             workers = stepped[step, str(coordinate)]
             if len(workers) > 1 or (not workers and (step, str(coordinate)) not in silent):
