@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -50,8 +51,12 @@ def main(
     )
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
     log = RunLog(engine, directory=arguments.event_log, barrier=dist.barrier)
+    if hasattr(engine, "set_data_source"):
+        # A worker that comes late, or goes back to a checkpoint, has the micro-batches of any step.
+        count = engine.gradient_accumulation_steps()
+        engine.set_data_source(lambda pipeline, step: _micro_batches(first=step * count))
     loss, data, prepare = None, _micro_batches(), between_steps(engine)
-    while engine.global_steps < arguments.steps:
+    while engine.global_steps < arguments.steps and not getattr(engine, "finished", False):
         prepare()
         step, start = int(engine.global_steps), time.perf_counter()
         loss = float(engine.train_batch(data))
@@ -60,10 +65,10 @@ def main(
     return 0
 
 
-def _micro_batches() -> Iterator[tuple[Tensor, Tensor]]:
-    numbers = torch.Generator().manual_seed(2)
-    while True:
-        yield torch.randn(2, WIDTH, generator=numbers), torch.randn(2, WIDTH, generator=numbers)
+def _micro_batches(first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    for number in itertools.count(first):
+        drawn = torch.Generator().manual_seed(number)
+        yield torch.randn(2, WIDTH, generator=drawn), torch.randn(2, WIDTH, generator=drawn)
 
 
 if __name__ == "__main__":

@@ -62,11 +62,14 @@ def of_vanished_machines(found: MeasuredJob, *, lease_seconds: float) -> Measure
 
 def said(found: MeasuredJob) -> str:
     """In words what the profile rests on."""
-    lacking = [name for name, count in found.counts.items() if not count]
+    ways_back = found.counts.get("ways_back", 0)
+    lacking = [name for name in ("losses", "moves") if not found.counts[name]]
     text = (
         f"{found.pipelines} x {len(found.profile.forward)} stages, {found.micro_batches} micro-batches; "
         f"{found.counts['losses']} losses and {found.counts['moves']} moves measured"
     )
+    if ways_back:
+        text += f", and {ways_back} times that survivors went back in place"
     if lacking:
         text += f"; no {' and no '.join(lacking)} in this log, so their costs stay what the scenario assumes"
     return text + "."

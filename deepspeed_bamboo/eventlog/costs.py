@@ -71,7 +71,9 @@ def measured_job(files: Mapping[str, Sequence[Event]]) -> MeasuredJob:
             "iterations; let the job run for longer, and set bamboo.event_log"
         )
     newest = told[-1]
-    profile = Profile.from_json(newest)
+    # One that is told while somebody comes or goes has what others waited for in it.
+    usual = median(event.get("handover", 0.0) for event in told)
+    profile = Profile.from_json({**newest, "handover": usual})
     grid = Grid(newest["pipelines"], len(profile.forward))
     samples = next((event["samples"] for event in events if event["event"] == "step"), 0)
     return MeasuredJob(
@@ -80,10 +82,11 @@ def measured_job(files: Mapping[str, Sequence[Event]]) -> MeasuredJob:
         micro_batches=newest["micro_batches"],
         samples_per_step=samples,
         fixed_seconds=_fixed_seconds(events, grid, profile, newest["micro_batches"]),
-        costs={**_loss_costs(events), **_move_costs(events)},
+        costs={**_loss_costs(events), **_move_costs(events), **_way_back_costs(events)},
         counts={
             "losses": len({event["epoch"] for event in _of(events, "failover")}),
             "moves": len({event["epoch"] for event in _of(events, "reconfigured")}),
+            "ways_back": len({(event["step"], event["from_step"]) for event in _restored_in_place(events)}),
         },
     )
 
@@ -140,6 +143,39 @@ def _loss_costs(events: Sequence[Event]) -> dict[str, float]:
         first = report.get("first_recomputed_t") or regrouped
         regroup.append(parts["abort"] + parts["regroup"] + max(0.0, first - regrouped))
     return {"detect_seconds": mean(detect), "regroup_seconds": mean(regroup)} if detect else {}
+
+
+_WAY_BACK = {"memory": "in_place_seconds", "store": "restore_seconds"}
+
+
+def _restored_in_place(events: Iterable[Event]) -> list[Event]:
+    """Events of survivors that went back in their processes; those of workers that started anew have no time."""
+    return [event for event in _of(events, "restored") if event.get("source") in _WAY_BACK and "seconds" in event]
+
+
+def _way_back_costs(events: Sequence[Event]) -> dict[str, float]:
+    """Of each way back in place what loading the state took, by where it came from: until the first step is done again.
+
+    Where less than two were, how long one takes is not known, and counts as a part of loading.
+    """
+    found: dict[str, dict[tuple[int, int], float]] = {}
+    redone: dict[str, list[float]] = {}
+    for event in _of(events, "restored", "redone"):
+        worker = str(event.get("worker"))
+        if event["event"] == "redone":
+            redone.setdefault(worker, []).append(event["t"])
+            continue
+        steps = [t for t in redone.pop(worker, []) if t >= event["t"] - event.get("seconds", 0.0)]
+        name = _WAY_BACK.get(event.get("source", ""))
+        if name is None or "seconds" not in event:
+            continue
+        begun = event["t"] - event["seconds"]
+        each = (steps[-1] - steps[0]) / (len(steps) - 1) if len(steps) > 1 else 0.0
+        loading = max(0.0, steps[0] - each - begun) if len(steps) > 1 else event["seconds"]
+        key = event["step"], event["from_step"]
+        of_source = found.setdefault(name, {})
+        of_source[key] = max(loading, of_source.get(key, 0.0))
+    return {name: mean(seconds.values()) for name, seconds in found.items()}
 
 
 def _move_costs(events: Sequence[Event]) -> dict[str, float]:

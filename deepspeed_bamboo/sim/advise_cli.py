@@ -63,7 +63,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--jobs", metavar="N", type=int, default=1, help="processes; results are the same (default 1)")
     parser.add_argument("--json", metavar="FILE", help="write advice and options as JSON; - is standard output")
     # Read by what is shared with `simulate`.
-    parser.set_defaults(run=run, rivals=None, capacity=None, duration_hours=None, window=None, value=None)
+    unused = ("rivals", "bulk_minutes", "capacity", "duration_hours", "window", "value")
+    parser.set_defaults(run=run, **dict.fromkeys(unused))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -181,6 +182,8 @@ def _assumptions(scenario: Scenario, folder: Path | None) -> str:
         if market.zone_removal_probability
         else "on its own (no losses of a whole zone)"
     )
+    if market.bulk_minutes is not None:
+        together += f", two to all but one at once in each {market.bulk_minutes:g} minutes"
     timed = how_timed(build_job(scenario, folder=folder))
     return (
         f"Assumed: {price}; each machine is taken with odds of {removal}, {together}, "

@@ -168,6 +168,11 @@ def _live(job: Job, ledger: Ledger, *, mode: str | None) -> Policy:
     in_memory = spec.memory_checkpoint_seconds if goes_back else 0.0
     progress = _progress(job, ledger, spec.checkpoint_seconds, in_memory)
     coordinate_bytes = model.parameters * model.state_bytes_per_parameter / spec.stages
+    if planned is None and spec.copies == 2:
+        raise ScenarioError(
+            "policies.live.copies 2 is simulated by the engine's own plans alone, and this grid is too large for them, "
+            "or policies.live.plans is false; give a smaller grid, or copies 1"
+        )
     if planned is None:
         return LivePolicy(
             progress,

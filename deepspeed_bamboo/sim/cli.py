@@ -13,6 +13,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from rich.table import Table
 
 from ..options import number
 from .build import available_policies
+from .bulk_report import compared_with_undisturbed, said_of_bulk_losses
 from .console import print_whole, table_console
 from .errors import ScenarioError, SimulationError
 from .jobs import Job, build_job
@@ -80,6 +82,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--value", choices=("ratio_of_means", "mean_of_ratios"), help="which of them `value` is")
     machines = parser.add_argument_group("machines")
     machines.add_argument("--removal-probability", metavar="P", type=number, help="of each machine, per hour, 0 to 1")
+    machines.add_argument(
+        "--bulk-minutes", metavar="M", type=number, help="in each M minutes 2 to all but one machine go at once"
+    )
     machines.add_argument("--capacity", metavar="N", type=int, help="machines wanted")
     machines.add_argument("--trace", metavar="FILE", type=Path, help="machines as recorded, instead of by odds")
     machines.add_argument("--segment", metavar="FROM-TO", help="hours of the trace, for example 1.5-2.5")
@@ -124,6 +129,7 @@ def _run(arguments: argparse.Namespace) -> int:
     seeds = range(1, arguments.seeds + 1)
     with progress_bar(len(policies) * len(seeds)) as report:
         summaries = run_seeds(job, policies=policies, seeds=seeds, processes=arguments.jobs, report=report)
+    bulk = list(compared_with_undisturbed(job, summaries, seeds=seeds))
     repairs = list(trace.repairs) if trace else []
     about: dict[str, Any] = {
         "preset": arguments.preset,
@@ -134,18 +140,16 @@ def _run(arguments: argparse.Namespace) -> int:
         "repairs": repairs,
         "notes": never_trained(summaries),
         "assumed": _assumed(job, policies),
+        "bulk_losses": [asdict(found) for found in bulk],
     }
     if arguments.json:
         write_text(arguments.json, as_json(summaries, about=about))
     if arguments.json != "-":
         print_table(summaries, title=_title(job, arguments), console=console)
-        for repair in repairs:
-            console.print(f"repaired: {repair}")
-        if trace is not None:
-            for line in _unused(trace, capacity=job.scenario.market.capacity):
-                console.print(line, highlight=False)
-        for line in about["assumed"]:
-            console.print(f"assumed: {line}", highlight=False)
+        lines = [*map(said_of_bulk_losses, bulk), *(f"repaired: {repair}" for repair in repairs)]
+        lines += _unused(trace, capacity=job.scenario.market.capacity) if trace is not None else []
+        for line in (*lines, *(f"assumed: {line}" for line in about["assumed"])):
+            console.print(line, highlight=False)
     if arguments.plot:
         plot_policies(job, policies=policies, seed=1, path=arguments.plot)
     return 0
@@ -252,6 +256,7 @@ def scenario_of(arguments: argparse.Namespace) -> tuple[Scenario, Path | None]:
     data = scenario.model_dump(exclude_none=True)
     options = (
         ("--removal-probability", arguments.removal_probability, ("market", "removal_probability")),
+        ("--bulk-minutes", arguments.bulk_minutes, ("market", "bulk_minutes")),
         ("--capacity", arguments.capacity, ("market", "capacity")),
         ("--duration-hours", arguments.duration_hours, ("run", "duration_hours")),
         ("--window", arguments.window, ("run", "window")),

@@ -11,7 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .clock import MILLISECONDS_PER_HOUR, MILLISECONDS_PER_SECOND
+from .bulk import BulkLosses, with_bulk_losses
+from .clock import MILLISECONDS_PER_HOUR, MILLISECONDS_PER_SECOND, to_milliseconds
 from .cost import JobProfile, ProfileError, profile_from_json, redundant_forward_overhead
 from .errors import ScenarioError
 from .machines import Change, MachineEvent
@@ -137,9 +138,20 @@ def _with_notices(events: Sequence[MachineEvent], notice_seconds: int) -> list[M
 
 def machine_events(job: Job, *, policy: str, seed: int) -> Iterator[MachineEvent]:
     """What happens to the machines of a run: the same for every policy on spot machines, on the same seed."""
-    on_demand, bamboo = job.scenario.policies.on_demand, job.scenario.policies.bamboo
+    on_demand = job.scenario.policies.on_demand
     if policy == "on-demand" and on_demand is not None:
         return iter([MachineEvent(0, Change.ADD, f"node{index + 1}") for index in range(on_demand.machines)])
+    events, market = _without_bulk_losses(job, policy=policy, seed=seed), job.scenario.market
+    if market.bulk_minutes is None:
+        return events
+    every, back = (to_milliseconds(60.0 * minutes) for minutes in (market.bulk_minutes, market.bulk_return_minutes))
+    # A generator of its own: what else happens is the same with and without.
+    drawn = random.Random(f"bulk {seed}")
+    return with_bulk_losses(events, BulkLosses(every, back), generator=drawn, end_milliseconds=job.end_milliseconds)
+
+
+def _without_bulk_losses(job: Job, *, policy: str, seed: int) -> Iterator[MachineEvent]:
+    bamboo = job.scenario.policies.bamboo
     if job.trace is not None:
         if policy == "bamboo-published" and bamboo is not None and bamboo.oddities.heap_order:
             return iter(heap_ordered(job.trace.events))

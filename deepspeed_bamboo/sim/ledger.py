@@ -56,6 +56,9 @@ class Ledger:
         self.additions = 0
         self.preemptions = 0
         self.fatal_losses = 0
+        # Of them those after which the survivors went back in their processes.
+        self.back_to_memory = 0
+        self.back_to_store = 0
         self.reconfigurations = 0
         self.failovers = 0
         self.ended_lifetimes_milliseconds = 0

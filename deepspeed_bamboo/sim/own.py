@@ -42,9 +42,14 @@ def effective_mode(spec: LiveSpec, mode: str | None) -> str:
 
 
 def overhead_of(spec: LiveSpec) -> float:
-    """What the mode adds to an iteration, as a fraction."""
+    """What the mode, second shadows and checkpoints in memory add to an iteration, as a fraction."""
+    if spec.redundancy == "off":
+        return 0.0
     eager = spec.lazy_overhead if spec.eager_overhead is None else spec.eager_overhead
-    return {"eager": eager, "lazy": spec.lazy_overhead, "off": 0.0}[spec.redundancy]
+    first = eager if spec.redundancy == "eager" else spec.lazy_overhead
+    second = spec.lazy_overhead if spec.second_overhead is None else spec.second_overhead
+    in_memory = spec.memory_overhead if spec.fatal == "in-place" else 0.0
+    return first + (second if spec.copies == 2 else 0.0) + in_memory
 
 
 def alike(model: ModelSpec) -> bool:
@@ -80,6 +85,7 @@ def planned_grid(job: Job, spec: LiveSpec) -> tuple[PlannedGrid, IterationCosts]
         protected=spec.redundancy != "off",
         alike=alike(job.scenario.model),
         eager=spec.redundancy == "eager",
+        copies=spec.copies,
     )
     largest = max(sum(profile.layers[i].parameters for i in part) for part in split_layers(profile, stages=spec.stages))
     costs = IterationCosts(

@@ -17,7 +17,7 @@ from ..core.interrupted import Done, done_by, progress_after
 from ..core.placement import Placement, WorkerId
 from ..core.placing.balance import balance
 from ..core.placing.matching import match
-from ..core.placing.shadowing import choose_shadows
+from ..core.placing.shadowing import with_all_shadows
 from ..core.placing.sites import Sites, WorkerSite
 from ..core.placing.solver import decide
 from ..core.timing import Profile, iteration_seconds, timed_passes
@@ -50,6 +50,7 @@ class PlannedGrid:
         protected: whether there are shadows.
         alike: whether every pipeline has the whole state of its stages (no ZeRO, not bf16).
         eager: whether shadows compute their forwards.
+        copies: shadows of each coordinate, where there are any.
     """
 
     grid: Grid
@@ -58,6 +59,7 @@ class PlannedGrid:
     protected: bool = True
     alike: bool = False
     eager: bool = False
+    copies: int = 1
 
     def shape(self, workers: int) -> Shape:
         """The placement that the engine takes for so many workers, and how long an iteration takes with it."""
@@ -68,13 +70,17 @@ class PlannedGrid:
         sites = Sites.of(workers)
         if len(sites) >= len(self.grid):
             decision = decide(
-                self.grid, workers, current=current, protected=self.protected and len(sites) > 1, alike=self.spread
+                self.grid,
+                workers,
+                current=current,
+                protected=self.protected and len(sites) > 1,
+                alike=self.spread,
+                copies=self.copies if current is None else current.copies,
             )
             return decision.placement
         number = {worker: index for index, worker in enumerate(sites.workers)}
-        owned = {} if current is None else dict(current.owners)
-        shadowed = {} if current is None else dict(current.shadows)
-        held = {c: tuple(w for w in (owned.get(c), shadowed.get(c)) if w in number) for c in self.grid}
+        copies = {} if current is None else current.all_copies()
+        held = {c: tuple(w for w in copies.get(c, ()) if w in number) for c in self.grid}
         blocks = self.shape(len(sites)).owners
         kept: list[dict[int, int]] = [{} for _ in sites.workers]
         for coordinate, block in zip(self.grid, blocks, strict=True):
@@ -88,12 +94,11 @@ class PlannedGrid:
     def with_shadows(
         self, placement: Placement, sites: Sites, held: Mapping[Coordinate, Sequence[WorkerId]]
     ) -> Placement:
-        """The same owners, with a shadow for every coordinate."""
+        """The same owners, with a shadow for every coordinate, or two."""
         if not self.protected or len(sites) < 2:
             return placement
-        owners = dict(placement.owners)
-        shadows = choose_shadows(self.grid, owners, sites, held=held)
-        return Placement.of(self.grid, owners=owners, shadows=shadows, alike=self.spread)
+        bare = Placement.of(self.grid, owners=dict(placement.owners), shadows={}, alike=self.spread, copies=self.copies)
+        return with_all_shadows(bare, sites, held=held)
 
     @property
     def spread(self) -> bool:

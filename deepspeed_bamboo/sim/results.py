@@ -33,6 +33,8 @@ class RunResult:
         preemptions: machines taken, whatever they were doing.
         failovers: losses survived without going back.
         fatal_losses: times that a checkpoint was restored.
+        back_to_memory: of them, by survivors in their processes, from each other's memory.
+        back_to_store: likewise, from the store.
         reconfigurations: planned changes of placement.
         instance_lifetime_hours: mean over machines; those still there at the end count up to it.
         instances: mean number of machines.
@@ -64,6 +66,8 @@ class RunResult:
     preemptions: float
     failovers: float
     fatal_losses: float
+    back_to_memory: float
+    back_to_store: float
     reconfigurations: float
     instance_lifetime_hours: float
     instances: float
@@ -114,6 +118,8 @@ def summed_up(
         preemptions=float(ledger.preemptions),
         failovers=float(ledger.failovers),
         fatal_losses=float(ledger.fatal_losses),
+        back_to_memory=float(ledger.back_to_memory),
+        back_to_store=float(ledger.back_to_store),
         reconfigurations=float(ledger.reconfigurations),
         instance_lifetime_hours=hours(ledger.lifetimes_milliseconds()) / max(1, ledger.additions),
         instances=machine_hours / billed if billed else 0.0,

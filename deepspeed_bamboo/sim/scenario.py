@@ -102,6 +102,10 @@ class MarketSpec(_Spec):
     zones: tuple[str, ...] = ()
     zone_removal_probability: Probability = 0.0
     """That within an hour all machines of a zone go at once, for each zone; on top of removal_probability."""
+    bulk_minutes: Positive | None = None
+    """In each so many minutes two to all but one of the machines go at once, how many and when drawn (sim/bulk.py)."""
+    bulk_return_minutes: NonNegative = 2.0
+    """After so long as many machines are granted in their place."""
     dollars_per_hour: Positive = 0.91
     price_history: str | None = None
     """Path of a price history, instead of dollars_per_hour."""
@@ -203,6 +207,11 @@ class LiveSpec(_Spec):
     lazy_overhead: NonNegative = 0.08
     """What keeping replicas up to date adds to a step, without FRC: 1 %, as measured (docs/results.md), and 7 % for
     mirrored gradients of BERT over 10 Gb/s if nothing hides them, which is not measured."""
+    copies: Literal[1, 2] = 1
+    """As `redundancy.copies`: shadows of each coordinate."""
+    second_overhead: NonNegative | None = None
+    """What second shadows add to a step; None: as much as the first ones (lazy_overhead). Gradients go to both, and
+    both take the optimizer's step."""
     eager_overhead: NonNegative | None = None
     """The same for eager; None: as lazy, whose steps took within 0.4 % as long on 2 H200 (docs/results.md). Only what
     fits into bubbles is done ahead."""
@@ -227,6 +236,10 @@ class LiveSpec(_Spec):
     checkpoint_seconds: Positive = 600.0
     memory_checkpoint_seconds: Positive = 10.0
     """Between checkpoints in memory. An assumption."""
+    memory_copies: Count = 1
+    """As `checkpoint.memory_copies`: how many workers have one besides a coordinate's owner and shadows' holders."""
+    memory_overhead: NonNegative = 0.0
+    """What making them adds to a step. The engine makes them less often where it would be more than 0.01."""
     in_place_seconds: NonNegative = 10.0
     """To load the state in place, detecting and connecting not included: what is asked of the engine, not measured."""
     link_bytes_per_second: Positive = 0.6e9

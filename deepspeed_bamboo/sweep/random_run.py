@@ -104,22 +104,9 @@ def run_with(
         cut_short={step for way in back for step in (way.step - 1, way.step)},
     )
     problems += redone_problems(everything, reference.losses)
-    happened = _happened(everything)
-    wanted = counts_of(happenings)
-    expected = {
-        "killed": wanted[Kind.KILL] + wanted[Kind.BULK],
-        "joined": wanted[Kind.JOIN],
-        "drained": wanted[Kind.DRAIN] + wanted[Kind.NOTICE],
-    }
-    problems += [
-        f"{happened[name]} of {count} were {name}" for name, count in expected.items() if happened[name] != count
-    ]
+    happened, counted = _counted(everything, happenings, lost_at_once=sum(h.bulk_lost for h in hands))
+    problems += counted
     (folder / "output.txt").write_text(outcome.output, encoding="utf-8")
-    happened |= {"etcd killed": wanted[Kind.ETCD]}
-    if wanted[Kind.BULK]:
-        # Of each bulk loss one worker was killed by its script.
-        happened |= {"killed": happened["killed"] - wanted[Kind.BULK], "lost at once": sum(h.bulk_lost for h in hands)}
-        happened |= {"bulk losses": wanted[Kind.BULK]}
     return Verdict(
         problems=tuple(problems),
         happened=happened,
@@ -284,6 +271,27 @@ def script_of(run: RandomRun, happenings: Sequence[Happening], *, folder: Path) 
     configuration.write_text(json.dumps(settings), encoding="utf-8")
     yield from (str(run.script), "--model", "gpt2-tiny", "--steps", str(run.steps), "--stages", str(run.grid.stages))
     yield from ("--deepspeed_config", str(configuration), "--event-log", str(folder / "events"))
+
+
+def _counted(
+    events: Sequence[Event], happenings: Sequence[Happening], *, lost_at_once: int
+) -> tuple[dict[str, int], list[str]]:
+    """How much happened of each kind, and a line for each kind of which it was not as much as was to happen."""
+    happened, wanted = _happened(events), counts_of(happenings)
+    expected = {
+        "killed": wanted[Kind.KILL] + wanted[Kind.BULK],
+        "joined": wanted[Kind.JOIN],
+        "drained": wanted[Kind.DRAIN] + wanted[Kind.NOTICE],
+    }
+    problems = [
+        f"{happened[name]} of {count} were {name}" for name, count in expected.items() if happened[name] != count
+    ]
+    happened |= {"etcd killed": wanted[Kind.ETCD]}
+    if wanted[Kind.BULK]:
+        # Of each bulk loss one worker was killed by its script.
+        happened |= {"killed": happened["killed"] - wanted[Kind.BULK]}
+        happened |= {"bulk losses": wanted[Kind.BULK], "lost at once": lost_at_once}
+    return happened, problems
 
 
 def _happened(events: Sequence[Event]) -> dict[str, int]:

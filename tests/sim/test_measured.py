@@ -70,7 +70,25 @@ def test_losses_and_moves_are_measured() -> None:
             "coordinate_copy_seconds": 0.1,
         }
     )
-    assert found.counts == {"losses": 1, "moves": 2}
+    assert found.counts == {"losses": 1, "moves": 2, "ways_back": 0}
+
+
+def test_what_going_back_takes_is_measured_without_the_steps_done_again() -> None:
+    """Begun at 100 s; the state is there after 0.5 s, and two steps of 0.3 s follow. One step alone says less."""
+
+    def way(worker: str, *redone: float, begun: float, source: str, step: int) -> list[dict[str, Any]]:
+        steps = [{"t": t, "worker": worker, "step": 5, "event": "redone", "loss": 1.0} for t in redone]
+        back = {"t": redone[-1] + 0.01, "worker": worker, "step": step, "event": "restored", "source": source}
+        return [*steps, {**back, "from_step": step - len(redone), "seconds": redone[-1] + 0.01 - begun}]
+
+    events = [
+        *way("a", 100.8, 101.1, begun=100.0, source="memory", step=8),
+        *way("b", 100.7, 101.1, begun=100.0, source="memory", step=8),
+        *way("a", 104.0, begun=103.0, source="store", step=12),
+    ]
+    found = measured_job(log(*events))
+    assert found.costs == pytest.approx({"in_place_seconds": 0.5, "restore_seconds": 1.01})
+    assert found.counts["ways_back"] == 2
 
 
 def test_who_joins_takes_longer_than_who_is_there() -> None:

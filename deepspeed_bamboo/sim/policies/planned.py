@@ -3,20 +3,21 @@
 A loss interrupts the iteration: after detection and new connections the takers-over do the lost part again, the others
 continue, and the iteration ends later (core/interrupted.py). At its end stages move to where core's balance wants them.
 Lost shadows are copied meanwhile. Joining and draining workers are dealt with at the end of an iteration, too.
-A loss is fatal if nobody has a stage any more: neither its owner, nor its shadow's worker, nor, where pipelines are
-alike (not in bf16 and not with ZeRO), another pipeline. What all of it costs is in LiveSpec.
+A loss is fatal if nobody has a stage any more: neither its owner, nor a worker with a shadow of it, nor, where
+pipelines are alike (not in bf16 and not with ZeRO), another pipeline. Then all go back to a checkpoint: in their
+processes where somebody is left for each stage's copy in memory, or to the store. What all of it costs is in LiveSpec.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from ...core.grid import Coordinate
 from ...core.placement import Placement, WorkerId
 from ...core.placing.sites import Sites, WorkerSite
 from ...core.reconfiguring import LEAST_GAIN, transfers
+from ...core.restoring import Site, keepers
 from ..clock import MILLISECONDS_PER_SECOND, to_milliseconds
 from ..ledger import Ledger, Mode
 from ..planned import PlannedGrid
@@ -74,7 +75,8 @@ class PlannedPolicy(AlarmedPolicy):
         self.redundancy_share = costs.overhead / (1.0 + costs.overhead)
         by_link = coordinate_bytes / spec.link_bytes_per_second
         self._copy_seconds = by_link if spec.coordinate_copy_seconds is None else spec.coordinate_copy_seconds
-        most = max(1, int(spec.state_memory_bytes / max(1e-9, coordinate_bytes * (2.0 if planned.protected else 1.0))))
+        held = coordinate_bytes * (1.0 + (planned.copies if planned.protected else 0))
+        most = max(1, int(spec.state_memory_bytes / max(1e-9, held)))
         self._least_workers = math.ceil(len(planned.grid) / most)
         # Members of the job in their order; those who wait to be taken in; those who are to leave.
         self._members: dict[WorkerId, None] = {}
@@ -82,7 +84,7 @@ class PlannedPolicy(AlarmedPolicy):
         self._draining: dict[WorkerId, None] = {}
         self._placement: Placement | None = None
         self._seconds: float | None = None  # of an iteration's passes with it, once it is known
-        self._lost: list[WorkerId] = []
+        self._lost: dict[WorkerId, str] = {}  # with the zone that each was in
         self._look = False
         # Of the iteration in flight, or of what is left of an interrupted one.
         self._iteration_seconds = 0.0
@@ -103,10 +105,10 @@ class PlannedPolicy(AlarmedPolicy):
 
     def removed(self, now: int, node: str) -> None:
         """See Policy: all losses of one instant are dealt with together, in `settle`."""
-        self._zones.pop(node, None)
+        zone = self._zones.pop(node, None)
         self._waiting.pop(node, None)
         if node in self._members:
-            self._lost.append(node)
+            self._lost[node] = zone or ""
 
     def _is_member(self, node: str) -> bool:
         return node in self._members
@@ -132,10 +134,12 @@ class PlannedPolicy(AlarmedPolicy):
 
     def settle(self, now: int) -> None:
         """See Policy: coordinates of lost workers are taken over."""
-        lost, self._lost = [worker for worker in self._lost if worker in self._members], []
+        zones, self._lost = self._lost, {}
+        lost = [worker for worker in zones if worker in self._members]
         if not lost:
             return
         before, taking_part = self._placement, len(self._members)
+        sites = {worker: Site(worker, zones.get(worker, self._zones.get(worker, ""))) for worker in self._members}
         for worker in lost:
             del self._members[worker]
             self._draining.pop(worker, None)
@@ -143,7 +147,7 @@ class PlannedPolicy(AlarmedPolicy):
             return
         after, _ = before.without(lost)
         if after is None:
-            self._lose_all(now, before, lost)
+            self._lose_all(now, in_memory=self._memory_survives(before, set(lost), sites))
             return
         hosting = [worker for worker in lost if before.hosted_by(worker)]
         copied = self._copied_elsewhere(before, after, lost)
@@ -172,12 +176,12 @@ class PlannedPolicy(AlarmedPolicy):
         self._rest_seconds = rest
 
     def _copied_elsewhere(self, before: Placement, after: Placement, lost: list[WorkerId]) -> list[WorkerId]:
-        """The receivers of coordinates that were lost with their shadow, and come from another pipeline."""
-        gone, shadows, owners = set(lost), dict(before.shadows), dict(after.owners)
+        """The receivers of coordinates that were lost with their shadows, and come from another pipeline."""
+        gone, copies, owners = set(lost), before.all_copies(), dict(after.owners)
         return [
             owners[coordinate]
             for coordinate, worker in before.owners
-            if worker in gone and shadows.get(coordinate) != owners[coordinate]
+            if worker in gone and owners[coordinate] not in copies[coordinate]
         ]
 
     def _received(self, receivers: Iterable[WorkerId]) -> float:
@@ -187,45 +191,45 @@ class PlannedPolicy(AlarmedPolicy):
             count[worker] = count.get(worker, 0) + 1
         return self._spec.transfer_seconds + max(count.values()) * self._copy_seconds if count else 0.0
 
-    def _lose_all(self, now: int, before: Placement, lost: list[WorkerId]) -> None:
+    def _lose_all(self, now: int, *, in_memory: bool) -> None:
+        """``in_memory``: somebody is left for each coordinate whose memory has a copy of it."""
         self.ledger.fatal_losses += 1
         spec = self._spec
         goes_back = spec.fatal == "in-place" and self._planned.protected
-        in_memory = goes_back and self._memory_survives(before, set(lost))
+        in_memory = goes_back and in_memory
         self.progress.roll_back(now, in_memory=in_memory)
         self._account()  # What is lost is wasted, whatever it was.
         self._placement, self._rest_seconds, self._look = None, None, False
         if in_memory:
+            self.ledger.back_to_memory += 1
             self._pause(now, spec.detect_seconds + spec.regroup_seconds + spec.in_place_seconds)
         elif goes_back and self._members:
+            self.ledger.back_to_store += 1
             self._pause(now, spec.detect_seconds + spec.regroup_seconds + spec.restore_seconds)
         else:
             self._pause(now, spec.restart_seconds + spec.restore_seconds)
 
-    def _memory_survives(self, before: Placement, lost: set[WorkerId]) -> bool:
-        """Whether a worker is left for every coordinate that has its checkpoint: owner, shadow, or one more.
-
-        That one is taken to be the worker half a pipeline away.
-        """
-        owners, shadows, stages = dict(before.owners), dict(before.shadows), before.grid.stages
-        return all(
-            owner not in lost
-            or shadows.get(c, owner) not in lost
-            or owners[Coordinate(c.pipeline, (c.stage + max(1, stages // 2)) % stages)] not in lost
-            for c, owner in before.owners
-        )
+    def _memory_survives(self, before: Placement, lost: set[WorkerId], sites: Mapping[WorkerId, Site]) -> bool:
+        """Whether a worker is left for every coordinate that has its checkpoint: owner, shadow, or a keeper of it."""
+        kept = keepers(before, sites, copies=self._spec.memory_copies)
+        return all(not lost.issuperset((*holders, *kept[c])) for c, holders in before.all_copies().items())
 
     def _rebuild_shadows(self, now: int) -> None:
         """Missing shadows are copied while training continues."""
         if self._placement is None or not self._planned.protected or len(self._members) < 2:
             return
-        present = {c for c, _ in self._placement.shadows}
-        whole = self._protected(self._placement)
-        missing = [worker for c, worker in whole.shadows if c not in present]
+        has = self._placement.all_copies()
+        missing = [
+            worker
+            for c, holders in self._protected(self._placement).all_copies().items()
+            if len(holders) > len(has[c])
+            for worker in holders
+            if worker not in has[c]
+        ]
         self._copy_until(max(now, self._copying_until) + to_milliseconds(self._received(missing)))
 
     def _protected(self, placement: Placement) -> Placement:
-        held = {c: (worker,) for c, worker in placement.shadows}
+        held = {c: holders[1:] for c, holders in placement.all_copies().items()}
         return self._planned.with_shadows(placement, Sites.of(self._sites(self._members)), held)
 
     def _protect(self) -> None:
