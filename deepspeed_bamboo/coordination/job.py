@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_PREFIX = "/deepspeed_bamboo"
 _KEPT_SECONDS = 86_400.0
+_PIECE_LETTERS = 400_000  # etcd takes values of up to 1.5 MB, and JSON may write a letter as several
 
 
 class JobCoordinator(JobNews):
@@ -203,6 +205,26 @@ class JobCoordinator(JobNews):
         """What was published for that epoch so far, by name."""
         return dict(self._read.children(self._keys.all_progress(epoch_number), "progress"))
 
+    def publish_welcome(self, epoch_number: int, value: dict[str, Any]) -> None:
+        """Publish what those who join in that epoch are to know, in pieces that etcd takes. No watcher hears of it."""
+        text = encode(value)
+        pieces = [text[start : start + _PIECE_LETTERS] for start in range(0, len(text), _PIECE_LETTERS)]
+        for number, piece in enumerate(pieces):
+            key = self._keys.welcome(epoch_number, number)
+            self._store.put(key, encode({"text": piece, "of": len(pieces)}))
+
+    def welcome(self, epoch_number: int) -> dict[str, Any] | None:
+        """What was published of that; None where some is missing."""
+        first = self._read.one(self._keys.welcome(epoch_number, 0), "welcome")
+        if first is None:
+            return None
+        # One by one: together they may be more than an answer may have.
+        rest = [self._read.one(self._keys.welcome(epoch_number, n), "welcome") for n in range(1, first["of"])]
+        if any(piece is None or piece["of"] != first["of"] for piece in rest):
+            return None
+        whole: dict[str, Any] = json.loads("".join(piece["text"] for piece in (first, *rest)))
+        return whole
+
     def report_suspicion(self, epoch_number: int, *, reporter: WorkerId, suspect: WorkerId, reason: str) -> None:
         """Tell the agents that ``reporter`` cannot reach ``suspect``. A hint, not a loss: they look themselves."""
         key = self._keys.suspicion(epoch_number, suspect=suspect, reporter=reporter)
@@ -327,6 +349,7 @@ class JobCoordinator(JobNews):
     def _delete_everything(self) -> None:
         self._store.delete_prefix(self._keys.root)
         self._store.delete_prefix(self._keys.all_reports)
+        self._store.delete_prefix(self._keys.all_welcomes)
         self._store.delete_prefix(self._keys.all_whereabouts)
         self._store.delete_prefix(self._keys.all_works)
         self._store.delete_prefix(self._keys.all_past)
@@ -377,6 +400,7 @@ class JobCoordinator(JobNews):
         try:
             self._store.delete_prefix(self._keys.all_progress(epoch_number))
             self._store.delete_prefix(self._keys.reports(epoch_number))
+            self._store.delete_prefix(self._keys.welcomes(epoch_number))
             self._store.delete_prefix(self._keys.all_suspicions(epoch_number))
         except CoordinatorUnavailable as error:
             logger.info("reports of epoch %d not removed: %s", epoch_number, error)

@@ -211,6 +211,11 @@ def _past(value: Any) -> dict[str, Any]:
     return found
 
 
+def _piece(value: Any) -> dict[str, Any]:
+    _count(_texts("text")(value)["of"])
+    return _dict(value)
+
+
 _read_member = _record(Member)
 _READERS: dict[str, Callable[[Any], Any]] = {
     "epoch": _record(EpochRecord),
@@ -230,6 +235,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "past": _past,
     "events": _events,
     "progress": _dict,
+    "welcome": _piece,
     "work": _work,
     "report": _dict,
     "whereabouts": _dict,

@@ -15,7 +15,7 @@ from deepspeed_bamboo.coordination.job import JobCoordinator
 from deepspeed_bamboo.coordination.records import AgentRecord, Change, Drain, EpochRecord, JobFailure, Member
 from deepspeed_bamboo.coordination.store import KeyValueStore
 from deepspeed_bamboo.faults import Fault
-from tests.coordination.helpers import Collector, first_epoch, member, unique_name
+from tests.coordination.helpers import Collector, first_epoch, member, unique_name, wait_until
 
 OpenJob = Callable[[], JobCoordinator]
 WORKERS = ["w0", "w1", "w2", "w3"]
@@ -75,6 +75,22 @@ def test_a_proposer_that_did_not_hear_of_its_success_may_propose_again(open_job:
     assert job.propose(record, expected=None)
     assert job.propose(record, expected=None)
     assert not other.propose(replace(record, proposer="another"), expected=None)
+
+
+def test_what_those_who_join_are_to_know_may_be_longer_than_etcd_takes(open_job: OpenJob) -> None:
+    job, other, heard = open_job(), open_job(), []
+    watch = other.watch(heard.append)
+    long = {"known": {"states": '\u00e4"' * 1_200_000}, "activity": 7}
+    assert other.welcome(3) is None
+    job.publish_welcome(3, long)
+    assert other.welcome(3) == long and other.welcome(2) is None
+    job.publish_welcome(3, {"activity": 8})  # by the next first member, after the loss of the one before
+    assert other.welcome(3) == {"activity": 8}
+    job.publish_progress(3, "slot-1", {})
+    wait_until(lambda: [change.kind for change in heard if change.kind != "resync"] == ["progress"])
+    watch.stop()
+    job.clean_up()
+    assert other.welcome(3) is None
 
 
 def test_epochs_follow_one_another(open_job: OpenJob) -> None:

@@ -20,7 +20,7 @@ from deepspeed_bamboo.runtime.comm.c10d import c10d
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.session import WorkerIdentity, WorkerSession
 from deepspeed_bamboo.runtime.membership.common_state import CommonState
-from deepspeed_bamboo.runtime.membership.reconfiguration import WELCOME, Reconfiguration, expected_coordinate
+from deepspeed_bamboo.runtime.membership.reconfiguration import Reconfiguration, expected_coordinate
 from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
 from deepspeed_bamboo.runtime.stock.world import AloneGroup, replace_default_group
 
@@ -69,7 +69,7 @@ def join(worker: Worker, *, reconfiguration: Reconfiguration, common: CommonStat
     record = interruption.record
     if record is None or record.lost or record.placement.hosted_by(session.worker):
         raise ExpelledError(f"worker {session.worker} was not taken in as planned; its agent starts another one")
-    welcome = session.coordinator.progress(record.number).get(WELCOME)
+    welcome = session.with_retries(lambda: session.coordinator.welcome(record.number))
     if welcome is None:
         raise ExpelledError(f"worker {session.worker} came too late for epoch {record.number}")
     target = Target.from_json(welcome["target"])

@@ -256,7 +256,7 @@ class Reconfiguration:
                 "known": self._known(),
             }
             number = self._newest_number(current) + 1
-            session.with_retries(lambda: session.coordinator.publish_progress(number, WELCOME, welcome))
+            session.with_retries(lambda: session.coordinator.publish_welcome(number, welcome))
             members = (*current.members, *target.joining)
             proposed = self._propose(current, members=members, reason=f"to join: {', '.join(target.joining)}")
         agreed = worker.agree({"joined": proposed})
@@ -375,10 +375,6 @@ class Reconfiguration:
             "hosted": hosted,
         }
         worker.log_event("joined" if worker.me in target.joining else "reconfigured", **fields)
-
-
-WELCOME = "welcome"
-"""Under which name what those who join have to know is published; no worker has it."""
 
 
 def site_of(member: Member) -> WorkerSite:
