@@ -201,14 +201,15 @@ def transfers(before: Placement, after: Placement) -> tuple[Transfer, ...]:
 
 
 def _lost_with_a_node(placement: Placement, members: Sequence[WorkerSite]) -> tuple[int, ...]:
-    """How many coordinates have owner and shadow on one node, whose loss therefore ends the job.
+    """How many coordinates have owner and shadow on one node, then in one zone, whose loss therefore takes both.
 
     With two shadows: how many have all three there, then how many nodes, then zones, these are short of three each.
     """
     nodes = {site.worker: site.node for site in members}
-    if placement.copies == 1:
-        return (sum(nodes.get(placement.owner(c)) == nodes.get(shadow) for c, shadow in placement.shadows),)
     zones = {site.worker: site.zone or site.node for site in members}
+    if placement.copies == 1:
+        pairs = [(placement.owner(c), shadow) for c, shadow in placement.shadows]
+        return tuple(sum(its.get(owner) == its.get(shadow) for owner, shadow in pairs) for its in (nodes, zones))
     where = [
         [len({its.get(holder) for holder in holders}) for its in (nodes, zones)]
         for holders in placement.all_copies().values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -94,3 +95,16 @@ def test_at_the_start_shadows_leave_their_owners_node_where_no_owner_has_to_move
     placed = target.placement
     assert all(nodes[placed.owner(c)] != nodes[shadow] for c, shadow in placed.shadows)
     assert next_target(placed, members=sites, rearrange=True) is None
+
+
+@pytest.mark.parametrize(("grid", "zones"), [(Grid(2, 3), "ababba"), (Grid(1, 3), "aab"), (Grid(1, 5), "ababa")])
+def test_a_zone_that_would_take_owner_and_shadow_is_a_reason_to_move_shadows(grid: Grid, zones: str) -> None:
+    """In a cycle of three, two neighbours are in one of two zones wherever stages are; their shadows need not be."""
+    sites = [WorkerSite(f"w{n}", f"n{n}", zone) for n, zone in enumerate(zones)]
+    launched = Placement.initial(grid, [site.worker for site in sites])
+    assert launched.without([site.worker for site in sites if site.zone == "a"])[0] is None
+    target = next_target(launched, members=sites, rearrange=True)
+    assert target is not None
+    for zone in "ab":
+        assert target.placement.without([site.worker for site in sites if site.zone == zone])[0] is not None
+    assert next_target(target.placement, members=sites, rearrange=True) is None

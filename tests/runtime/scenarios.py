@@ -231,6 +231,7 @@ def train_remembering(
     evaluations: dict[str, float] = {}
     members = []
     damaged: list[int] = []
+    longest_seconds = 0.0
     steps = iter(lambda: engine.global_steps, training.steps) if waits is not None else range(training.steps)
     for step in steps:
         wait_for_joiners(engine, (waits or {}).get(str(step), 0))
@@ -239,16 +240,23 @@ def train_remembering(
         if engine.checkpoints is not None:
             engine.checkpoints.wait()
         if damages is not None and step == damages[0]:
-            newest = damage_stored(stored) if stored is not None else damage_newest(engine.memory.parts, damages[1])
+            newest = (
+                damage_newest(engine.memory.parts, damages[1])
+                if stored is None
+                else damage_stored(Path(stored), damages[1])
+            )
             damaged.append(newest)
         if step in training.evaluate_before:
             evaluations[str(step)] = float(engine.eval_batch(source(engine.home + 100, step)))
         if writes:
             for group in engine.optimizer.param_groups:
                 group["lr"] = 0.01 / (1 + step)
+        started = time.monotonic()
         losses[str(step)] = float(engine.train_batch(iterator))
+        longest_seconds = max(longest_seconds, time.monotonic() - started)
         members.append(len(engine.session.interruption.active.members))
     result = {"losses": losses, "evaluations": evaluations, "digest": engine.state_digest()}
+    result["longest_seconds"] = longest_seconds
     result.update(steps=engine.global_steps, members=members, norm=str(engine.get_global_grad_norm()))
     result["scale"] = float(getattr(engine.optimizer, "loss_scale", 1.0))
     result["skipped"] = engine.skipped_steps
@@ -263,12 +271,21 @@ def train_remembering(
     return result
 
 
-def damage_stored(folder: str) -> int:
-    """On one worker: make the file of stage 1 in the newest complete checkpoint shorter; returns its step."""
-    tag = Path(folder, "latest").read_text()
+def damage_stored(folder: Path, how: str) -> int:
+    """On one worker: change the file of stage 1 in the newest complete checkpoint; returns its step."""
+    tag = (folder / "latest").read_text()
     if os.environ["RANK"] == "3":
-        path = Path(folder, tag, "mp_rank_01_model_states.pt")
-        path.write_bytes(path.read_bytes()[:-7])
+        path = folder / tag / "mp_rank_01_model_states.pt"
+        data = path.read_bytes()
+        middle = len(data) // 2
+        if how == "flipped":
+            path.write_bytes(data[:middle] + bytes([data[middle] ^ 4]) + data[middle + 1 :])
+        elif how == "truncated":
+            path.write_bytes(data[:-7])
+        elif how == "missing":
+            path.unlink()
+        elif how == "foreign":
+            path.write_bytes(path.with_name("mp_rank_02_model_states.pt").read_bytes())
     return int(tag.removeprefix("bamboo_step"))
 
 

@@ -108,6 +108,25 @@ def test_owner_and_shadow_lost_at_every_kind_of_instruction(
     assert all(seconds < 10 for _, _, seconds in result.values[2]["restored"])
 
 
+# Every kind of instruction that a step has, by who comes to it first. The first stage sends no gradient.
+EVERY_KIND = [*KINDS[:4], ("send_grad", 1), *KINDS[4:], ("step", None)]
+IN_AN_INSTANT = [(first, *kind) for first in (1, 0) for kind in EVERY_KIND if first or kind[0] != "send_grad"]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("first", "at", "micro_batch"), IN_AN_INSTANT)
+def test_owner_and_shadow_killed_in_the_same_instant(
+    jobs: Jobs, undisturbed: Undisturbed, first: int, at: str, micro_batch: int | None
+) -> None:
+    """One at the instruction, the other wherever it is then. Two go on in their processes, in less than ten seconds."""
+    whole = undisturbed(ONE_BY_FOUR, world=4)
+    killed = dataclasses.replace(ONE_BY_FOUR, faults=[kill(4, 0, first, at, micro_batch)])
+    result = jobs.run(train_remembering, world=4, training=killed, together=(0, 1))
+    check(result, whole, ONE_BY_FOUR, lost=2, world=4)
+    assert result.survivors == [2, 3] and result.common("sources") == ["memory"]
+    assert all(result.values[rank]["longest_seconds"] < 10 for rank in result.survivors), result.values
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("kind", ["idle", "forward", "step"])
@@ -268,13 +287,14 @@ def test_another_one_lost_while_it_reads_the_store(jobs: Jobs, undisturbed: Undi
 
 
 @pytest.mark.sweep
-def test_a_damaged_newest_one_in_the_store_is_passed_over(jobs: Jobs, undisturbed: Undisturbed, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["flipped", "truncated", "missing", "foreign"])
+def test_a_damaged_newest_one_in_the_store_is_passed_over(
+    jobs: Jobs, undisturbed: Undisturbed, tmp_path: Path, how: str
+) -> None:
     training = dataclasses.replace(STORED, steps=11)
     whole = undisturbed(training, world=4)
     killed = dataclasses.replace(training, faults=pair(9, "idle"))
-    result = jobs.run(
-        train_remembering, world=4, training=killed, damages=(9, "truncated"), stored=str(tmp_path / "kept")
-    )
+    result = jobs.run(train_remembering, world=4, training=killed, damages=(9, how), stored=str(tmp_path / "kept"))
     check(result, whole, training, lost=2, world=4)
     [[from_step, _, _]] = result.values[2]["restored"]
     assert from_step < max(result.values[3]["damaged"]), (from_step, result.values[3]["damaged"])
@@ -326,6 +346,44 @@ def test_half_of_all_workers_at_once_and_then_two_join(
     check_losses(result, whole)
     survivor = result.values[min(result.survivors)]
     assert len(survivor["losses"]) == training.steps and survivor["members"][-1] == 8 - lost, survivor["members"]
+    assert result.common("digest") == whole.common("digest")
+
+
+# The ranks of ZONE, of which the one that has a stage in the middle comes to every kind of instruction.
+ZONE_RANKS, INNER = (0, 2, 5), (0, 1)
+IN_ZONES = tuple(f"n{rank}/{'a' if rank in ZONE_RANKS else 'b'}" for rank in range(6))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("sites", [(), IN_ZONES], ids=["unknown", "known"])
+@pytest.mark.parametrize(("at", "micro_batch"), EVERY_KIND)
+def test_a_zone_with_half_of_all_workers_in_an_instant_and_then_two_join(
+    jobs: Jobs, undisturbed: Undisturbed, at: str, micro_batch: int | None, sites: tuple[str, ...]
+) -> None:
+    """Where zones are known shadows are in the other one, and no step is done again; else all go back to memory."""
+    whole = undisturbed(TWO_BY_THREE, world=6)
+    killed = dataclasses.replace(
+        TWO_BY_THREE,
+        faults=[kill(4, *INNER, at, micro_batch)],
+        bamboo={**CHECKED, "checkpoint": {"memory_copies": 1 if sites else 3}},
+    )
+    result = jobs.run(
+        train_remembering,
+        world=6,
+        joining=2,
+        joining_after_deaths=3,
+        sites=sites,
+        together=ZONE_RANKS,
+        training=killed,
+        waits={"7": 2},
+    )
+    assert [rank for rank, code in enumerate(result.codes) if code == -9] == list(ZONE_RANKS), result.transcript()
+    assert result.codes.count(0) == 5, result.transcript()
+    check_losses(result, whole)
+    survivor = result.values[min(result.survivors)]
+    assert survivor["sources"] == ([] if sites else ["memory"]), survivor["restored"]
+    assert bool(survivor["redone"]) == bool([way for way in survivor["restored"] if way[0] < way[1]])
+    assert len(survivor["losses"]) == TWO_BY_THREE.steps and survivor["members"][-1] == 5, survivor["members"]
     assert result.common("digest") == whole.common("digest")
 
 
