@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement, WorkerId
@@ -19,6 +19,15 @@ def tree_neighbours(
     above = workers[(place - 1) // fan_out] if place else None
     first = place * fan_out + 1
     return above, tuple(workers[first : first + fan_out])
+
+
+def staying_first(members: Sequence[WorkerId], *, leaving: Container[WorkerId]) -> tuple[WorkerId, ...]:
+    """``members`` in an order in which whoever stays has nobody of ``leaving`` above it in the tree of agreements.
+
+    One that leaves may be gone once it knows the result, and need not have passed it down.
+    """
+    stays = [member for member in members if member not in leaving]
+    return (*stays, *(member for member in members if member in leaving))
 
 
 def peers_of(placement: Placement, worker: WorkerId, *, members: Sequence[WorkerId]) -> tuple[WorkerId, ...]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from deepspeed_bamboo.coordination import CoordinatorUnavailable
 from deepspeed_bamboo.runtime.checkpoint.beginning import Beginning, Loaded
+from deepspeed_bamboo.runtime.checkpoint.script_resume import Asked
 from deepspeed_bamboo.runtime.iteration.feeding import BatchOfJob, Feed
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell
@@ -112,13 +113,13 @@ class CatchingUp(ABC):
             self._said.add(what)
             tell(self._worker, text)
 
-    def next_load(self) -> Loaded:
-        """What the script's next load returned when the job began."""
+    def next_load(self, asked: Asked) -> Loaded:
+        """What the script's next load returned when the job began, or what fits to how the script begins now."""
         self._asked += 1
-        return self._answer(self._asked - 1)
+        return self._answer(self._asked - 1, asked)
 
     @abstractmethod
-    def _answer(self, call: int) -> Loaded:
+    def _answer(self, call: int, asked: Asked) -> Loaded:
         """What load number ``call`` returned when the job began."""
 
     def before_activity(self) -> None:  # noqa: B027 - see LateWorker

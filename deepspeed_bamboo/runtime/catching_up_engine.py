@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from deepspeed_bamboo.core.grid import Grid
+from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.runtime.catching_up import CatchingUp, ScriptParts
+from deepspeed_bamboo.runtime.checkpoint.script_resume import Asked
 from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 from deepspeed_bamboo.runtime.iteration.data_streams import STREAMS
 from deepspeed_bamboo.runtime.late_worker import LateWorker
@@ -22,11 +24,18 @@ from deepspeed_bamboo.runtime.membership.own_facts import check_same_job
 from deepspeed_bamboo.runtime.restored_job import RestoredJob
 from deepspeed_bamboo.runtime.script_position import ScriptPosition
 
+_NO_LOGITS = (
+    "eval_batch(return_logits=True) for a step that the job did before returns the loss that it had, and None in place "
+    "of logits, on the last stage, too: nobody has them any more. Write `if logits is not None:` around their use, "
+    "or loop by engine.global_steps; engine.catching_up is true here"
+)
+
 
 class CatchingUpEngine(BambooPipelineEngine):
     """See the module. Until it is built its script counts as being where the job is."""
 
     _made_catching_up: CatchingUp | None = None
+    _gave_no_logits = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.position = ScriptPosition()
@@ -46,7 +55,7 @@ class CatchingUpEngine(BambooPipelineEngine):
             check_same_job(self)
             if self.checkpoints is not None:
                 self.checkpoints.check_visible()
-            self._made_catching_up = late = LateWorker(parts, join=self._join)
+            self._made_catching_up = late = LateWorker(parts, join=self._join, files=self.stage_files)
             self.script_groups.alone = late.calls_alone
             late.begin()
             return
@@ -120,13 +129,14 @@ class CatchingUpEngine(BambooPipelineEngine):
         if not return_logits:
             return loss
         if self.is_last_stage():
-            self._catching_up.says(
-                "logits",
-                "eval_batch(return_logits=True) for a step that the job did before returns the loss that it had, and "
-                "None in place of logits, on the last stage, too: nobody has them any more. Write `if logits is not "
-                "None:` around what uses them, or loop by engine.global_steps; engine.catching_up is true here",
-            )
+            self._gave_no_logits = True
+            self._catching_up.says("logits", _NO_LOGITS)
         return loss, None
+
+    def cause_of(self, error: Exception) -> ConfigError | None:
+        """As others'; of a script that takes None for logits."""
+        took_none = isinstance(error, (AttributeError, TypeError)) and "NoneType" in str(error)
+        return ConfigError(_NO_LOGITS) if self._gave_no_logits and self.catching_up and took_none else None
 
     def get_global_grad_norm(self) -> float | None:
         """As stock's; not a number where this worker has trained nothing yet, and the job has: a line says so."""
@@ -150,11 +160,20 @@ class CatchingUpEngine(BambooPipelineEngine):
             "that train_batch returns, or loop by engine.global_steps",
         )
 
-    def load_checkpoint(self, *arguments: Any, **options: Any) -> Any:
-        """As stock's; before this worker trains it reads nothing, and returns what it returned when the job began."""
+    def load_checkpoint(self, load_dir: Any, tag: Any = None, *arguments: Any, **options: Any) -> Any:
+        """As stock's; before this worker trains nothing is loaded that is older than the job's state.
+
+        Then it returns what it returned when the job began. If the script did not load then, and has saved since, it
+        returns what was saved, and the script counts from there.
+        """
+        stock = super().load_checkpoint
+
+        def load() -> Any:
+            return stock(load_dir, tag, *arguments, **options)
+
         if not self._catching_up.answers:
-            return super().load_checkpoint(*arguments, **options)
-        return self._catching_up.next_load()
+            return load()
+        return self._catching_up.next_load(Asked.of(load_dir, tag, arguments, options, load))
 
     def save_checkpoint(self, *arguments: Any, **options: Any) -> Any:
         """As stock's; nothing where the job saved one before: the state of then is not there any more."""

@@ -35,7 +35,7 @@ from deepspeed_bamboo.runtime.iteration.redundant_forwards import RedundantForwa
 from deepspeed_bamboo.runtime.iteration.step_event import log_step
 from deepspeed_bamboo.runtime.iteration.worker import Numbers, Worker
 from deepspeed_bamboo.runtime.job import garbage
-from deepspeed_bamboo.runtime.job.mismatched_calls import Where, Whereabouts
+from deepspeed_bamboo.runtime.job.mismatched_calls import Where, whereabouts_of
 from deepspeed_bamboo.runtime.job.news import tell
 from deepspeed_bamboo.runtime.job.session import WorkerSession
 from deepspeed_bamboo.runtime.job.view import CurrentView
@@ -116,7 +116,7 @@ class BambooPipelineEngine(ScriptEngine):
         self._make_parts_of_changes()
         self.redoing.forget()
         follow_reporter(self)
-        self._whereabouts = Whereabouts(session.coordinator, worker=session.worker, where=self._where)
+        self._whereabouts = whereabouts_of(session, where=self._where)
         self._begin(grid)
         self._whereabouts.start()
 

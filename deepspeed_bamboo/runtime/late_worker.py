@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from deepspeed_bamboo.errors import ExpelledError, JobStoppedError
+from deepspeed_bamboo.errors import CheckpointError, ExpelledError, JobStoppedError
 from deepspeed_bamboo.runtime.catching_up import CatchingUp, ScriptParts
 from deepspeed_bamboo.runtime.checkpoint.beginning import Loaded
+from deepspeed_bamboo.runtime.checkpoint.script_resume import Asked
+from deepspeed_bamboo.runtime.checkpoint.stage_files import StageFiles
 from deepspeed_bamboo.runtime.job.news import tell
 from deepspeed_bamboo.runtime.script_position import Phase
 from deepspeed_bamboo.runtime.stock.script_call import script_call
@@ -33,11 +35,14 @@ class LateWorker(CatchingUp):
     Args:
         parts: see there.
         join: makes this worker one of the job's; calls its argument once the job's numbers are known.
+        files: reads what the script has saved itself.
     """
 
-    def __init__(self, parts: ScriptParts, *, join: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, parts: ScriptParts, *, join: Callable[[Callable[[], None]], None], files: StageFiles) -> None:
         super().__init__(parts)
         self._join = join
+        self._files = files
+        self._resumed: int | None = None  # the step of the script's own checkpoint at which its loop begins
         self._looks = 0
         self._given: tuple[Loaded, ...] = ()  # what this script's loads have returned
 
@@ -50,8 +55,13 @@ class LateWorker(CatchingUp):
     def _learn(self) -> bool:
         """How the job's script began, as far as that is published; returns whether it is."""
         published = self._beginning.look(self._worker.session.coordinator)
-        self._position.begin_at(self._beginning.step)
+        self._position.begin_at(self._first)
         return published
+
+    @property
+    def _first(self) -> int:
+        """The step that this script begins with."""
+        return self._beginning.step if self._resumed is None else self._resumed
 
     @property
     def is_behind(self) -> bool:
@@ -69,12 +79,13 @@ class LateWorker(CatchingUp):
                     f"worker {self._worker.me} had not heard what load_checkpoint returned when the job began; its "
                     "agent starts another one"
                 )
-        self._position.begin_at(self._beginning.step)
-        self._feed.data.start_at(self._worker.step, used=self._feed.used(since=self._beginning.step))
+        self._position.begin_at(self._first)
+        self._feed.data.start_at(self._worker.step, used=self._feed.used(since=self._first))
 
-    def _answer(self, call: int) -> Loaded:
+    def _answer(self, call: int, asked: Asked) -> Loaded:
         """(None, None) where the job loaded nothing, as where there is no checkpoint: the state comes from the others.
 
+        If the script has saved since: what it saved, and its loop begins there.
         Waits until the job has loaded, or trains. Raises JobStoppedError when it ends before.
         """
         session = self._worker.session
@@ -83,9 +94,31 @@ class LateWorker(CatchingUp):
             if session.finished or coordinator.finished() is not None:
                 raise JobStoppedError(f"job {coordinator.job} was complete before this worker could join it")
             time.sleep(_LOOK_SECONDS)
-        found = self._beginning.returned(call) or _NOTHING
-        self._given = (*self._given, found)
-        return found
+        found = self._beginning.returned(call)
+        self._given = (*self._given, found or _NOTHING)
+        if found is None and asked.whole and self._position.untouched:
+            found = self._resume(asked, (coordinator.status() or {}).get("step", -1) + 1)
+        return found or _NOTHING
+
+    def _resume(self, asked: Asked, reached: int) -> Loaded | None:
+        """What the script has saved itself, if that is of this job, which has come to ``reached``."""
+        try:
+            found = self._files.resume(asked.folder, asked.tag, together=False)
+        except CheckpointError as error:
+            raise ExpelledError(
+                f"worker {self._worker.me} came while the script's own checkpoint could not be read ({error}); its "
+                "agent starts another one"
+            ) from error
+        if found is None or found.step > reached:
+            return None
+        self._resumed = found.step
+        self._position.begin_at(found.step)
+        tell(
+            self._worker,
+            f"load_checkpoint returns what the script saved after step {found.step} and loads nothing: the state comes "
+            "from the others",
+        )
+        return found.path, found.client_state
 
     def _has_to_enter(self) -> bool:
         """Not before it has called as often as the job has trained: from then on the others wait for it."""

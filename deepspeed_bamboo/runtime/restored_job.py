@@ -19,6 +19,7 @@ from deepspeed_bamboo.runtime.catching_up import CatchingUp, ScriptParts
 from deepspeed_bamboo.runtime.checkpoint.automatic import AutomaticCheckpoints
 from deepspeed_bamboo.runtime.checkpoint.beginning import BEGAN, ENDED, SEVERAL, Loaded
 from deepspeed_bamboo.runtime.checkpoint.in_place import StoredStates
+from deepspeed_bamboo.runtime.checkpoint.script_resume import Asked
 from deepspeed_bamboo.runtime.checkpoint.stage_files import StageFiles
 from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.job.past_results import PAST
@@ -132,18 +133,56 @@ class RestoredJob(CatchingUp):
         """Before it is known how the script counts, what it does is done: all workers do it."""
         return self._position.phase is Phase.CATCHING_UP
 
-    def _answer(self, call: int) -> Loaded:
-        """What a script loads before it trains is older. Where it loads more than when the job began: this job's path.
+    def _answer(self, call: int, asked: Asked) -> Loaded:
+        """What a script loaded when the job began is older. What it has saved since is where its loop begins now.
 
         In a script that counts by itself, what it loaded on its way is not loaded again either.
         """
         before = self._beginning.returned(call)
+        if before is None and asked.whole and self._position.untouched:
+            return self._resume(call, asked)
         what = "no state, since the script did not load when the job began" if before is None else "what it did then"
         tell_once(
             self._worker,
             f"load_checkpoint reads nothing, for the job is beyond at step {self._position.reached}; it returns {what}",
         )
         return (self._restored, {}) if before is None else before
+
+    def _resume(self, call: int, asked: Asked) -> Loaded:
+        """The script saves and loads by itself, too; collective. Its newest checkpoint may be older than the job's."""
+        position, found = self._position, self._files.resume(asked.folder, asked.tag, together=True)
+        if found is None:
+            return None, None
+        if found.step > position.reached:
+            return self._load_newer(call, asked)
+        self._beginning.resume(found.step, keep=call)
+        self._beginning.note((found.path, found.client_state), before=found.step, after=found.step)
+        self._files.publish_beginning()
+        position.begin_at(found.step)
+        self._feed.data.start_at(position.reached, used=self._feed.used(since=found.step))
+        tell_once(
+            self._worker,
+            f"load_checkpoint returns what the script saved after step {found.step}, and loads nothing, for the job is "
+            f"at step {position.reached}: in a loop that counts from there train_batch returns at once for the steps "
+            "between",
+        )
+        return found.path, found.client_state
+
+    def _load_newer(self, call: int, asked: Asked) -> Loaded:
+        """The script's own checkpoint is newer than the job's: it is loaded as in a job that begins."""
+        before, self.answers = self._position.reached, False
+        self._position.phase = Phase.INSIDE
+        self._writes.come_back()
+        self._beginning.resume(before, keep=call)
+        loaded = asked.load()
+        self._position.reached = self._worker.step
+        self._feed.data.start_at(self._worker.step, used=0)
+        tell_once(
+            self._worker,
+            f"the script's own checkpoint {loaded[0]} is newer than the job's of step {before}, so it is loaded: this "
+            f"job goes on from step {self._worker.step}",
+        )
+        return loaded
 
     def at_close(self) -> AbstractContextManager[None]:
         """Inside, also a script that did not train any more ends the job at the job's step."""

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_bamboo.core.grid import Grid
-from deepspeed_bamboo.core.peers import peers_after_a_loss, peers_of
+from deepspeed_bamboo.core.peers import peers_after_a_loss, peers_of, staying_first, tree_neighbours
 from deepspeed_bamboo.core.placement import Placement
 
 
@@ -27,3 +27,14 @@ def test_whoever_is_lost_the_others_had_known_all_whom_they_then_talk_to(
         for worker in left:
             for now in (after, after.protected(left)):
                 assert set(peers_of(now, worker, members=left)) <= known[worker]
+
+
+@given(st.integers(1, 30), st.sets(st.integers(0, 29)), st.integers(1, 4))
+def test_whoever_stays_hears_of_an_agreement_from_one_that_stays(count: int, leaves: set[int], fan_out: int) -> None:
+    members = tuple(f"w{index}" for index in range(count))
+    leaving = {f"w{index}" for index in leaves}
+    order = staying_first(members, leaving=leaving)
+    assert sorted(order) == sorted(members)
+    for member in order:
+        above, _ = tree_neighbours(order, member, fan_out=fan_out)
+        assert member in leaving or above is None or above not in leaving

@@ -23,6 +23,7 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.optim.lr_scheduler import ConstantLR
 
 from tests.runtime.scenarios import fresh_process_group, wait_for_joiners
 
@@ -318,7 +319,10 @@ class Late(Habit):
 
 
 class Gradual(Habit):
-    """Half of each layer is frozen at first; later it is trained, too, with a hook, and the other half is frozen."""
+    """Half of each layer is frozen at first; later it is trained, too, with a hook, and the other half is frozen.
+
+    Then biases go to a parameter group of their own.
+    """
 
     def built(self, module: PipelineModule) -> None:
         for name, parameter in module.named_parameters():
@@ -335,6 +339,22 @@ class Gradual(Habit):
                     parameter.register_post_accumulate_grad_hook(halve_gradient)
                 elif "outer" in name:
                     parameter.requires_grad_(False)
+            optimizer = engine.basic_optimizer
+            moved = {id(p): p for name, p in engine.module.named_parameters() if name.endswith("bias")}
+            for group in optimizer.param_groups:
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in moved]
+            optimizer.add_param_group({"params": list(moved.values()), "lr": 0.05})
+
+
+class Rescheduled(Habit):
+    """In place of the scheduler of the configuration comes another one while it trains."""
+
+    def arguments(self, module: PipelineModule) -> dict[str, Any]:
+        return {**super().arguments(module), "lr_scheduler": lambda optimizer: ConstantLR(optimizer, 0.5, 2)}
+
+    def stepped(self, engine: Any, step: int) -> None:
+        if step == 1:
+            engine.lr_scheduler = ConstantLR(engine.optimizer, 0.1, 2)
 
 
 class Shared(nn.Module):
@@ -671,7 +691,7 @@ _KINDS = (
         Unknown,
         UncallableObject,
     ),
-    *(Moving, Keeping, Hidden, Shifting, Wrapped, HookedOptimizer, Pruned),
+    *(Moving, Keeping, Hidden, Shifting, Wrapped, HookedOptimizer, Pruned, Rescheduled),
 )
 HABITS: dict[str, type[Habit]] = {kind.__name__: kind for kind in _KINDS}
 

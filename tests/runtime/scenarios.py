@@ -27,6 +27,8 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.runtime.comm.channel import Message
+from deepspeed_bamboo.runtime.comm.peers import Links
 from deepspeed_bamboo.runtime.iteration import pass_times
 from deepspeed_bamboo.runtime.iteration.offload import HostOffload
 from deepspeed_bamboo.runtime.iteration.pass_times import PassTimes
@@ -315,6 +317,7 @@ def train_with_joiners(
     waits: dict[str, int],
     own_iterator: bool = False,
     dies: tuple[int, str] | None = None,
+    mute: tuple[int, str] | None = None,
     saves: tuple[int, str] | None = None,
     kept: str | None = None,
     seconds: list[float] | None = None,
@@ -322,14 +325,17 @@ def train_with_joiners(
     """As :func:`train`, by the engine's own step, so that a worker that joins enters where the others are.
 
     Before each step in ``waits`` the reporter waits until so many workers are there that have yet to be taken in.
-    ``dies``: the worker of that rank is killed when it comes to that method of its reconfiguration. ``saves``: before
-    which step a checkpoint is saved, and where. ``kept``: where checkpoints are kept, taken as often as can be.
-    ``seconds``: of each stage's forward, in place of what is measured.
+    ``dies``: the worker of that rank is killed when it comes to that method of its reconfiguration. ``mute``: what the
+    worker of that rank passes on to that other one of the result of a change's agreement never arrives.
+    ``saves``: before which step a checkpoint is saved, and where. ``kept``: where checkpoints are kept, taken as often
+    as can be. ``seconds``: of each stage's forward, in place of what is measured.
     """
     if seconds is not None:
         fix_times(seconds)
     if dies is not None and dies[0] == int(os.environ["RANK"]):
         setattr(Reconfiguration, dies[1], lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    if mute is not None and mute[0] == int(os.environ["RANK"]):
+        lose_last_words(to=mute[1])
     if kept is not None:
         checkpoint = {"dir": kept, "interval_minutes": 1e-9}
         training = dataclasses.replace(training, bamboo={**training.bamboo, "checkpoint": checkpoint})
@@ -375,6 +381,17 @@ def train_with_joiners(
     result["saved"] = [e["step"] for e in events if e["event"] == "checkpoint" and e["action"] == "saved"]
     result["received"] = [e["received"] for e in events if e["event"] == "joined"]
     return result
+
+
+def lose_last_words(to: str) -> None:
+    """As where this worker dies before its last message is on its way: others hear a result, and ``to`` does not."""
+    send = Links.send
+
+    def lossy(links: Links, worker: str, message: Message) -> None:
+        if worker != to or not message.key.endswith("reconfigure/out"):
+            send(links, worker, message)
+
+    Links.send = lossy
 
 
 def fix_times(seconds: list[float]) -> None:
@@ -537,13 +554,19 @@ def stopped_half_the_time(seconds: float) -> Iterator[None]:
 
 
 class Changed(PipelineModule):
-    """As in a script that sets first weights by name before ``initialize``."""
+    """As in a script that sets first weights by name before ``initialize``, with tensors of the module's own."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.register_buffer("calls", torch.zeros(()))
+        self.gain = torch.nn.Parameter(torch.ones(1))
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 parameter.copy_(torch.rand(parameter.shape, generator=models.generator(name)) - 0.5)
+
+    def forward(self, inputs: Any) -> Any:
+        self.calls += 1
+        return super().forward(inputs * (self.gain + 0.01 * self.calls))
 
 
 def train_changed(training: Training) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.supplying import Claim
+from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData, checksum_of
 from deepspeed_bamboo.runtime.iteration.step_history import StepHistory
 from deepspeed_bamboo.runtime.iteration.supply import DataSupply
@@ -101,3 +102,33 @@ def test_iterators_that_differ_at_the_first_step_are_told(zeros: bool, capsys: p
     told = capsys.readouterr().err
     assert ("the data iterators of a and b begin with different micro-batches of pipeline 0" in told) == zeros
     assert ("no zeros in place of what its stage doesn't need" in told) == zeros
+
+
+def test_who_has_an_evaluations_data_is_told_before_the_last_one_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    members = ["a", "b", "c", "d"]
+    record = SimpleNamespace(members=members, placement=Placement.initial(Grid(2, 2), members))
+    worker: Any = SimpleNamespace(
+        me="a", is_reporter=True, session=SimpleNamespace(worker="a"), protects=True, record=record, grid=Grid(2, 2)
+    )
+    given: dict[str, Any] = {"data": lambda: PipelineData(home=0), "transform": lambda: None}
+    said: set[tuple[int, int]] = set()
+
+    def told(table: dict[str, tuple[int, ...]]) -> str:
+        DataSupply(worker, **given, table=table, evaluation=said).say_who_is_the_last()
+        return capsys.readouterr().err
+
+    each_its_own = {"a": (0,), "b": (0,), "c": (1,), "d": (1,)}
+    first = told(each_its_own)
+    assert first.count("evaluation data") == 1 and "only a and b have the evaluation data of pipeline 0" in first
+    assert "evaluation=lambda pipeline, step: iterator" in first
+    assert told(each_its_own) == "", "once"
+    members.remove("c")
+    assert "only d has the evaluation data of pipeline 1" in told(each_its_own)
+    members.remove("d")
+    supply = DataSupply(worker, **given, table=each_its_own, evaluation=said)
+    worker.placement = Placement.initial(Grid(2, 2), members)
+    worker.me = "b"
+    with pytest.raises(ConfigError, match=r"nobody is left who has the evaluation data of .*evaluation="):
+        supply.deliver(micro_batches=1, beforehand=False)
+    everybody = dict.fromkeys(members, (0, 1))
+    assert told(everybody) == ""

@@ -51,6 +51,7 @@ def test_what_the_script_did_to_its_stage_is_there_after_losses(
         ("HookedOptimizer", "weights differ after a step that owner and shadow took with the same gradients"),
         ("Pruned", "hooks has _forward_pre_hooks [['other', 'torch.nn.utils.prune.L1Unstructured']] with its owner"),
         ("Hidden", "(modules that are not registered)"),
+        pytest.param("Rescheduled", "put a ConstantLR on the engine in place of the", marks=pytest.mark.sweep),
         ("Wrapped", "weights differ after a step that owner and shadow took with the same gradients"),
     ],
 )

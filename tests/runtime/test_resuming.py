@@ -121,3 +121,79 @@ def test_a_late_worker_of_a_job_that_loaded_has_the_data_of_the_others(
     # One that counts has a loss for each step that it asked for, of another step where the job was beyond.
     first = whole.common("loaded")[1]
     assert len(late["losses"]) == 8 - first if by_count else late["losses"].items() <= losses.items()
+
+
+def resume_by_itself(
+    training: Training, own: str, kept: str | None = None, waits: dict[str, int] | None = None
+) -> dict[str, Any]:
+    """The usual lines: load what there is, count from there, save now and then."""
+    checkpoint = {"dir": kept, "interval_minutes": 1e-9} if kept is not None else {}
+    engine = build(dataclasses.replace(training, bamboo={**training.bamboo, "checkpoint": checkpoint}))
+    start = 0
+    if Path(own, "latest").exists():
+        _, state = engine.load_checkpoint(own)
+        start = state["step"]
+    data = models.micro_batches(models.vectors, pipeline=0, first_step=start, count=training.micro_batches)
+    losses: dict[str, float] = {}
+    for step in range(start, training.steps):
+        if not engine.catching_up:
+            wait_for_joiners(engine, (waits or {}).get(str(step), 0))
+        losses[str(step)] = float(engine.train_batch(data))
+        if step % 3 == 2:
+            engine.save_checkpoint(own, client_state={"step": step + 1})
+    result = {"start": start, "losses": losses, "digest": engine.state_digest(), "steps": engine.global_steps}
+    engine.close()
+    return result
+
+
+def resume_by_itself_all(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {name: resume_by_itself(**run) for name, run in runs.items()}
+
+
+def test_a_script_that_continues_by_itself_continues_with_the_job(jobs: Jobs, tmp_path: Path) -> None:
+    """From its own checkpoint of step 3, or of step 6, where the job has one of step 5."""
+
+    def run(name: str, steps: int, own: str, kept: str | None = None) -> dict[str, Any]:
+        training = dataclasses.replace(TRAINING, name=f"itself-{name}", steps=steps)
+        return {
+            "training": training,
+            "own": str(tmp_path / own),
+            **({} if kept is None else {"kept": str(tmp_path / kept)}),
+        }
+
+    runs = {
+        "whole": run("whole", 8, "a"),
+        "short": run("short", 5, "b", "kept-b"),
+        "older": run("older", 8, "b", "kept-b"),
+        "short-too": run("short-too", 5, "c", "kept-c"),
+        "ahead": run("ahead", 6, "c"),
+        "newer": run("newer", 8, "c", "kept-c"),
+        "done": run("done", 8, "c", "kept-c"),
+    }
+    result = jobs.run(resume_by_itself_all, world=2, runs=runs)
+    expected = result.common("whole")
+    for name, start in (("older", 3), ("newer", 6), ("done", 6)):
+        found = result.common(name)
+        assert found["start"] == start, result.transcript()
+        assert found["losses"] == {step: expected["losses"][step] for step in map(str, range(start, 8))}, name
+        assert found["steps"] == 8, name
+    assert result.common("older")["digest"] == result.common("newer")["digest"] == expected["digest"]
+    said = result.transcript()
+    assert "returns what the script saved after step 3, and loads nothing, for the job is at step 5" in said
+    assert "is newer than the job's of step 5, so it is loaded: this job goes on from step 6" in said
+
+
+@pytest.mark.sweep
+def test_a_late_worker_of_a_script_that_continues_by_itself_begins_at_what_was_saved(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    plain = dataclasses.replace(TRAINING, name="itself-plain")
+    expected = jobs.run(resume_by_itself, world=2, training=plain, own=str(tmp_path / "plain"))
+    lossy = dataclasses.replace(TRAINING, faults=[kill(SAVED_AT + 1, 0, 0, "forward", 1)], name="itself-late")
+    more = {"joining": 1, "joining_after_deaths": 1, "waits": {str(SAVED_AT + 2): 1}}
+    result = jobs.run(resume_by_itself, world=2, training=lossy, own=str(tmp_path / "lossy"), **more)
+    assert result.survivors == [1, 2], result.transcript()
+    losses = expected.common("losses")
+    assert result.common("digest") == expected.common("digest"), result.transcript()
+    assert result.values[2]["start"] == SAVED_AT and result.values[1]["losses"] == losses
+    assert result.values[2]["losses"] == {step: losses[step] for step in map(str, range(SAVED_AT, 8))}

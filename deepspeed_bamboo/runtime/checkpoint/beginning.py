@@ -29,7 +29,7 @@ ENDED = "ended"
 # It travels through etcd, which takes 1.5 MB at a time.
 _MOST_BYTES = 256 * 1024
 # DeepSpeed's, and large; they are in the client state only where the script did not have them loaded.
-_LEFT_OUT = frozenset(
+LEFT_OUT = frozenset(
     {"bamboo", "buffer_names", "frozen_param_fragments", "frozen_param_shapes", "lr_scheduler", "module", "optimizer"}
     | {"param_shapes", "shared_params"}
 )
@@ -69,6 +69,10 @@ class Beginning:
             f"get all but {', '.join(lost)} from load_checkpoint again; save numbers, texts, lists, dicts and tensors"
         )
 
+    def resume(self, step: int, *, keep: int) -> None:
+        """The script begins at ``step`` this time, with a load of its own after the first ``keep`` ones."""
+        self.step, self.loads = step, self.loads[:keep]
+
     def returned(self, call: int) -> Loaded | None:
         """What call number ``call`` of ``load_checkpoint`` returned; None where there was no such call."""
         if call >= len(self.loads):
@@ -105,7 +109,7 @@ def _plain(state: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[str]]:
     """The parts of ``state`` that can be sent; and the names of the others."""
     kept, lost = {}, []
     for name, value in state.items():
-        if name in _LEFT_OUT:
+        if name in LEFT_OUT:
             continue
         try:
             encode({name: value})

@@ -23,6 +23,7 @@ from deepspeed_bamboo.runtime.checkpoint.beginning import BEGAN, SEVERAL, Beginn
 from deepspeed_bamboo.runtime.checkpoint.in_place import IN_PLACE, Ready, has_rest, rest_from, rest_to_text
 from deepspeed_bamboo.runtime.checkpoint.safe_loading import files_named_in_errors, no_code_from_files
 from deepspeed_bamboo.runtime.checkpoint.script_files import SavedFiles, facts_of_parts, name_checkpoint, tag_to_load
+from deepspeed_bamboo.runtime.checkpoint.script_resume import Resume, latest_in, resume_of
 from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
@@ -198,6 +199,18 @@ class StageFiles:
         if warning:
             tell_once(self._worker, warning)
         self.publish_beginning()
+
+    def resume(self, folder: str, tag: str | None, *, together: bool) -> Resume | None:
+        """What loading the script's own checkpoint ``tag``, or its newest one, would return; None where there is none.
+
+        Nothing is loaded. ``together``: on all workers, which check its files and agree on it; collective then. Raises
+        CheckpointError when it can't be read.
+        """
+        tag = tag_to_load(self._worker, folder, tag) if together else tag or latest_in(folder)
+        if tag is None:
+            return None
+        with files_named_in_errors(self._stock):
+            return resume_of(folder, tag, read=self._stock.checkpoint_engine.load)
 
     def publish_beginning(self) -> None:
         """Tell workers that come later how this job's script began; collective."""

@@ -229,7 +229,8 @@ class Executor:
                 engine.pipe_buffers["outputs"][micro_batch] = None
         else:
             if context.training and torch.is_grad_enabled():
-                _check_outputs(outputs, replica.coordinate)
+                interval = self._engine.module.activation_checkpoint_interval
+                _check_outputs(outputs, replica.coordinate, checkpoints=bool(interval))
             replica.retained_outputs[micro_batch] = _detached(outputs)
         if not context.training:
             engine.pipe_buffers["inputs"][micro_batch] = None
@@ -381,7 +382,15 @@ def _detached(outputs: Any) -> Tensors:
     )
 
 
-def _check_outputs(outputs: Any, coordinate: Coordinate) -> None:
+_OF_CHECKPOINTS = (
+    " With activation checkpoints the cause may be these: DeepSpeed's reentrant function gives no gradient to layers "
+    "whose inputs have none, such as an embedding of tokens. Set "
+    '"pipeline": {"use_reentrant": false} in the configuration, or name the layers to checkpoint without that one '
+    "(PipelineModule(checkpointable_layers=[class names]))"
+)
+
+
+def _check_outputs(outputs: Any, coordinate: Coordinate, *, checkpoints: bool) -> None:
     for slot, tensor in enumerate([outputs] if isinstance(outputs, torch.Tensor) else outputs):
         if not isinstance(tensor, torch.Tensor):
             raise ModelError(
@@ -393,6 +402,7 @@ def _check_outputs(outputs: Any, coordinate: Coordinate) -> None:
                 f"stage {coordinate.stage} sends a tensor without gradient: slot {slot}, {tensor.dtype}, shape "
                 f"{tuple(tensor.shape)}. DeepSpeed expects a gradient for every floating-point tensor between "
                 "stages; send it as an integer or boolean tensor, or compute it inside the next stage."
+                + (_OF_CHECKPOINTS if checkpoints else "")
             )
 
 

@@ -90,6 +90,7 @@ class Feed:
         self._evaluation_factory: DataFactory | None = None
         self._training: TrainingData | None = None
         self._said_confined = False
+        self.said_of_evaluations: set[tuple[int, int]] = set()
         self.data = data
         self.supply = DataSupply(worker, data=lambda: data, transform=transform)
         self.next_micro_batch = 0

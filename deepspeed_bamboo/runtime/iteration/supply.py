@@ -31,6 +31,7 @@ class DataSupply:
         data: returns what this worker has itself.
         transform: returns what the script has the engine do to each batch, or None.
         table: the pipelines that each worker has the data of, where that is known.
+        evaluation: what was said of evaluations' data before; None: it is that of training.
     """
 
     def __init__(
@@ -40,14 +41,17 @@ class DataSupply:
         data: Callable[[], PipelineData],
         transform: Callable[[], Callable[[Any], Any] | None],
         table: Table | None = None,
+        evaluation: set[tuple[int, int]] | None = None,
     ) -> None:
+        self._evaluates = evaluation is not None
         self._worker = worker
         self._data = data
         self._transform = transform
         self._table: dict[str, Any] = dict(table or {})
         self._expected: dict[int, Delivery] = {}
         self._taken: dict[tuple[int, int], Any] = {}
-        self._said: set[tuple[int, int]] = set()  # a pipeline, and how many had its data
+        # A pipeline, and how many had its data.
+        self._said: set[tuple[int, int]] = set() if evaluation is None else evaluation
 
     def own(self) -> tuple[int, ...]:
         """The pipelines that this worker has the data of."""
@@ -69,7 +73,7 @@ class DataSupply:
             if not any(claim.known for claim in claims.values()):  # the job begins
                 self._check(self._worker.record)
                 self._say_what_is_unlike(claims)
-        self._say_who_is_the_last()
+        self.say_who_is_the_last()
 
     def _claim(self) -> tuple[object, ...]:
         data = self._data()
@@ -116,15 +120,16 @@ class DataSupply:
         hosted = record.placement.hosted_by(worker)
         return hosted[0].pipeline if hosted else -1
 
-    def _say_who_is_the_last(self) -> None:
+    def say_who_is_the_last(self) -> None:
+        """Which loss would take the last one that has the data of a pipeline; each time that another one would."""
         record = self._worker.record
         for pipeline in range(self._worker.grid.pipelines):
             left = feeders(pipeline, self._table, members=record.members)
-            text = _worth_saying(left, pipeline, record)
+            text = _worth_saying(left, pipeline, record, evaluates=self._evaluates)
             if text is not None and (pipeline, len(left)) not in self._said:
                 tell_once(self._worker, text)
             if text is not None or len(left) > 1:
-                self._said = {known for known in self._said if known[0] != pipeline}
+                self._said.difference_update([known for known in self._said if known[0] == pipeline])
             if text is not None:
                 self._said.add((pipeline, len(left)))
 
@@ -141,10 +146,11 @@ class DataSupply:
         try:
             planned = deliveries(worker.placement, self._table, members=record.members, beforehand=beforehand)
         except LookupError as error:
+            what, source = ("evaluation data", "(..., evaluation=...)") if self._evaluates else ("data", "")
             raise ConfigError(
-                f"nobody is left who has the data of {error.args[0]} (pipeline.stage): the workers whose iterators had "
-                "them were lost. Pass an iterator on every rank, or call engine.set_data_source on every rank, and a "
-                "job goes on as long as one worker is left"
+                f"nobody is left who has the {what} of {error.args[0]} (pipeline.stage): the workers whose iterators "
+                f"had them were lost. Pass an iterator on every rank, or call engine.set_data_source{source} on every "
+                "rank, and a job goes on as long as one worker is left"
             ) from error
         for delivery in planned:
             if delivery.receiver == me:
@@ -178,9 +184,16 @@ class DataSupply:
         return f"{self._worker.activity.index}/data/{delivery.pipeline}/{micro_batch}"
 
 
-def _worth_saying(left: Sequence[str], pipeline: int, record: EpochRecord) -> str | None:
+def _worth_saying(left: Sequence[str], pipeline: int, record: EpochRecord, *, evaluates: bool) -> str | None:
     """Which loss would take the last one that has the data of ``pipeline``, though its stages would survive it."""
     others = len(record.members) > len(left)
+    # Of several pipelines each has its own; the first one stands for all.
+    if evaluates and others and (len(left) == 1 or (left and pipeline == 0 and record.placement.grid.pipelines > 1)):
+        return (
+            f"only {' and '.join(left)} {'has' if len(left) == 1 else 'have'} the evaluation data of pipeline "
+            f"{pipeline}: once no worker has them, the next eval_batch ends the job. Give each rank those of all "
+            "pipelines: engine.set_data_source(..., evaluation=lambda pipeline, step: iterator)"
+        )
     if len(left) == 1 and others:
         return f"only {left[0]} has the data of pipeline {pipeline}: its loss ends the job"
     if len(left) == 2 and others and record.placement.copies > 1:

@@ -14,6 +14,7 @@ import torch
 from deepspeed_bamboo.coordination import EpochRecord
 from deepspeed_bamboo.core import roles
 from deepspeed_bamboo.core.grid import Coordinate, Grid
+from deepspeed_bamboo.core.peers import staying_first
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.script_ranks import reporter
 from deepspeed_bamboo.runtime.comm.all_gather import agree
@@ -121,16 +122,22 @@ class Worker:
         return self.placement.protected(workers, confined=self.confined)
 
     def agree(
-        self, value: Any, *, among: Container[str] | None = None, meanwhile: Callable[[], None] | None = None
+        self,
+        value: Any,
+        *,
+        among: Container[str] | None = None,
+        leaving: Container[str] = (),
+        meanwhile: Callable[[], None] | None = None,
     ) -> Round:
         """An all-gather: everybody's value by worker; nobody sees it before all have given theirs.
 
-        ``among``: of these only. ``meanwhile`` is called while others' values are on their way. Raises what interrupts
-        the wait.
+        ``among``: of these only. Those who stay get it from each other, not from one of ``leaving``. ``meanwhile`` is
+        called while others' values are on their way. Raises what interrupts the wait.
         """
         # With the kind: workers in different calls must not take each other's values for their own call's.
         label = f"{self.activity.index}/{len(self.activity.rounds)}/{self.activity.kind}"
-        workers = [worker for worker in self.record.members if among is None or worker in among]
+        members = staying_first(self.record.members, leaving=leaving)
+        workers = [worker for worker in members if among is None or worker in among]
         return agree(value, links=self.links, me=self.me, workers=workers, label=label, meanwhile=meanwhile)
 
     def agree_on(self, kind: str, value: Callable[[], Any]) -> Round:

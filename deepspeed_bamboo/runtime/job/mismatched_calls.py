@@ -9,13 +9,20 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobCoordinator, JobFailure
+from deepspeed_bamboo.core.placement import WorkerId
+from deepspeed_bamboo.runtime.job.session import WorkerSession
 
 # A shorter call is not reported; a longer one costs one write and one read of etcd.
 _LOOK_SECONDS = 5.0
+_MOST_DOUBTS = 5
+_OF_ONE_THAT_LEAVES = (
+    "{text}. This worker came late and differs from the others, so it alone leaves, and they continue. Have the script "
+    "decide by what is the same on all workers (engine.global_steps, what train_batch returns), not by its own clock"
+)
 
 _CALLS = {
     "train": "train_batch",
@@ -47,19 +54,48 @@ class Where(NamedTuple):
     kind: str
 
 
+class Verdict(NamedTuple):
+    """Workers wait in different calls; ``text`` names them.
+
+    ``leaving``: the ones that came late and differ from the others; they alone have to go. ``unclear``: whether it is
+    so shows once others wait somewhere, too.
+    """
+
+    text: str
+    leaving: tuple[WorkerId, ...] = ()
+    unclear: bool = False
+
+
 class Whereabouts:
     """Looks, now and then and in a thread of its own, at where this worker has been for long, and where the others are.
 
-    The later of two workers that wait in different calls finds the earlier one's word, and ends the job with it.
+    The later of two workers that wait in different calls finds the earlier one's word, and ends the job with it. Where
+    only workers that came late differ from the others, these leave, and the job continues.
     """
 
-    def __init__(self, coordinator: JobCoordinator, *, worker: str, where: Callable[[], Where | None]) -> None:
-        """``where`` says in which activity this worker is; None outside of any."""
+    def __init__(
+        self,
+        coordinator: JobCoordinator,
+        *,
+        worker: WorkerId,
+        where: Callable[[], Where | None],
+        members: Callable[[], Sequence[WorkerId]],
+        leave: Callable[[str], bool],
+    ) -> None:
+        """``where`` says in which activity this worker is; None outside of any. ``members`` are those of the epoch.
+
+        ``leave`` has this worker leave for the reason given, unless the job can't do without it: then False.
+        """
         self._coordinator = coordinator
         self._worker = worker
         self._where = where
+        self._members = members
+        self._leave = leave
         self._before: Where | None = None
         self._told: Where | None = None
+        self._looks_again = False  # others may come to another call only later
+        self._doubts = 0  # looks at which workers were found to differ here
+        self._left = False
         self._closed = threading.Event()
 
     def start(self) -> None:
@@ -74,34 +110,88 @@ class Whereabouts:
         """Tell where this worker is if it was there at the last look, too, and compare that with what others told."""
         here = self._where()
         before, self._before = self._before, here
-        if here is None or here != before or here == self._told:
+        if here is None or here != before:
+            self._looks_again, self._doubts = False, 0
             return
         try:
-            self._coordinator.publish_whereabouts(self._worker, here._asdict())
-            self._told = here
-            others = self._coordinator.whereabouts()
-            text = contradiction(here, {**others, self._worker: here._asdict()})
-            if text is not None and self._where() == here:
-                self._coordinator.fail(JobFailure(self._worker, "user_error", text, text))
+            if here != self._told:
+                self._coordinator.publish_whereabouts(self._worker, here._asdict())
+                self._told = here
+            elif not self._looks_again:
+                return
+            self._compare(here)
         except CoordinatorUnavailable as error:
             self._told = None
             logger.info("whereabouts not compared: %s", error)
+
+    def _compare(self, here: Where) -> None:
+        others = self._coordinator.whereabouts()
+        late = {worker for worker, member in self._coordinator.members().items() if member.joining}
+        told = {**others, self._worker: here._asdict()}
+        verdict = judged(here, told, members=self._members(), late=late)
+        # The others leave the word to one that came late, which may have been here before them.
+        self._looks_again = verdict is not None or self._worker in late
+        self._doubts += verdict is not None
+        if verdict is None or self._where() != here:
+            return
+        if self._worker in verdict.leaving and not self._left:
+            self._left = self._leave(_OF_ONE_THAT_LEAVES.format(text=verdict.text))
+        patient = verdict.leaving or verdict.unclear
+        if not self._left and (not patient or self._doubts >= _MOST_DOUBTS):
+            self._coordinator.fail(JobFailure(self._worker, "user_error", verdict.text, verdict.text))
 
     def _run(self) -> None:
         while not self._closed.wait(_LOOK_SECONDS):
             self.look()
 
 
-def contradiction(here: Where, told: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """What to say when workers are in other calls than ``here`` in the same place of the job; None when none is."""
-    by_kind: dict[str, list[str]] = defaultdict(list)
+def judged(
+    here: Where,
+    told: Mapping[WorkerId, Mapping[str, Any]],
+    *,
+    members: Sequence[WorkerId],
+    late: Container[WorkerId],
+) -> Verdict | None:
+    """What to conclude when workers are in other calls than ``here`` in the same place of the job; None: nothing.
+
+    ``told``: where workers are; ``late``: those that came to the running job. The majority never has to leave, and
+    nobody who was there at the start.
+    """
+    by_kind: dict[str, list[WorkerId]] = defaultdict(list)
     for worker, place in sorted(told.items()):
         if (place["epoch"], place["number"]) == (here.epoch, here.number):
             by_kind[place["kind"]].append(worker)
     if len(by_kind) < 2:
         return None
     parties = [f"{', '.join(workers)}: {_CALLS.get(kind, kind)}" for kind, workers in sorted(by_kind.items())]
-    return (
+    text = (
         f"the workers wait for each other in different calls ({'; '.join(parties)}); every rank must make the same "
         "calls in the same order, so look for one that is made, or left out, on some ranks only"
     )
+    others = {kind: [w for k, its in by_kind.items() if k != kind for w in its] for kind in by_kind}
+    fitting = [kind for kind in sorted(by_kind) if all(worker in late for worker in others[kind])]
+    silent = set(members) - {worker for its in by_kind.values() for worker in its}
+    right = next((kind for kind in fitting if 2 * len(by_kind[kind]) > len(members)), None)
+    if right is None and not silent and len(fitting) == 1 and 2 * len(others[fitting[0]]) <= len(members):
+        right = fitting[0]
+    if right is None:
+        return Verdict(text, unclear=bool(fitting and silent))
+    return Verdict(text, leaving=tuple(others[right]))
+
+
+def whereabouts_of(session: WorkerSession, *, where: Callable[[], Where | None]) -> Whereabouts:
+    """Those of the worker of ``session``."""
+    coordinator, interruption, me = session.coordinator, session.interruption, session.worker
+
+    def members() -> Sequence[WorkerId]:
+        return () if interruption.active is None else interruption.active.members
+
+    def leave(why: str) -> bool:
+        record = interruption.active
+        if record is None or record.placement.without([me])[0] is None:
+            return False
+        coordinator.propose_loss([me], reason=f"{me}: its script makes other calls than the others", proposer=me)
+        interruption.announce_expulsion(why)
+        return True
+
+    return Whereabouts(coordinator, worker=me, where=where, members=members, leave=leave)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deepspeed.utils import logger
@@ -25,7 +25,7 @@ from deepspeed_bamboo.coordination import EpochRecord, Member
 from deepspeed_bamboo.coordination.records import START
 from deepspeed_bamboo.core.contributions import merged
 from deepspeed_bamboo.core.grid import Coordinate
-from deepspeed_bamboo.core.peers import peers_of, tensor_peers, tree_neighbours
+from deepspeed_bamboo.core.peers import peers_of, staying_first, tensor_peers, tree_neighbours
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.core.placing.sites import WorkerSite
 from deepspeed_bamboo.core.reconfiguring import Target, next_target, transfers
@@ -237,7 +237,8 @@ class Reconfiguration:
         started = time.perf_counter()
         self._move(record, target)
         self._moved_seconds = time.perf_counter() - started
-        worker.activity.rounds.append(worker.agree({"copied": True}))
+        # Who leaves may be gone as soon as the next epoch is there, and nobody would tell the others of its end.
+        worker.activity.rounds.append(worker.agree({"copied": True}, leaving=target.leaving))
         final = self._propose(record, members=target.members, reason=target.reason, target=target)
         if final is None:
             final = session.interruption.wait_for_expected(after=record.number)
@@ -279,7 +280,8 @@ class Reconfiguration:
         if proposer(base.members) != session.worker:
             return None
         number = self._newest_number(base)
-        record = EpochRecord(
+        record = replace(
+            base,
             number=number + 1,
             members=members,
             placement=worker.placement if target is None else target.placement,
@@ -287,9 +289,8 @@ class Reconfiguration:
             lost=(),
             proposer=session.worker,
             time_seconds=time.time(),
-            goes_back=base.goes_back,
-            waits_seconds=base.waits_seconds,
-            generation=base.generation,
+            restoring=-1,
+            roster=None,
         )
         if not session.with_retries(lambda: session.coordinator.propose(record, expected=number)):
             newest = session.with_retries(session.coordinator.epoch)
@@ -332,7 +333,7 @@ class Reconfiguration:
 
     def _peers(self, record: EpochRecord, target: Target, partners: Iterable[WorkerId]) -> list[WorkerId]:
         """Those that state comes from or goes to, and those through which the agreements with who joins go."""
-        above, below = tree_neighbours(record.members, self._worker.me)
+        above, below = tree_neighbours(staying_first(record.members, leaving=target.leaving), self._worker.me)
         through = below if above is None else (above, *below)
         return sorted({*partners, *through} - {self._worker.me})
 
@@ -383,8 +384,14 @@ def site_of(member: Member) -> WorkerSite:
 
 
 def expected_coordinate(record: EpochRecord, members: Iterable[Member], me: Member) -> Coordinate:
-    """What a worker that joins will most likely be given; any of the grid when it will stand by at first."""
+    """Whose rank a worker that joins has until then: one that it will most likely be given; any when it will stand by.
+
+    Never that of rank 0 where there is another one: scripts write files and print by it, and somebody stands for it.
+    """
     sites = [site_of(member) for member in members if member.worker in record.members]
     target = next_target(record.placement, members=sites, joining=[site_of(me)])
     hosted = () if target is None else target.placement.hosted_by(me.worker)
-    return hosted[0] if hosted else next(iter(record.placement.grid))
+    first, *others = record.placement.grid
+    # As rank 0 the last stage of a pipeline has data.
+    candidates = (*hosted, *(c for c in others if c.stage in (0, record.placement.grid.stages - 1)))
+    return next((coordinate for coordinate in candidates if coordinate != first), first)

@@ -134,11 +134,7 @@ def stage_module(
     module.tied_weight_attrs = {}
     module.is_checkpointable_results = []
     module.is_checkpointable_results_interval = None
-    for name, child in template._modules.items():
-        # What a subclass or loss_fn registered besides the layers.
-        if name != "tied_modules" and not name.isdigit():
-            has_state = any(True for _ in child.parameters()) or any(True for _ in child.buffers())
-            module._modules[name] = copy.deepcopy(child) if has_state else child
+    _take_beside_layers(module, template)
     module._set_bounds(start, stop)
     if fill is None:
         module._build()
@@ -149,6 +145,21 @@ def stage_module(
     module.to(device)
     module.micro_offset = template.micro_offset
     return module
+
+
+def _take_beside_layers(module: PipelineModule, template: PipelineModule) -> None:
+    """What a subclass or loss_fn has registered besides the layers: each stage has its own, as in processes."""
+    for name, child in template._modules.items():
+        if name != "tied_modules" and not name.isdigit():
+            has_state = any(True for _ in child.parameters()) or any(True for _ in child.buffers())
+            module._modules[name] = copy.deepcopy(child) if has_state else child
+    for kind in ("_parameters", "_buffers"):
+        for name, value in getattr(template, kind).items():
+            copied = copy.deepcopy(value)
+            if isinstance(value, torch.Tensor):
+                copied.__dict__.update(value.__dict__)
+            getattr(module, kind)[name] = copied
+    module._non_persistent_buffers_set.update(template._non_persistent_buffers_set)
 
 
 def tied_groups(

@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.runtime.stock.clipping import ClippingByHand
 from deepspeed_bamboo.runtime.stock.description import basic_optimizer
 from deepspeed_bamboo.runtime.stock.held_objects import HeldObjects
@@ -123,6 +124,7 @@ class ScriptWrites:
 
         Nothing while the script is on its way to the job's step: what it writes there is in the job's state.
         """
+        self._refuse_replaced_scheduler()
         if self._of_the_job:
             return
         self._find_scheduler()
@@ -216,7 +218,9 @@ class ScriptWrites:
             self._left[id(source)] = now
 
     def _note_made(self, optimizer: Any) -> None:
-        if optimizer is not None and optimizer not in self._made:
+        if optimizer is None:
+            return
+        if len(self._made.get(optimizer, ())) != len(optimizer.param_groups):  # new, or the script has added groups
             self._made[optimizer] = values_of(optimizer)
 
     # ---- carrying -------------------------------------------------------------------------------------
@@ -229,6 +233,7 @@ class ScriptWrites:
             if target is None or target is source:
                 continue
             self._made[target] = replica.made
+            self._note_made(target)
             before = self._followed.get((id(source), id(target)), now)
             if not same_values(before, now):
                 pairs = corresponding(self._made[target], self._made[source])
@@ -268,6 +273,20 @@ class ScriptWrites:
             scheduler = replica.attributes["lr_scheduler"]
             if scheduler is not None and scheduler is not replica.built_scheduler:
                 self._scheduler = scheduler
+
+    def _refuse_replaced_scheduler(self) -> None:
+        """Raise ConfigError, on all workers alike, where the script's scheduler stands for one that each stage has."""
+        self._host.save()
+        for replica in self._host.built():
+            scheduler, built = replica.attributes["lr_scheduler"], replica.built_scheduler
+            if None not in (scheduler, built) and scheduler is not built:
+                raise ConfigError(
+                    f"the script has put a {type(scheduler).__name__} on the engine in place of the "
+                    f"{type(built).__name__} that the configuration (or a function given to initialize) has made for "
+                    "each stage: other stages and shadows keep theirs, and would train at other rates after a loss. "
+                    "Leave the scheduler out of the configuration and put your own on the engine before the first "
+                    "step (torch's SequentialLR changes from one to the next)"
+                )
 
     def _place_scheduler(self) -> None:
         """The script's scheduler is stepped with the stage whose values it changes; not before that one's optimizer."""

@@ -115,7 +115,8 @@ class StockSteps:
             if parameter.requires_grad != its:  # the script has frozen or thawed it since the last step
                 parameter.requires_grad_(its)
         accept_gradients(engine.optimizer, engine.module, values[:count], flags)
-        accept_values(engine.basic_optimizer, values_now)
+        if len(values_now) == len(engine.basic_optimizer.param_groups):  # else this shadow is about to be made anew
+            accept_values(engine.basic_optimizer, values_now)
         replica.pending_buffers = dict(zip(names, values[count:], strict=True))
         replica.mirrored = True
 
