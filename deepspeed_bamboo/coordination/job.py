@@ -157,12 +157,17 @@ class JobCoordinator(JobNews):
             return False
         return self._swap(record, revision, guard=(self._keys.generation, generation_revision))
 
-    def propose_loss(self, lost: Iterable[WorkerId], *, reason: str, proposer: str) -> EpochRecord:
+    def propose_loss(
+        self, lost: Iterable[WorkerId], *, reason: str, proposer: str, judge: WorkerId | None = None
+    ) -> EpochRecord:
         """Make the job continue without the workers in ``lost``; returns the current epoch, which has none of them.
 
         If that loses a coordinate for good, the survivors bring the state back from a checkpoint, where the job makes
         such; where nobody is left who could, agents wait for machines, if that is wanted; else this records a
         ``fatal_loss`` failure naming it and returns the current epoch as it is. Raises NoEpoch before the first epoch.
+
+        ``judge``: the worker whose word this is. One without which the job has continued has none: of two that can't
+        reach each other, one stays.
         """
         gone = frozenset(lost)
         while True:
@@ -170,7 +175,7 @@ class JobCoordinator(JobNews):
             if current is None:
                 raise NoEpoch(f"{', '.join(sorted(gone))} lost before job {self.job} had its first epoch")
             leaving = tuple(worker for worker in current.members if worker in gone)
-            if not leaving:
+            if not leaving or (judge is not None and judge not in current.members):
                 return current
             record = without_lost(current, leaving, reason=reason, proposer=proposer)
             if record is None:

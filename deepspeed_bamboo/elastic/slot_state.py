@@ -5,7 +5,7 @@ from __future__ import annotations
 from deepspeed_bamboo.coordination import EpochRecord, JobFailure, Member
 from deepspeed_bamboo.coordination.records import FailureKind
 from deepspeed_bamboo.core.placement import WorkerId
-from deepspeed_bamboo.elastic.decisions import Action, EndWorker, Fail, KillWorker, WorkerExited
+from deepspeed_bamboo.elastic.decisions import Action, EndWorker, Fail, KillWorker, Say, WorkerExited
 from deepspeed_bamboo.elastic.gathering import Gathering
 from deepspeed_bamboo.elastic.own import Own
 from deepspeed_bamboo.elastic.rules import Entry, Rules
@@ -69,7 +69,20 @@ class SlotState:
         return self._finished or self._failure is not None
 
     def _was_expelled(self) -> bool:
-        return self._was_member and self._epoch is not None and self.worker not in self._epoch.members
+        """Whether the job has continued without the worker, even where no epoch that had it was heard of here."""
+        epoch = self._epoch
+        if epoch is None or self.worker in epoch.members:
+            return False
+        # Who starts with the others is in the first epoch of its generation.
+        started = not self._joining and epoch.trains and epoch.generation == self._generation
+        return self._was_member or self.worker in epoch.lost or started
+
+    def _end_expelled(self) -> list[Action]:
+        reason = "" if self._epoch is None else f" ({self._epoch.reason})"
+        return [
+            Say(f"the job continues without worker {self.worker}{reason}; ending it"),
+            KillWorker("the job continues without it"),
+        ]
 
     def _end_before_training(self, kind: FailureKind, message: str) -> list[Action]:
         """End the job, for all, if it has no epoch yet and this agent acts for it."""

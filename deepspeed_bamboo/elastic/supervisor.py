@@ -113,7 +113,8 @@ class Supervisor(AnewSlot):
         if self._was_expelled():
             return self._on_expelled(event)
         if event.code == EXIT_EXPELLED:
-            return self._wait_for_explanation(event, self._rules.expulsion_seconds)  # the epoch that says so, too
+            seconds = _WAIT_FOR_EPOCH_SECONDS if self._joining else self._rules.expulsion_seconds
+            return self._wait_for_explanation(event, seconds)  # which is the epoch that says so, too
         if self._starts_anew and event.code > 0:  # another may have been lost, which is known with its lease
             return self._wait_for_explanation(event, self._lease_seconds + _WAIT_FOR_EPOCH_SECONDS)
         if event.code < 0 and self._finished:
@@ -139,15 +140,16 @@ class Supervisor(AnewSlot):
 
     def _conclude(self, event: WorkerExited) -> list[Action]:
         """Take the exit for what it looks like: a signal is a lost node, everything else the script's own error."""
-        if event.code < 0:
+        if event.code < 0 and self._leaves_alone is not None and self._epoch is None:
             self._own = Own.LOST
-            if self._leaves_alone is not None and self._epoch is None:
-                return [Withdraw(event.worker)]  # without this slot the others need not start again
-            loss = ReportLoss(event.worker, f"its process {how_it_ended(event.code)}", self._generation)
-            return [loss, *self._plan_restart()]
+            return [Withdraw(event.worker)]  # without this slot the others need not start again
+        if event.code < 0:
+            return self._lose(event, f"its process {how_it_ended(event.code)}")
         if event.code == EXIT_DRAINED and self._draining:
             self._own = Own.LOST
             return [ReportLoss(event.worker, "it left before its part was taken over", self._generation)]
+        if event.code == EXIT_EXPELLED and self._joining:
+            return self._lose(event, "it found that it has no part in the job")
         report = event.report or f"(no traceback: the process {how_it_ended(event.code)})"
         if self._joining and not self._was_member:
             self._own = Own.UNFIT
@@ -157,6 +159,10 @@ class Supervisor(AnewSlot):
         message = f"worker {event.worker} (rank {self._slot.rank}) {how_it_ended(event.code)}: {last_line(report)}"
         failure = JobFailure(worker=event.worker, kind="user_error", message=message, traceback=report)
         return self._offer(failure)
+
+    def _lose(self, event: WorkerExited, why: str) -> list[Action]:
+        self._own = Own.LOST
+        return [ReportLoss(event.worker, why, self._generation), *self._plan_restart()]
 
     def _on_end_of_script(self, event: WorkerExited) -> list[Action]:
         self._own = Own.ENDED
@@ -278,13 +284,6 @@ class Supervisor(AnewSlot):
         if absent and not self._finished:
             actions.append(WakeAfter(self._lease_seconds, "absent"))
         return actions + self._join_if_due() + self._finish_if_all_ended()
-
-    def _end_expelled(self) -> list[Action]:
-        reason = "" if self._epoch is None else f" ({self._epoch.reason})"
-        return [
-            Say(f"the job continues without worker {self.worker}{reason}; ending it"),
-            KillWorker("the job continues without it"),
-        ]
 
     def _on_member(self, worker: WorkerId, member: Member | None) -> list[Action]:
         if member is not None:
@@ -422,7 +421,7 @@ class Supervisor(AnewSlot):
             self._join_due = True
             return self._join_if_due()
         if event.reason == "expelled" and self._own is Own.RUNNING and self._was_expelled():
-            return [] if self._draining or self._over else self._end_expelled()
+            return [] if self._draining or self._failure is not None else self._end_expelled()
         if event.reason == "absent" and self._epoch is not None:
             absent = [worker for worker in self._epoch.members if worker not in self._members]
             return [action for worker in absent for action in self._check_if_missed(worker)]

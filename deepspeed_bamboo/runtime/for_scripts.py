@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.eventlog.log import EventLog
 from deepspeed_bamboo.runtime.checkpoint.beginning import ENDED
 from deepspeed_bamboo.runtime.checkpoint.stage_files import Around, StageFiles
+from deepspeed_bamboo.runtime.comm.epoch_monitor import JobCompleteError
 from deepspeed_bamboo.runtime.iteration.activity import Round
 from deepspeed_bamboo.runtime.iteration.data_streams import STREAMS, DataStreams
 from deepspeed_bamboo.runtime.iteration.feeding import Feed
@@ -82,7 +83,7 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
     _working = 0
     _ending = False
 
-    @contextmanager
+    @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """Inside, the modules are DeepSpeed's and the plugin's, see :func:`at_work`; outside, they are the script's."""
         if not self._working:
@@ -151,7 +152,9 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
         if self.checkpoints is not None:
             self._ending = True
             self.checkpoints.finish()
-        self.worker.agree_on("close", lambda: None)
+        # Once all have come here somebody may leave before all know it, or be lost on the way: the job says so, too.
+        with contextlib.suppress(JobCompleteError), self.session.interruption.ending_when_complete():
+            self.worker.agree_on("close", lambda: None)
         self.session.finish(step=self.global_steps)
         self.leave()
 

@@ -119,6 +119,15 @@ def test_a_loss_makes_the_next_epoch_with_the_shadow_as_owner(open_job: OpenJob)
     assert again == epoch, "a loss that is known already makes no further epoch"
 
 
+def test_of_two_workers_that_cannot_reach_each_other_one_stays(open_job: OpenJob) -> None:
+    one, other = open_job(), open_job()
+    one.propose(first_epoch(WORKERS), expected=None)
+    without = one.propose_loss(["w2"], reason="no answer to w1", proposer="w1", judge="w1")
+    assert without.lost == ("w2",)
+    assert other.propose_loss(["w1"], reason="no answer to w2", proposer="w2", judge="w2") == without
+    assert one.epoch() == without and one.failure() is None
+
+
 def test_concurrent_reports_of_one_loss_make_one_epoch(open_job: OpenJob) -> None:
     jobs = [open_job() for _ in range(6)]
     jobs[0].propose(first_epoch(WORKERS), expected=None)

@@ -222,6 +222,20 @@ def test_an_expelled_worker_is_killed_and_not_reported() -> None:
     assert agent.handle(changed("finished", {})) == [Leave(0)]
 
 
+def test_a_stopped_worker_is_ended_though_its_agent_was_stopped_too_and_heard_of_no_epoch_that_had_it() -> None:
+    members = [changed("member", member(worker), worker=worker) for worker in WORKERS]
+    agent = supervisor(*members)
+    assert kinds(agent.handle(epoch(OWN))) == ["Say", "KillWorker"]
+    # Nor of the one that lost it: shadows were rebuilt meanwhile, and the job came to its end.
+    agent = supervisor(*members)
+    assert agent.handle(changed("epoch", replace(epoch(OWN).change.value, lost=(), number=2))) == [
+        WakeAfter(3, "expelled")
+    ]
+    agent.handle(changed("finished", {}))
+    assert kinds(agent.handle(Woken("expelled"))) == ["Say", "KillWorker"]
+    assert agent.handle(WorkerExited(OWN, -9, "")) == [Withdraw(OWN), Leave(0)]
+
+
 def test_an_expelled_worker_that_left_by_itself_is_no_error() -> None:
     agent = training()
     agent.handle(epoch(OWN))

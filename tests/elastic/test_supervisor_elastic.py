@@ -129,6 +129,15 @@ def test_an_expelled_worker_comes_back_as_another(known: bool) -> None:
     assert agent.handle(Woken("restart")) == [StartWorker(REPLACED, 0, joining=True)]
 
 
+def test_a_newcomer_that_steps_back_is_a_loss_and_not_the_jobs_end() -> None:
+    """It was a member when it found that it can't take part; the others wait for it until its loss is known."""
+    agent = restarting(WorkerExited(OWN, -9, ""), epoch(OWN))
+    agent.handle(Woken("restart"))
+    agent.handle(grown(REPLACED, number=2))
+    assert agent.handle(WorkerExited(REPLACED, 4, "ExpelledError")) == [WakeAfter(2.0, "explanation")]
+    assert kinds(agent.handle(Woken("explanation"))) == ["ReportLoss", "WakeAfter"]
+
+
 @pytest.mark.parametrize("code", [3, 4, 5, 7])
 def test_a_code_that_the_jobs_records_do_not_explain_is_the_scripts_own(code: int) -> None:
     """os._exit may be called with any: also with those by which workers tell their agents something else."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from deepspeed_bamboo.coordination import EpochRecord, JobFailure
 from deepspeed_bamboo.core.placement import Placement
@@ -13,6 +14,10 @@ from deepspeed_bamboo.errors import ExpelledError, JobFailedError
 
 class EpochChangedError(Exception):
     """A new epoch exists: what was being waited for will not come. Handled by recovery, never by users."""
+
+
+class JobCompleteError(Exception):
+    """The job is complete, and this worker is at its end: nobody will answer any more. Handled there."""
 
 
 class PeerLostError(Exception):
@@ -40,6 +45,7 @@ class Interruption:
         self._seen_seconds = 0.0
         self._failure: JobFailure | None = None
         self._expelled = ""  # why
+        self._complete = self._ends_when_complete = False
         self._active: EpochRecord | None = None
         self._changes = 0
         self._expected: tuple[tuple[str, ...], Placement] | None = None
@@ -112,6 +118,25 @@ class Interruption:
             self.condition.notify_all()
         self._release_if_set()
 
+    def announce_completion(self) -> None:
+        """The job is complete: all members have come to its end."""
+        with self.condition:
+            self._complete = True
+            self.condition.notify_all()
+        self._release_if_set()
+
+    @contextmanager
+    def ending_when_complete(self) -> Iterator[None]:
+        """Inside, every wait ends with :class:`JobCompleteError` once the job is complete: others may have left."""
+        with self.condition:
+            self._ends_when_complete = True
+        try:
+            self._release_if_set()
+            yield
+        finally:
+            with self.condition:
+                self._ends_when_complete = False
+
     @property
     def record(self) -> EpochRecord | None:
         """The newest epoch seen."""
@@ -132,7 +157,7 @@ class Interruption:
     def wait_until(self, predicate: Callable[[], bool], *, timeout_seconds: float | None = None) -> bool:
         """Wait for ``predicate``, evaluated under the condition's lock; False on time-out.
 
-        Raises EpochChangedError, JobFailedError or ExpelledError when one of those comes first.
+        Raises EpochChangedError, JobFailedError, ExpelledError or JobCompleteError when one of those comes first.
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         with self.condition:
@@ -175,10 +200,12 @@ class Interruption:
     def _release_if_set(self) -> None:
         try:
             self.check()
-        except (EpochChangedError, JobFailedError, ExpelledError):
+        except (EpochChangedError, JobFailedError, ExpelledError, JobCompleteError):
             self._release()
 
     def _raise_if_set(self) -> None:
+        if self._complete and self._ends_when_complete:
+            raise JobCompleteError("the job is complete")
         if self._failure is not None:
             raise JobFailedError(self._failure.message, origin=self._failure.worker)
         if self._expelled:

@@ -283,6 +283,8 @@ class WorkerSession:
             self._stop = change.value
         elif change.kind == "finished":
             self._finished = change.value is not None
+            if self._finished:
+                self.interruption.announce_completion()
         elif change.kind == "progress" and change.value is not None:
             recent = {number: found for number, found in self._published.items() if number >= change.epoch - 1}
             known = recent.get(change.epoch, {})

@@ -7,6 +7,7 @@ others (``reconfiguration.py`` has their side, ``late_worker.py`` the moment).
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.reconfiguring import Target
 from deepspeed_bamboo.errors import BambooError, ConfigError, ExpelledError, JobStoppedError
 from deepspeed_bamboo.runtime.comm.c10d import c10d
+from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.session import WorkerIdentity, WorkerSession
 from deepspeed_bamboo.runtime.membership.common_state import CommonState
@@ -69,7 +71,10 @@ def join(worker: Worker, *, reconfiguration: Reconfiguration, common: CommonStat
     record = interruption.record
     if record is None or record.lost or record.placement.hosted_by(session.worker):
         raise ExpelledError(f"worker {session.worker} was not taken in as planned; its agent starts another one")
-    welcome = session.with_retries(lambda: session.coordinator.welcome(record.number))
+    try:
+        welcome = session.with_retries(lambda: session.coordinator.welcome(record.number))
+    except EpochChangedError:
+        welcome = None
     if welcome is None:
         raise ExpelledError(f"worker {session.worker} came too late for epoch {record.number}")
     target = Target.from_json(welcome["target"])
@@ -78,11 +83,12 @@ def join(worker: Worker, *, reconfiguration: Reconfiguration, common: CommonStat
     common.take(welcome["known"])
     worker.host.save()
     known()
-    worker.links.enter(
-        members=_registered(worker, record.members),
-        order=record.members,
-        name=f"{session.identity.job}/{record.number}",
-    )
+    with contextlib.suppress(EpochChangedError):  # whoever is lost meanwhile: the reconfiguration recovers from that
+        worker.links.enter(
+            members=_registered(worker, record.members),
+            order=record.members,
+            name=f"{session.identity.job}/{record.number}",
+        )
     # The others have had an agreement before this worker came.
     worker.activity.rounds.append({})
     reconfiguration.carry_out(record.number, target)

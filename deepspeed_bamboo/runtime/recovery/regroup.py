@@ -150,7 +150,9 @@ class Recovery:
         except EpochChangedError:
             return
         reason = f"no answer to {me}: {cause.cause}"
-        record = self._session.with_retries(lambda: coordinator.propose_loss([cause.peer], reason=reason, proposer=me))
+        record = self._session.with_retries(
+            lambda: coordinator.propose_loss([cause.peer], reason=reason, proposer=me, judge=me)
+        )
         failure = self._session.with_retries(coordinator.failure)
         if failure is not None:
             interruption.announce_failure(failure)
