@@ -180,7 +180,8 @@ class JobCoordinator(JobNews):
             record = without_lost(current, leaving, reason=reason, proposer=proposer)
             if record is None:
                 why = f"after the loss of {', '.join(leaving)} in epoch {current.number} ({reason})"
-                self.fail(fatal_loss(leaving[0], current.placement.without(leaving)[1], why))
+                gone_for_good = current.placement.without(leaving)[1]
+                self.fail(fatal_loss(leaving[0], gone_for_good, why, stores=current.stores))
                 return current
             if self._swap(record, revision):
                 return record

@@ -69,11 +69,16 @@ def starting_anew(current: EpochRecord, roster: Roster, *, proposer: str) -> Epo
     )
 
 
-def fatal_loss(worker: WorkerId, coordinates: Sequence[Coordinate], why: str) -> JobFailure:
-    """Nobody holds ``coordinates`` any more since ``worker`` was lost; ``why`` says how that came."""
+def fatal_loss(worker: WorkerId, coordinates: Sequence[Coordinate], why: str, *, stores: bool) -> JobFailure:
+    """Nobody holds ``coordinates`` any more since ``worker`` was lost; ``why`` says how that came.
+
+    ``stores``: there are checkpoints in a store.
+    """
     names = ", ".join(map(str, coordinates))
-    message = (
-        f"no live worker holds the state of {names} (pipeline.stage) {why}; start the same command again, it goes on "
-        "from the last checkpoint in bamboo.checkpoint.dir if that is set"
+    again = (
+        "start the same command again, it goes on from the last checkpoint in bamboo.checkpoint.dir"
+        if stores
+        else "bamboo.checkpoint.dir is not set, so the same command begins at the first step"
     )
+    message = f"no live worker holds the state of {names} (pipeline.stage) {why}; {again}"
     return JobFailure(worker=worker, kind="fatal_loss", message=message, traceback="")

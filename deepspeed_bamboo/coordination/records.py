@@ -107,7 +107,8 @@ class EpochRecord:
 
     ``waits_seconds``: how long agents wait for machines where nobody is left who can train, to start workers anew from
     the store; 0: the job ends then. ``generation``: of the workers that began the training, or began it anew.
-    ``roster``: who starts anew now. An epoch without members says that agents wait, with a roster that workers start.
+    ``stores``: checkpoints are written to a store. ``roster``: who starts anew now. An epoch without members says that
+    agents wait, with a roster that workers start.
     """
 
     number: int
@@ -122,6 +123,7 @@ class EpochRecord:
     waits_seconds: float = 0.0
     generation: int = 0
     roster: Roster | None = None
+    stores: bool = False
 
     @property
     def trains(self) -> bool:
@@ -146,6 +148,7 @@ class EpochRecord:
             **({"restoring": self.restoring} if self.restoring >= 0 else {}),
             **({"waits_seconds": self.waits_seconds} if self.waits_seconds else {}),
             **({"generation": self.generation} if self.generation else {}),
+            **({"stores": True} if self.stores else {}),
             **({} if self.roster is None else {"roster": self.roster.to_json()}),
         }
 
@@ -164,6 +167,7 @@ class EpochRecord:
             waits_seconds=float(value.get("waits_seconds", 0.0)),
             generation=int(value.get("generation", 0)),
             roster=None if value.get("roster") is None else Roster.from_json(value["roster"]),
+            stores=bool(value.get("stores", False)),
         )
 
 

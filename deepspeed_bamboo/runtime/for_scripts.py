@@ -52,11 +52,14 @@ def at_work(method: Method) -> Method:
 
     @functools.wraps(method)
     def call(engine: ScriptEngine, *args: Any, **kwargs: Any) -> Any:
-        if method.__name__ in _MAIN_THREAD_ONLY and in_thread_of_script():
-            raise ConfigError(
-                f"{method.__name__} was called in the thread {threading.current_thread().name!r}, and the plugin knows "
-                "the main thread only as the one that trains: call initialize and it there"
-            )
+        if method.__name__ in _MAIN_THREAD_ONLY:
+            engine.refused = None
+            if in_thread_of_script():
+                engine.refused = ConfigError(
+                    f"{method.__name__} was called in the thread {threading.current_thread().name!r}, and the plugin "
+                    "knows the main thread only as the one that trains: call initialize and it there"
+                )
+                raise engine.refused
         with engine.working():
             return method(engine, *args, **kwargs)
 
@@ -80,6 +83,8 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
     _stage_host: StageHost | None = None
     optimizer_source: Any = None
     _training_set: Any = None
+    # What the script's last call was refused for in a thread, whose end is not the process's.
+    refused: ConfigError | None = None
     _working = 0
     _ending = False
 
@@ -143,6 +148,10 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
             replica.finish_step()
         self.host.save()
         return {replica.coordinate: replica.module for replica in self.host.owners()}
+
+    def cause_of(self, error: Exception) -> ConfigError | None:
+        """What ``error``, which the script has raised, comes from, where the plugin knows better than its text."""
+        return None
 
     @at_work
     def close(self) -> None:

@@ -113,6 +113,9 @@ def _run(function: Callable[[], Any], engines: Sequence[BambooPipelineEngine], g
             world.watching(),
         ):
             code, last_words = _exit_code(function)
+        refused = next((engine.refused for engine in engines if engine.refused is not None), None)
+        if code == 0 and refused is not None:
+            raise refused
         if code == 0 and not engines and os.environ.get(OTHER_ENGINES):
             news.tell(_NOTHING_MADE, who=f"rank {os.environ.get('RANK', '?')}")
         for engine in engines:
@@ -134,7 +137,10 @@ def _run(function: Callable[[], Any], engines: Sequence[BambooPipelineEngine], g
         # Peers have gone on; nothing of this process may reach them any more, exit handlers included.
         os._exit(EXIT_EXPELLED)
     except Exception as error:  # noqa: BLE001 - the user's bug, whatever it is: reported, then the job ends
-        text = traceback.format_exc()
+        cause = next((why for engine in engines if (why := engine.cause_of(error)) is not None), None)
+        if cause is not None:
+            cause.__cause__, error = error, cause
+        text = "".join(traceback.format_exception(error))
         _hand_over(text)
         for engine in engines:
             _report_failure(engine, text, headline=_headline(error))

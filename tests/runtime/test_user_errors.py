@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -109,6 +110,24 @@ def test_ranks_that_wait_for_each_other_in_different_calls_are_told_so(jobs: Job
     for output in result.outputs.values():
         assert "wait for each other in different calls" in output, result.transcript()
         assert "w0: train_batch" in output and other in output, result.transcript()
+
+
+def test_training_in_a_thread_ends_the_process_with_an_error(jobs: Jobs) -> None:
+    """The thread's end is not the process's: the script itself ends as if all was well."""
+    result = jobs.run(train_in_a_thread, world=2)
+    assert result.survivors and set(result.codes) <= {EXIT_USER_ERROR, EXIT_JOB_FAILED}, result.transcript()
+    assert "train_batch was called in the thread 'trainer'" in result.transcript()
+
+
+def train_in_a_thread() -> str:
+    from tests.runtime import models
+
+    engine = build(Training("threaded", 2, faults=[]))
+    data = models.micro_batches(models.vectors, pipeline=0, first_step=0, count=4)
+    trainer = threading.Thread(target=engine.train_batch, args=(data,), name="trainer")
+    trainer.start()
+    trainer.join()
+    return "the script's end"
 
 
 def train_and_leave(code: int | str) -> None:

@@ -82,6 +82,11 @@ def enter_first_epoch(
             f"redundancy is {session.config.redundancy.mode}, but one worker hosts everything, and nobody can stand in "
             f"for it: {_after_its_loss(session.config)}. Start two workers or more to survive it",
         )
+    elif not worker.protects and all(record.placement.without([member])[0] is None for member in order):
+        tell_once(
+            worker,
+            f"redundancy.mode is off, so nobody can stand in for any worker: {_after_its_loss(session.config)}",
+        )
     elif record.placement.copies > 1:
         tell_once(worker, _of_second_shadows(record.placement))
     if session.config.checkpoint.memory_interval_seconds is not None and not keeps_memory(worker):
@@ -105,9 +110,9 @@ def _of_second_shadows(placement: Placement) -> str:
 def _after_its_loss(config: BambooConfig) -> str:
     if config.waits_seconds:
         return "its loss has the job start anew from checkpoint.dir"
-    return (
-        "its loss ends the job, which continues from checkpoint.dir if that is set and the same command is given again"
-    )
+    if config.checkpoint.dir is not None:
+        return "its loss ends the job, and the same command continues from checkpoint.dir"
+    return "its loss ends the job, and the same command begins at the first step, since checkpoint.dir is not set"
 
 
 def _paths(config: BambooConfig) -> dict[str, str | None]:
@@ -186,6 +191,7 @@ def _first_epoch(worker: Worker, *, order: tuple[WorkerId, ...], alike: bool) ->
         goes_back=session.config.goes_back,
         waits_seconds=0.0 if is_standalone(os.environ) else session.config.waits_seconds,
         generation=session.coordinator.own_generation,
+        stores=session.config.checkpoint.dir is not None,
     )
 
 

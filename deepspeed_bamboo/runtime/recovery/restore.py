@@ -223,7 +223,7 @@ class Restoring:
             f"after the loss of {', '.join(record.lost)} ({record.reason}), and there is {known} that those who are "
             "left could go back to"
         )
-        failure = fatal_loss(record.lost[0], gone or tuple(before.grid), why)
+        failure = fatal_loss(record.lost[0], gone or tuple(before.grid), why, stores=record.stores)
         if record.waits_seconds:
             self._start_anew(record, why)
         session.with_retries(lambda: session.coordinator.fail(failure))
