@@ -125,7 +125,7 @@ class BambooPipelineEngine(ScriptEngine):
         self.transfer = StateTransfer(
             self.worker, written=self.script_writes.note, process_rank=lambda: int(self.global_rank)
         )
-        self.owner_changes = OwnerChanges(self.worker, transfer=self.transfer, changed=lambda: self.redoing.forget())
+        self.owner_changes = OwnerChanges(self.worker, transfer=self.transfer, past=lambda: self.redoing)
         self.forward_seed = agreed_seed(self.session.config.seed, device=self.device)
         self.stock_steps = StockSteps(self)
         self.iteration_end = IterationEnd(

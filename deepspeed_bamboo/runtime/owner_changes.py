@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -36,16 +36,15 @@ from deepspeed_bamboo.runtime.stock.gradients import master_weights, masters_of,
 from deepspeed_bamboo.runtime.stock.held_attributes import global_values
 from deepspeed_bamboo.runtime.stock.hook_values import (
     HookReading,
-    HookState,
-    accept_hook_state,
     hook_state,
     read_hooks,
     separate_hooks,
     unsendable_changes,
 )
+from deepspeed_bamboo.runtime.stock.noted_values import Held, NotedValues
 from deepspeed_bamboo.runtime.stock.optimizer_values import unfollowed_hooks
 from deepspeed_bamboo.runtime.stock.outline import Outline, outline_of
-from deepspeed_bamboo.runtime.stock.plain_values import PlainValues, accept_plain_values
+from deepspeed_bamboo.runtime.stock.plain_values import PlainValues
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
 CHANGED = "changed by hand"
@@ -65,18 +64,28 @@ _UNSENDABLE = (
 _LOOKS = 3  # before the first steps; a script that changes weights after each step does so after the first one
 
 
+class PastSteps(Protocol):
+    """Those that may have to be done again."""
+
+    def note_values(self, values: Iterable[NotedValues]) -> None:
+        """These were set before the next step."""
+
+    def forget(self) -> None:
+        """The state has become another one otherwise than by a step that can be done again."""
+
+
 class OwnerChanges:
     """One worker's part of it; see the module.
 
     Args:
         worker: whose shadows follow.
         transfer: brings state to them.
-        changed: called on every worker after some of their state has become another one otherwise than by a step.
+        past: returns what hears, on every worker, of what the script has done before a step.
     """
 
-    def __init__(self, worker: Worker, *, transfer: StateTransfer, changed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, worker: Worker, *, transfer: StateTransfer, past: Callable[[], PastSteps]) -> None:
         self._worker = worker
-        self._changed = changed
+        self._past = past
         self._transfer = transfer
         self._looks = 0
         self._first_epoch = -1
@@ -91,7 +100,7 @@ class OwnerChanges:
         self._outlines: dict[Coordinate, Outline] = {}
         self._reshaped: set[Coordinate] = set()  # here, since the shadows were made
         self._anew = False  # somewhere
-        self._held: set[Coordinate] = set()  # of which hooks have changed here, and shadows have not got it yet
+        self._held: dict[Coordinate, Held] = {}  # what hooks and attributes keep, likewise
         self._separated = False
         self._hooks: dict[Coordinate, HookReading | None] = {}  # before one of the first steps, with global variables
         self._globals: dict[Coordinate, dict[str, list[Any]]] = {}  # likewise
@@ -137,7 +146,7 @@ class OwnerChanges:
         self._looks += 1
         weights: set[Coordinate] = set()
         structure: set[Coordinate] = set()
-        agreed = worker.agree_on("settle", self._changes)
+        epoch, agreed = worker.epoch, worker.agree_on("settle", self._changes)
         for value in agreed.values():
             weights.update(value["weights"])
             structure.update(value["structure"])
@@ -153,19 +162,26 @@ class OwnerChanges:
         self._stale.clear()
         if weights or structure:
             self._bring(structure)
-            self._changed()
-        self._accept_all(agreed.values(), first=first)
+            self._past().forget()
+        self._accept_all(agreed.values(), first=first, restored=worker.epoch != epoch)
         self.note()
         if self._looks <= _LOOKS:
             self._hooks = {c: read_hooks(r.module, globals_too=True) for c, r in worker.host.owned.items()}
             self._globals = {c: global_values(r.module) for c, r in worker.host.owned.items()}
 
-    def _accept_all(self, agreed: Iterable[Mapping[str, Any]], *, first: bool) -> None:
-        for value in agreed:
-            for coordinate, values in value["values"].items():
-                self._accept(coordinate, values, first=first)
-            for coordinate, held in value["held"].items():
-                self._accept_held(coordinate, held, first=first)
+    def _accept_all(self, agreed: Iterable[Mapping[str, Any]], *, first: bool, restored: bool) -> None:
+        """``restored``: owners may have the state of before the script has set these."""
+        host = self._worker.host
+        noted = [values for value in agreed for values in NotedValues.of(value["values"], value["held"])]
+        if noted and not first and self._looks <= _LOOKS and not self._values_by_hand:
+            self._values_by_hand = True
+            tell_once(self._worker, f"{_VALUES}: before each step shadows get them")
+        for values in noted:
+            for shadow in host.shadows.values():
+                values.put_into(shadow, shadow=True)
+            for owned in host.owned.values() if restored else ():
+                values.put_into(owned, shadow=False)
+        self._past().note_values(noted)
 
     def follow_evaluation(self) -> None:
         """Before an evaluation: a script may have put averaged weights in its place, and may do so each time."""
@@ -194,6 +210,7 @@ class OwnerChanges:
             tell_once(
                 self._worker, f"{_VALUES}: from now on shadows get them before each step (not before the last one)"
             )
+            self._past().forget()  # not all know what was set before the last one
         hooks = sorted({what for value in agreed.values() for what in value.get(HOOKS, ())})
         if hooks and self._looks <= _LOOKS:
             self._unsendable = hooks
@@ -253,7 +270,7 @@ class OwnerChanges:
     def _changes(self) -> dict[str, Any]:
         owned = self._worker.host.owned
         values = {str(c): its for c, its in self._values.items() if c in owned}
-        held = {str(c): _held_now(owned[c]) for c in self._held if c in owned}
+        held = {str(c): its for c, its in self._held.items() if c in owned}
         if self._looks > _LOOKS:
             weights = sorted({*self._changed_since(), *(self._stale & owned.keys())})
             return {
@@ -311,26 +328,8 @@ class OwnerChanges:
             for path, values in changed.items():
                 self._values.setdefault(coordinate, {}).setdefault(path, {}).update(values)
             hooks = replica.moving_hooks.look(replica.module)
-            if replica.moving_attributes.look(replica.module, by_script=True) or hooks:
-                self._held.add(coordinate)
-
-    def _accept(self, coordinate: str, values: PlainValues, *, first: bool) -> None:
-        if not first and self._looks <= _LOOKS and not self._values_by_hand:
-            self._values_by_hand = True
-            tell_once(self._worker, f"{_VALUES}: before each step shadows get them")
-        for known, shadow in self._worker.host.shadows.items():
-            if str(known) == coordinate:
-                shadow.finish_step()
-                accept_plain_values(shadow.module, values)
-
-    def _accept_held(self, coordinate: str, held: Sequence[HookState | None], *, first: bool) -> None:
-        self._accept(coordinate, {}, first=first)
-        hooks, attributes = held
-        for known, shadow in self._worker.host.shadows.items():
-            if str(known) == coordinate:
-                accept_hook_state(shadow.module, hooks)
-                shadow.moving_hooks.include(hooks)
-                shadow.moving_attributes.accept(shadow.module, attributes)
+            if replica.moving_attributes.look(replica.module, by_script=True) or hooks or coordinate in self._held:
+                self._held[coordinate] = _held_now(replica)
 
     def _now(self, replica: StageReplica) -> tuple[str, int, int, str]:
         replica.finish_step()
@@ -379,7 +378,7 @@ def _checksums(replica: StageReplica) -> tuple[int, int]:
     return checksum([*replica.module.parameters(), *masters]), checksum(list(replica.module.buffers()))
 
 
-def _held_now(replica: StageReplica) -> list[HookState | None]:
+def _held_now(replica: StageReplica) -> Held:
     """What hooks and attributes keep, in the host's memory."""
     attributes = replica.moving_attributes.state(replica.module)
     if attributes is not None:

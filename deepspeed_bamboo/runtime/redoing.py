@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from deepspeed_bamboo.core.memory_rounds import MemoryProgress
@@ -16,6 +16,7 @@ from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.owner_changes import OwnerChanges
 from deepspeed_bamboo.runtime.recovery.memory_rounds import MemoryRounds, limit_bytes
 from deepspeed_bamboo.runtime.recovery.restore import WayBack
+from deepspeed_bamboo.runtime.stock.noted_values import NotedValues
 from deepspeed_bamboo.runtime.stock.script_writes import ScriptWrites
 
 
@@ -103,7 +104,7 @@ class Redoing:
             return self._worker.step
         in_memory = None if self._memory is None else self._memory.first_wanted
         wanted = sorted({*(() if in_memory is None else (in_memory,)), *(self._stored.wanted if self._stored else ())})
-        if wanted and self._feed.data.kept_bytes > self._data_limit_bytes:
+        if wanted and self._feed.data.kept_bytes + self.history.kept_bytes > self._data_limit_bytes:
             wanted = [step for step in wanted if step > self.history.first]
         return wanted[0] if wanted else self._worker.step
 
@@ -113,6 +114,11 @@ class Redoing:
         if self._memory is not None:
             return self._memory.limit_bytes
         return limit_bytes(self._worker.session.config.checkpoint.memory_limit_gigabytes)
+
+    def note_values(self, values: Iterable[NotedValues]) -> None:
+        """The script has set these in layers and hooks before the next step."""
+        if self._memory is not None or self._stored is not None:
+            self.history.note(values=values)
 
     def forget(self) -> None:
         """The state has become another one otherwise than by training; on all workers, between iterations."""

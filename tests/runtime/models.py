@@ -56,6 +56,18 @@ class NormLayer(Layer):
         return self.norm(super().forward(x))
 
 
+class AnnealedLayer(Layer):
+    """With attributes that its script may set before each step."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.strength = 1.0
+        self.shifts = [torch.zeros(())]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.strength * super().forward(x) + self.shifts[0]
+
+
 class AverageLayer(Layer):
     """With buffers in any precision: what it has given so far, on which its output depends."""
 
@@ -304,6 +316,11 @@ def drawing(count: int) -> list[Any]:
 def unbiased(count: int) -> list[Any]:
     """As plain, with fewer parameters."""
     return [LayerSpec(Layer, str(index), bias=False) for index in range(count)]
+
+
+def annealed(count: int) -> list[Any]:
+    """Layers whose attributes a script may set."""
+    return [LayerSpec(AnnealedLayer, str(index)) for index in range(count)]
 
 
 def normalised(count: int) -> list[Any]:

@@ -205,6 +205,7 @@ def train_remembering(
     waits: dict[str, int] | None = None,
     shared_iterator: bool = False,
     writes: bool = False,
+    anneals: bool = False,
     damages: tuple[int, str] | None = None,
     stored: str | None = None,
 ) -> dict[str, Any]:
@@ -213,8 +214,9 @@ def train_remembering(
     ``stored``: with checkpoints in that folder in their place, as often as can be: all know of each three steps later.
 
     ``waits``: as in :func:`train_with_joiners`; the script then goes by the engine's step. ``shared_iterator``: it has
-    no other source of data. ``writes``: it sets its learning rate itself before each step. ``damages``: before which
-    step each worker damages its newest copy of stage 1, if it has one, and how.
+    no other source of data. ``writes``: it sets its learning rate itself before each step. ``anneals``: it sets
+    attributes of its layers before each step. ``damages``: before which step each worker damages its newest copy of
+    stage 1, if it has one, and how.
     """
     how_often = {"memory_interval_seconds": 1e-9} if stored is None else {"dir": stored, "interval_minutes": 1e-9}
     checkpoint = {**how_often, **training.bamboo.get("checkpoint", {})}
@@ -253,6 +255,9 @@ def train_remembering(
         if writes:
             for group in engine.optimizer.param_groups:
                 group["lr"] = 0.01 / (1 + step)
+        for layer in engine.module.modules() if anneals else ():
+            if isinstance(layer, models.AnnealedLayer):
+                layer.strength, layer.shifts = 1 / (1 + 0.1 * step), [torch.full((), 0.1 * step)]
         started = time.monotonic()
         losses[str(step)] = float(engine.train_batch(iterator))
         longest_seconds = max(longest_seconds, time.monotonic() - started)

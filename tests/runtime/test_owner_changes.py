@@ -29,5 +29,5 @@ class _Worker:
 @pytest.mark.parametrize("protects", [True, False])
 def test_only_where_there_are_shadows_are_stages_looked_at_after_a_step(protects: bool) -> None:
     worker = _Worker(protects=protects)
-    OwnerChanges(cast("Any", worker), transfer=cast("Any", None)).note()
+    OwnerChanges(cast("Any", worker), transfer=cast("Any", None), past=cast("Any", None)).note()
     assert (worker.host.asked > 0) == protects

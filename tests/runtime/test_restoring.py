@@ -224,6 +224,21 @@ def test_whatever_is_trained(
     check(result, whole, training, lost=2, world=4)
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("source", ["memory", "store"])
+@pytest.mark.parametrize(("at", "micro_batch"), KINDS)
+def test_what_the_script_sets_in_layers_before_steps_that_are_done_again(
+    jobs: Jobs, undisturbed: Undisturbed, tmp_path: Path, source: str, at: str, micro_batch: int | None
+) -> None:
+    training = Training("anneals", 4, layers="annealed", steps=9, faults=[])
+    whole = undisturbed(training, world=4, body=train_remembering, anneals=True)
+    killed = dataclasses.replace(training, faults=pair(7, at, micro_batch))
+    folder = str(tmp_path / "kept") if source == "store" else None
+    result = jobs.run(train_remembering, world=4, training=killed, anneals=True, stored=folder)
+    check(result, whole, training, lost=2, world=4)
+    assert result.common("sources") == [source]
+
+
 STORED_VARIANTS = [case for case in VARIANTS if case[0].name != "eager"]
 
 

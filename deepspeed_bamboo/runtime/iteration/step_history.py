@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from deepspeed_bamboo.runtime.stock.noted_values import NotedValues
 from deepspeed_bamboo.runtime.stock.script_writes import Written
 
 BatchSize = tuple[int, int]
@@ -12,11 +14,13 @@ BatchSize = tuple[int, int]
 
 @dataclass
 class PastStep:
-    """``written``: by the script into its optimizers before it; ``evaluated``: how many micro-batches were evaluated
-    since the step before; ``loss``: what it had, nothing while it is yet to be done; ``size``: of its batch, likewise.
+    """``written``: by the script into its optimizers before it; ``values``: set in layers and hooks; ``evaluated``: how
+    many micro-batches were evaluated since the step before; ``loss``: what it had, nothing while it is yet to be done;
+    ``size``: of its batch, likewise.
     """
 
     written: Written = ()
+    values: tuple[NotedValues, ...] = ()
     evaluated: int = 0
     loss: float | None = None
     size: BatchSize | None = None
@@ -42,12 +46,20 @@ class StepHistory:
         """From here on the script has done nothing before any step that would have to be done again with it."""
         past = [*self._steps.items(), (self.following, self.coming)]
         newest = next((own.size for own in reversed(self._steps.values())), None)
-        plain = [step + 1 for step, own in past if own.written or own.evaluated or own.size not in (None, newest)]
+        by_script = {step: own.written or own.values or own.evaluated for step, own in past}
+        plain = [step + 1 for step, own in past if by_script[step] or own.size not in (None, newest)]
         return max(plain, default=self.first)
 
-    def note(self, *, written: Written = (), evaluated: int = 0) -> None:
+    @property
+    def kept_bytes(self) -> int:
+        """How much memory the tensors take that are kept."""
+        past = (*self._steps.values(), self.coming)
+        return sum(values.nbytes for own in past for values in own.values)
+
+    def note(self, *, written: Written = (), values: Iterable[NotedValues] = (), evaluated: int = 0) -> None:
         """Before the next step."""
         self.coming.written += written
+        self.coming.values += tuple(values)
         self.coming.evaluated += evaluated
 
     def done(self, step: int, *, loss: float, size: BatchSize | None = None) -> float | None:

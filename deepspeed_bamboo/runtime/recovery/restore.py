@@ -317,8 +317,11 @@ class Restoring:
         """What the script has done before ``step``."""
         past = self._way_back.history.of(step)
         self._way_back.writes.write_again(past.written)
+        shadows = self._worker.host.shadows
         for replica in self._worker.host.replicas():
             replica.micro_offset += past.evaluated
+            for values in past.values:
+                values.put_into(replica, shadow=replica.coordinate in shadows)
 
     def _arrive(self, way: _Return) -> None:
         worker, outer = self._worker, way.outer
