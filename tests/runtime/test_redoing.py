@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from hypothesis import given
@@ -14,6 +16,7 @@ from deepspeed_bamboo.runtime.comm.encoding import decode, encode
 from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
 from deepspeed_bamboo.runtime.iteration.step_history import StepHistory
 from deepspeed_bamboo.runtime.recovery.memory_parts import MemoryPart, MemoryParts, SealedPart
+from deepspeed_bamboo.runtime.stock.noted_values import NotedValues
 
 PER_STEP = 3
 
@@ -65,6 +68,31 @@ def test_what_the_script_did_belongs_to_the_step_that_followed() -> None:
     assert history.plain_from == 6
     history.begin_at(5)
     assert history.first == 5 and history.of(4).loss is None
+
+
+def test_what_the_script_set_in_layers_is_set_again_in_that_stage_alone() -> None:
+    layer, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    layer.strength = other.strength = 1.0
+    replicas: list[Any] = [
+        SimpleNamespace(
+            coordinate=Coordinate(0, stage), module=torch.nn.Sequential(part), finish_step=lambda: None, moving=None
+        )
+        for stage, part in enumerate((layer, other))
+    ]
+    history = StepHistory()
+    history.begin_anew(4)
+    history.note(values=NotedValues.of({"0.1": {"0": {"strength": 0.5}}}, {}))
+    history.done(4, loss=0.5)
+    assert history.plain_from == 5, "who came later has not heard of it"
+    for values in history.of(4).values:
+        for replica in replicas:
+            values.put_into(replica, shadow=False)
+    assert (layer.strength, other.strength) == (1.0, 0.5)
+    tensors = {"tensors": [torch.zeros(6)], "nodes": [], "where": []}
+    history.note(values=NotedValues.of({}, {"0.0": [None, tensors]}))
+    assert history.kept_bytes == 24
+    history.begin_anew(7)
+    assert history.kept_bytes == 0 and not history.of(7).values
 
 
 def sealed(step: int = 3) -> SealedPart:
