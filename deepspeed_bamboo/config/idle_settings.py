@@ -35,7 +35,7 @@ def _idle_checkpoints(config: BambooConfig) -> Iterator[str]:
     if no_folder:
         yield from _idle(kept, "checkpoint", ("interval_minutes", "keep"), _NO_FOLDER)
     if no_copies:
-        yield from _idle(kept, "checkpoint", ("memory_copies",), _NO_COPIES)
+        yield from _idle(kept, "checkpoint", ("memory_copies", "memory_megabytes_per_second"), _NO_COPIES)
     if no_folder and no_copies:
         yield from _idle(kept, "checkpoint", ("memory_limit_gigabytes",), _NOTHING_KEPT)
     if no_folder and config.topology.wait_for_machines_seconds:

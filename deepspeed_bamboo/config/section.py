@@ -272,6 +272,10 @@ class CheckpointConfig(Section):
     """Most host memory that memory checkpoints may take in each worker, and as much again the micro-batches that are
     kept to do steps again; null: a quarter of what is free at the start, shared by the workers of a machine."""
 
+    memory_megabytes_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Most that each worker sends of its copies in a second, in units of 2**20 bytes; null: as fast as it can. A memory
+    checkpoint whose copies take longer than ``memory_interval_seconds`` delays the next one."""
+
     @field_validator("dir")
     @classmethod
     def _check_dir(cls, location: str | None) -> str | None:

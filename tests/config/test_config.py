@@ -89,6 +89,7 @@ def test_suspicion_follows_the_lease_unless_set() -> None:
             ["interval_minutes is 1.0", "keep is 3", "set checkpoint.dir, too, or leave keep out"],
         ),
         ({"checkpoint": {"memory_copies": 2, "dir": "c"}}, ["memory_copies is 2", "memory_interval_seconds"]),
+        ({"checkpoint": {"memory_megabytes_per_second": 9.0}}, ["memory_megabytes_per_second is 9.0", "set it, too"]),
         ({"checkpoint": {"memory_limit_gigabytes": 1.0}}, ["memory_limit_gigabytes is 1.0", "dir and", "set one"]),
         ({"topology": {"wait_for_machines_seconds": 9.0}}, ["wait_for_machines_seconds is 9.0", "checkpoint.dir"]),
         ({"redundancy": {"losses_per_hour": 2.0}}, ["losses_per_hour is 2.0", "mode is 'lazy'", 'mode to "auto"']),

@@ -24,12 +24,12 @@ from deepspeed_bamboo.core.memory_rounds import MemoryNote, MemoryProgress
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.restoring import Site, keepers
 from deepspeed_bamboo.errors import BambooError, ExpelledError
-from deepspeed_bamboo.runtime.comm.channel import Message
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption, PeerLostError
 from deepspeed_bamboo.runtime.comm.peers import Links
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell
 from deepspeed_bamboo.runtime.recovery.memory_parts import MemoryPart, MemoryParts, SealedPart, copied_part
+from deepspeed_bamboo.runtime.recovery.part_sending import Pace, receive_part, send_part
 
 NOTE = "memory"
 """The key of a worker's note in what it contributes to an agreement."""
@@ -51,6 +51,7 @@ class _Round:
     sending: dict[Coordinate, list[WorkerId]]
     arriving: dict[Coordinate, WorkerId]
     stopped: threading.Event = field(default_factory=threading.Event)
+    given_up: threading.Event = field(default_factory=threading.Event)
 
     @property
     def partners(self) -> set[WorkerId]:
@@ -239,6 +240,8 @@ class MemoryRounds:
             )
 
     def _end_round(self) -> None:
+        if self._round is not None:
+            self._round.given_up.set()
         beside, self._beside, self._round = self._beside, None, None
         if beside is not None:
             beside.close()
@@ -253,11 +256,10 @@ class MemoryRounds:
                 self._put(work, part)
             work.links.connect(work.partners)
             work.links.drain()
+            pace = Pace(self._settings.memory_megabytes_per_second, given_up=work.given_up)
             for coordinate, workers in work.sending.items():
                 for worker in workers:
-                    key = f"{work.step}/{coordinate}"
-                    part = sealed[coordinate]
-                    work.links.send(worker, Message(key, part.to_plain(), part.part.tensors))
+                    send_part(work.links, worker, f"{work.step}/{coordinate}", sealed[coordinate], pace=pace)
             for coordinate, owner in work.arriving.items():
                 self._receive(work, coordinate, owner)
             failure = ""
@@ -277,8 +279,7 @@ class MemoryRounds:
         self.parts.put(sealed)
 
     def _receive(self, work: _Round, coordinate: Coordinate, owner: WorkerId) -> None:
-        message = work.links.receive(owner, f"{work.step}/{coordinate}")
-        sealed = SealedPart.from_plain(message.data, [tensor.to("cpu") for tensor in message.tensors])
+        sealed = receive_part(work.links, owner, f"{work.step}/{coordinate}")
         if not sealed.is_of(work.step, coordinate):
             raise PeerLostError(owner, f"its copy of {coordinate} arrived damaged")
         self._put(work, sealed)
