@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,7 +101,7 @@ def run_with(
         grid=run.grid,
         steps=run.steps,
         micro_batches=run.micro_batches,
-        cut_short={step for way in back for step in (way.step - 1, way.step)},
+        cut_short=_cut_short(happenings, back),
     )
     problems += redone_problems(everything, reference.losses)
     happened, counted = _counted(everything, happenings, lost_at_once=sum(h.bulk_lost for h in hands))
@@ -143,8 +143,10 @@ def _run(
     with machine:
         hands = _Hands(machine, gate, problems if problems is not None else [])
         seen(hands)
-        for happening in outside:
-            if not _wait(lambda step=happening.step: gate.is_reached(step), machine, until=deadline):  # type: ignore[misc]
+        for number, happening in enumerate(outside):
+            # Where the worker was lost that would have waited there, the job may only wait later.
+            steps = [later.step for later in outside[number:]]
+            if not _wait(lambda these=steps: any(map(gate.is_reached, these)), machine, until=deadline):  # type: ignore[misc]
                 break
             hands.do(happening)
         outcome = machine.wait(within_seconds=max(1.0, deadline - time.monotonic()))
@@ -205,18 +207,19 @@ class _Hands:
 
     def _kill_many(self, happening: Happening) -> None:
         """Its script kills one of them; the others go as soon as that is seen, wherever they are then."""
-        first, record = self._member(happening.coordinate), _persist(self._epoch)
-        members = _persist(self._machine.coordinator.members)
-        others = [members[worker].rank for worker in record.members if members[worker].rank != first.rank]
-        number = min(happening.workers - 1, len(others) - 1)
-        chosen = random.Random(happening.step).sample(sorted(others), number)
-        pid = self._machine.worker_pid(first.rank)
+        record, members = _persist(self._epoch), _persist(self._machine.coordinator.members)
+        pids = {members[w].rank: self._machine.worker_pid(members[w].rank) for w in record.members if w in members}
         self._gate.open(happening.step)
-        self._await(lambda: not is_running(pid), f"for {first.worker} to be killed")
-        for rank in chosen:
+        if self._gate.is_reached(happening.step):  # else the one that its script kills is gone
+            # Stages may move before the step begins, so whose instruction it will be is not known yet.
+            gone = f"for the owner of {happening.coordinate} to go"
+            self._await(lambda: not all(map(is_running, pids.values())), gone)
+        others = sorted(rank for rank, pid in pids.items() if is_running(pid))
+        number = max(0, min(happening.workers - 1, len(others) - 1))
+        for rank in random.Random(happening.step).sample(others, number):
             with suppress(ProcessLookupError):
                 self._machine.kill_worker(rank)
-        self.bulk_lost += 1 + number
+        self.bulk_lost += len(pids) - len(others) + number
 
     def _epoch(self) -> EpochRecord:
         record = self._machine.coordinator.epoch()
@@ -271,6 +274,12 @@ def script_of(run: RandomRun, happenings: Sequence[Happening], *, folder: Path) 
     configuration.write_text(json.dumps(settings), encoding="utf-8")
     yield from (str(run.script), "--model", "gpt2-tiny", "--steps", str(run.steps), "--stages", str(run.grid.stages))
     yield from ("--deepspeed_config", str(configuration), "--event-log", str(folder / "events"))
+
+
+def _cut_short(happenings: Iterable[Happening], back: Iterable[WayBack]) -> set[int]:
+    """The steps in which somebody may have been killed, or gone back, before or after it had logged them."""
+    bulk = {happening.step for happening in happenings if happening.kind is Kind.BULK}
+    return {step - behind for step in bulk | {way.step for way in back} for behind in (0, 1)}
 
 
 def _counted(

@@ -62,8 +62,8 @@ def step_problems(
 
     ``logs``: every worker's events, in its order. In every step from 0 to ``steps`` each coordinate must have been
     stepped by exactly one worker, and each pipeline's micro-batches used by exactly one, all of them and in order.
-    A worker killed after everybody had agreed on a step did not live to say so; its shadow has that step. In steps of
-    ``cut_short`` some may have said so, and others not before they had gone back and done the step again.
+    A worker killed after everybody had agreed on a step did not live to say so; its shadow has that step. Steps
+    of ``cut_short`` are left out: workers were killed in them wherever they were, or went back and did them again.
     """
     stepped: dict[tuple[int, str], list[str]] = defaultdict(list)
     used: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)

@@ -14,7 +14,7 @@ from moto.server import ThreadedMotoServer
 
 from deepspeed_bamboo.storage.place import CheckpointPlace
 from tests.runtime.jobs import JobResult, Jobs
-from tests.runtime.scenarios import Training, train, train_with_checkpoints, train_with_joiners
+from tests.runtime.scenarios import Training, train, train_remembering, train_with_checkpoints, train_with_joiners
 from tests.runtime.test_checkpoints import SCHEDULE
 from tests.runtime.test_losses import BF16, CHECKED, CLIPPED, kill
 
@@ -125,6 +125,21 @@ def test_in_a_bucket_with_losses_while_it_is_written(jobs: Jobs, s3: dict[str, s
     assert resumed.common("losses") == {"7": expected.common("losses")[7]}, resumed.transcript()
     assert resumed.common("digest") == expected.common("digest")
     assert f"goes on from step 7, from s3://{BUCKET}/a/job/bamboo_step7" in resumed.transcript()
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("at", ["idle", "step"])
+def test_survivors_go_back_in_place_to_a_bucket(jobs: Jobs, s3: dict[str, str], at: str) -> None:
+    """Owner and shadow of a stage are lost, and nothing is kept in memory."""
+    training = Training("bucket-1x4", 4, steps=9, dropout=0.3, settings={**CLIPPED, **SCHEDULE}, faults=[])
+    whole = jobs.run(train_remembering, world=4, training=training)
+    killed = dataclasses.replace(training, faults=[kill(6, 0, stage, at) for stage in (0, 1)])
+    stored = f"s3://{BUCKET}/in/place"
+    result = jobs.run(train_remembering, world=4, training=killed, stored=stored, environment=s3)
+    assert result.survivors == [2, 3] and result.common("sources") == ["store"], result.transcript()
+    assert result.common("losses") == whole.common("losses")
+    assert all(loss == whole.common("losses")[str(step)] for step, loss in result.common("redone"))
+    assert result.common("redone") and result.common("digest") == whole.common("digest")
 
 
 def test_a_reporter_that_stands_by_still_takes_and_names_checkpoints(jobs: Jobs, tmp_path: Path) -> None:
