@@ -105,4 +105,5 @@ def receive_part(links: Connected, worker: WorkerId, key: str) -> SealedPart:
 def _pieces(tensors: Sequence[torch.Tensor], size: int) -> Iterator[torch.Tensor]:
     for tensor in tensors:
         if tensor.numel():
-            yield from tensor.contiguous().reshape(-1).view(torch.uint8).split(size)
+            flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+            yield from (flat[start : start + size] for start in range(0, flat.numel(), size))
