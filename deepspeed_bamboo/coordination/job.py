@@ -211,21 +211,21 @@ class JobCoordinator(JobNews):
         """What was published for that epoch so far, by name."""
         return dict(self._read.children(self._keys.all_progress(epoch_number), "progress"))
 
-    def publish_welcome(self, epoch_number: int, value: dict[str, Any]) -> None:
-        """Publish what those who join in that epoch are to know, in pieces that etcd takes. No watcher hears of it."""
+    def publish_long(self, epoch_number: int, name: str, value: dict[str, Any]) -> None:
+        """Publish a value of any length for that epoch, in pieces. :meth:`watch` does not deliver it."""
         text = encode(value)
         pieces = [text[start : start + _PIECE_LETTERS] for start in range(0, len(text), _PIECE_LETTERS)]
         for number, piece in enumerate(pieces):
-            key = self._keys.welcome(epoch_number, number)
+            key = self._keys.long_value(epoch_number, name, number)
             self._store.put(key, encode({"text": piece, "of": len(pieces)}))
 
-    def welcome(self, epoch_number: int) -> dict[str, Any] | None:
-        """What was published of that; None where some is missing."""
-        first = self._read.one(self._keys.welcome(epoch_number, 0), "welcome")
+    def long_value(self, epoch_number: int, name: str) -> dict[str, Any] | None:
+        """What was published under that name; None where some is missing."""
+        first = self._read.one(self._keys.long_value(epoch_number, name, 0), "piece")
         if first is None:
             return None
         # One by one: together they may be more than an answer may have.
-        rest = [self._read.one(self._keys.welcome(epoch_number, n), "welcome") for n in range(1, first["of"])]
+        rest = [self._read.one(self._keys.long_value(epoch_number, name, n), "piece") for n in range(1, first["of"])]
         if any(piece is None or piece["of"] != first["of"] for piece in rest):
             return None
         whole: dict[str, Any] = json.loads("".join(piece["text"] for piece in (first, *rest)))
@@ -355,7 +355,7 @@ class JobCoordinator(JobNews):
     def _delete_everything(self) -> None:
         self._store.delete_prefix(self._keys.root)
         self._store.delete_prefix(self._keys.all_reports)
-        self._store.delete_prefix(self._keys.all_welcomes)
+        self._store.delete_prefix(self._keys.all_long)
         self._store.delete_prefix(self._keys.all_whereabouts)
         self._store.delete_prefix(self._keys.all_works)
         self._store.delete_prefix(self._keys.all_past)
@@ -406,7 +406,7 @@ class JobCoordinator(JobNews):
         try:
             self._store.delete_prefix(self._keys.all_progress(epoch_number))
             self._store.delete_prefix(self._keys.reports(epoch_number))
-            self._store.delete_prefix(self._keys.welcomes(epoch_number))
+            self._store.delete_prefix(self._keys.long_values(epoch_number))
             self._store.delete_prefix(self._keys.all_suspicions(epoch_number))
         except CoordinatorUnavailable as error:
             logger.info("reports of epoch %d not removed: %s", epoch_number, error)

@@ -40,8 +40,8 @@ class JobKeys:
         self.events = f"/{prefix.strip('/')}/.events/{job}"
         # Nor of every report: one worker looks for them, and tells the others what all have said.
         self.all_reports = f"/{prefix.strip('/')}/.reports/{job}/"
-        # Nor of what those who join are to know: it may be long.
-        self.all_welcomes = f"/{prefix.strip('/')}/.welcomes/{job}/"
+        # Nor of what is long.
+        self.all_long = f"/{prefix.strip('/')}/.long/{job}/"
         self.last_end = f"/{prefix.strip('/')}/.ended/{job}"
         self.claim = f"/{prefix.strip('/')}/.claims/{job}"  # no job's name begins with a dot
         self.epoch = self.root + "epoch"
@@ -98,11 +98,11 @@ class JobKeys:
     def report(self, epoch: int, worker: str) -> str:
         return self.reports(epoch) + check_name(worker, what="worker id")
 
-    def welcomes(self, epoch: int) -> str:
-        return f"{self.all_welcomes}{epoch}/"
+    def long_values(self, epoch: int) -> str:
+        return f"{self.all_long}{epoch}/"
 
-    def welcome(self, epoch: int, piece: int) -> str:
-        return f"{self.welcomes(epoch)}{piece:06}"
+    def long_value(self, epoch: int, name: str, piece: int) -> str:
+        return f"{self.long_values(epoch)}{name}/{piece}"
 
     def all_suspicions(self, epoch: int) -> str:
         return f"{self.root}suspicion/{epoch}/"

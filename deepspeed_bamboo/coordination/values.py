@@ -235,7 +235,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "past": _past,
     "events": _events,
     "progress": _dict,
-    "welcome": _piece,
+    "piece": _piece,
     "work": _work,
     "report": _dict,
     "whereabouts": _dict,

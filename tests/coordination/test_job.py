@@ -77,20 +77,20 @@ def test_a_proposer_that_did_not_hear_of_its_success_may_propose_again(open_job:
     assert not other.propose(replace(record, proposer="another"), expected=None)
 
 
-def test_what_those_who_join_are_to_know_may_be_longer_than_etcd_takes(open_job: OpenJob) -> None:
+def test_a_value_may_be_longer_than_etcd_takes(open_job: OpenJob) -> None:
     job, other, heard = open_job(), open_job(), []
     watch = other.watch(heard.append)
     long = {"known": {"states": '\u00e4"' * 1_200_000}, "activity": 7}
-    assert other.welcome(3) is None
-    job.publish_welcome(3, long)
-    assert other.welcome(3) == long and other.welcome(2) is None
-    job.publish_welcome(3, {"activity": 8})  # by the next first member, after the loss of the one before
-    assert other.welcome(3) == {"activity": 8}
+    assert other.long_value(3, "a") is None
+    job.publish_long(3, "a", long)
+    assert other.long_value(3, "a") == long and other.long_value(2, "a") is None and other.long_value(3, "b") is None
+    job.publish_long(3, "a", {"activity": 8})  # by the next first member, after the loss of the one before
+    assert other.long_value(3, "a") == {"activity": 8}
     job.publish_progress(3, "slot-1", {})
     wait_until(lambda: [change.kind for change in heard if change.kind != "resync"] == ["progress"])
     watch.stop()
     job.clean_up()
-    assert other.welcome(3) is None
+    assert other.long_value(3, "a") is None
 
 
 def test_epochs_follow_one_another(open_job: OpenJob) -> None:

@@ -39,7 +39,7 @@ GOOD: dict[str, Any] = {
     "events": {"events": [{"t": 1.0, "event": "mode", "step": 3, "reason": "auto"}]},
     "past": {"losses": "AAAA", "evaluations": {"3": [0.5]}},
     "progress": {"any": 1},
-    "welcome": {"text": '{"a', "of": 2},
+    "piece": {"text": '{"a', "of": 2},
     "report": {},
     "whereabouts": {"epoch": 1},
     "work": {"what": "state of 0.1", "done": 7, "total": None, "unit": "bytes", "seconds": 2.5},

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from deepspeed_bamboo.core.grid import Coordinate, Grid
+from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.reconfiguring import Target
 from deepspeed_bamboo.errors import ExpelledError
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, Interruption, JobCompleteError
@@ -54,8 +56,9 @@ def test_who_is_left_alone_at_the_end_ends_as_soon_as_the_job_is_complete() -> N
 class Coming:
     """A worker that joins, up to where it takes part: in epoch ``LATE``, of which a member is lost at ``lost_at``."""
 
-    def __init__(self, *, lost_at: str) -> None:
+    def __init__(self, *, lost_at: str = "", error: Exception | None = None) -> None:
         self.interruption, self.entered, self.carried_out = Interruption(), False, False
+        self.error = error
         self.interruption.announce_epoch(LATE)
         self.lost_at = lost_at
         target = Target(LATE.members, ("late",), (), EPOCH.placement, "late joined")
@@ -67,10 +70,12 @@ class Coming:
             finished=False,
             register=lambda rank, home: None,
             with_retries=self.ask,
-            coordinator=SimpleNamespace(welcome=lambda epoch: known, members=self.members),
+            coordinator=SimpleNamespace(long_value=lambda epoch, name: known, members=self.members),
         )
         self.worker: Any = SimpleNamespace(
             session=self.session,
+            me="late",
+            record=LATE,
             host=SimpleNamespace(set_aside=lambda: None, save=lambda: None),
             view=SimpleNamespace(adopt=lambda record, placement: self.interruption.enter(record)),
             activity=SimpleNamespace(index=0, rounds=[]),
@@ -84,15 +89,18 @@ class Coming:
         return call()
 
     def members(self) -> dict[str, Any]:
-        self.interruption.announce_epoch(LOST)
-        return {worker: member(worker) for worker in LOST.members}
+        if self.lost_at == "members":
+            self.interruption.announce_epoch(LOST)
+            return {worker: member(worker) for worker in LOST.members}
+        return {worker: member(worker) for worker in LATE.members}
 
     def enter(self, **kwargs: Any) -> None:
         self.entered = True
 
     def carry_out(self, number: int, target: Target) -> None:
         self.carried_out = True
-        self.interruption.check()
+        if self.error is not None:
+            raise self.error
 
     def join(self) -> None:
         common: Any = SimpleNamespace(take=lambda known: None)
@@ -105,9 +113,23 @@ def test_a_loss_while_a_worker_comes_in_is_for_the_reconfiguration_to_recover_fr
 ) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     coming = Coming(lost_at="members")
-    with pytest.raises(EpochChangedError):  # from inside, where a recovery handles it
-        coming.join()
+    coming.join()
     assert coming.carried_out and not coming.entered
+    with pytest.raises(EpochChangedError):  # is what the reconfiguration sees first
+        coming.interruption.check()
+
+
+def test_a_newcomer_that_cannot_build_its_part_costs_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    coming = Coming(error=RuntimeError("CUDA out of memory"))
+    with pytest.raises(ExpelledError, match=r"late can't take its part.*CUDA out of memory"):
+        coming.join()
+    assert coming.entered
+    coming = Coming(error=RuntimeError("CUDA out of memory"))
+    owners = {**dict(EPOCH.placement.owners), Coordinate(0, 1): "late"}
+    coming.worker.record = replace(LATE, placement=Placement.of(Grid(1, 2), owners=owners, shadows={}))
+    with pytest.raises(RuntimeError, match="CUDA"):  # others count on it by now
+        coming.join()
 
 
 def test_who_cannot_learn_what_it_must_know_steps_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,6 +261,19 @@ def test_an_optimizers_slow_weights_go_with_its_stage() -> None:
     assert optimizer_values(torch.optim.AdamW(module.parameters()), module) is None
 
 
+class Marked(torch.Tensor):
+    """A class that no constructor of a shadow has made one of."""
+
+
+def test_what_an_optimizer_keeps_and_no_other_worker_can_make_is_named() -> None:
+    module = nn.Linear(2, 2)
+    owner, shadow = Lookahead(module.parameters()), Lookahead(module.parameters())
+    owner.marked = torch.ones(2).as_subclass(Marked)  # type: ignore[attr-defined]
+    problems = accept_optimizer_values(shadow, module, optimizer_values(owner, module))
+    assert len(problems) == 1 and problems[0].startswith("Lookahead.marked (a tensor of class ")
+    assert not hasattr(shadow, "marked")
+
+
 def test_hooks_on_an_optimizer_are_named() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 2)

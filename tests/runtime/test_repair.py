@@ -20,7 +20,7 @@ def test_a_shadow_that_is_not_what_its_owner_is_is_an_error_for_all(problems: tu
     grid, placed, events = Grid(1, 3), list[Placement](), list[str]()
     protected = Placement.initial(grid, MEMBERS)
     worker: Any = SimpleNamespace(
-        links=SimpleNamespace(acquaint=lambda who: None),
+        links=SimpleNamespace(acquaint=lambda who: None, connect=lambda peers, with_lanes: None),
         me="c",
         record=SimpleNamespace(members=MEMBERS),
         placement=Placement.initial(grid, MEMBERS, protected=False),
@@ -32,6 +32,7 @@ def test_a_shadow_that_is_not_what_its_owner_is_is_an_error_for_all(problems: tu
         agree_on=lambda kind, value: {"a": problems, "b": (), "c": value()},
         log_event=lambda event, **fields: events.append(event),
         session=SimpleNamespace(worker="c"),
+        leads=False,
         is_reporter=False,
         step=5,
         news=SimpleNamespace(),

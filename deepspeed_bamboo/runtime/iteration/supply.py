@@ -152,6 +152,11 @@ class DataSupply:
                 f"had them were lost. Pass an iterator on every rank, or call engine.set_data_source{source} on every "
                 "rank, and a job goes on as long as one worker is left"
             ) from error
+        # All channels at once, by those at both ends: one by one, workers could wait for each other in a circle.
+        worker.links.meet(
+            {its.receiver for its in planned if its.feeder == me}
+            | {its.feeder for its in planned if its.receiver == me}
+        )
         for delivery in planned:
             if delivery.receiver == me:
                 self._expected[delivery.pipeline] = delivery

@@ -12,17 +12,26 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from deepspeed_bamboo.coordination import JobCoordinator, Member
+from deepspeed.utils import logger
+
+from deepspeed_bamboo.coordination import EpochRecord, JobCoordinator, Member
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.reconfiguring import Target
-from deepspeed_bamboo.errors import BambooError, ConfigError, ExpelledError, JobStoppedError
+from deepspeed_bamboo.errors import (
+    BambooError,
+    ConfigError,
+    DrainedError,
+    ExpelledError,
+    JobFailedError,
+    JobStoppedError,
+)
 from deepspeed_bamboo.runtime.comm.c10d import c10d
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.session import WorkerIdentity, WorkerSession
 from deepspeed_bamboo.runtime.membership.common_state import CommonState
-from deepspeed_bamboo.runtime.membership.reconfiguration import Reconfiguration, expected_coordinate
+from deepspeed_bamboo.runtime.membership.reconfiguration import WELCOME, Reconfiguration, expected_coordinate
 from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
 from deepspeed_bamboo.runtime.stock.world import AloneGroup, replace_default_group
 
@@ -72,7 +81,7 @@ def join(worker: Worker, *, reconfiguration: Reconfiguration, common: CommonStat
     if record is None or record.lost or record.placement.hosted_by(session.worker):
         raise ExpelledError(f"worker {session.worker} was not taken in as planned; its agent starts another one")
     try:
-        welcome = session.with_retries(lambda: session.coordinator.welcome(record.number))
+        welcome = session.with_retries(lambda: session.coordinator.long_value(record.number, WELCOME))
     except EpochChangedError:
         welcome = None
     if welcome is None:
@@ -80,18 +89,40 @@ def join(worker: Worker, *, reconfiguration: Reconfiguration, common: CommonStat
     target = Target.from_json(welcome["target"])
     worker.view.adopt(record, Placement.from_json(welcome["placement"]))
     worker.activity.index = welcome["activity"]
-    common.take(welcome["known"])
-    worker.host.save()
-    known()
+    with _stepping_back(worker):
+        common.take(welcome["known"])
+        worker.host.save()
+        known()
+        _take_part(worker, record, target, reconfiguration)
+
+
+def _take_part(worker: Worker, record: EpochRecord, target: Target, reconfiguration: Reconfiguration) -> None:
     with contextlib.suppress(EpochChangedError):  # whoever is lost meanwhile: the reconfiguration recovers from that
         worker.links.enter(
             members=_registered(worker, record.members),
             order=record.members,
-            name=f"{session.identity.job}/{record.number}",
+            name=f"{worker.session.identity.job}/{record.number}",
         )
     # The others have had an agreement before this worker came.
     worker.activity.rounds.append({})
     reconfiguration.carry_out(record.number, target)
+
+
+@contextmanager
+def _stepping_back(worker: Worker) -> Iterator[None]:
+    """Inside, an error of this worker costs nobody else: it holds nothing yet that the others count on."""
+    try:
+        yield
+    except (JobFailedError, JobStoppedError, DrainedError, ExpelledError):
+        raise
+    except Exception as error:
+        if worker.me in worker.record.placement.holders:
+            raise
+        logger.exception(f"worker {worker.me} can't take its part in the job")
+        what = f"{type(error).__name__}: {error}"
+        raise ExpelledError(
+            f"worker {worker.me} can't take its part, and the job continues without it ({what})"
+        ) from error
 
 
 def _registered(worker: Worker, wanted: Sequence[WorkerId]) -> dict[WorkerId, Member]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from deepspeed.utils import logger
@@ -256,10 +257,8 @@ class Reconfiguration:
                 "placement": worker.placement.to_json(),
                 "known": self._known(),
             }
-            number = self._newest_number(current) + 1
-            session.with_retries(lambda: session.coordinator.publish_welcome(number, welcome))
-            members = (*current.members, *target.joining)
-            proposed = self._propose(current, members=members, reason=f"to join: {', '.join(target.joining)}")
+            members, reason = (*current.members, *target.joining), f"to join: {', '.join(target.joining)}"
+            proposed = self._propose(current, members=members, reason=reason, welcome=welcome)
         agreed = worker.agree({"joined": proposed})
         worker.activity.rounds.append(agreed)
         record: EpochRecord = next(value["joined"] for value in agreed.values() if value["joined"] is not None)
@@ -273,31 +272,39 @@ class Reconfiguration:
         return record
 
     def _propose(
-        self, base: EpochRecord, *, members: tuple[WorkerId, ...], reason: str, target: Target | None = None
+        self,
+        base: EpochRecord,
+        *,
+        members: tuple[WorkerId, ...],
+        reason: str,
+        target: Target | None = None,
+        welcome: dict[str, Any] | None = None,
     ) -> EpochRecord | None:
-        """As the first member: make the next epoch. When somebody else made one first, wait to be interrupted by it."""
+        """As the first member: make the next epoch, for which ``welcome`` is published first.
+
+        Raises what interrupts when somebody else made one first; after one that has only new shadows, tries again.
+        """
         worker, session = self._worker, self._worker.session
         if proposer(base.members) != session.worker:
             return None
-        number = self._newest_number(base)
-        record = replace(
-            base,
-            number=number + 1,
-            members=members,
-            placement=worker.placement if target is None else target.placement,
-            reason=reason,
-            lost=(),
-            proposer=session.worker,
-            time_seconds=time.time(),
-            restoring=-1,
-            roster=None,
-        )
-        if not session.with_retries(lambda: session.coordinator.propose(record, expected=number)):
-            newest = session.with_retries(session.coordinator.epoch)
-            if newest is not None:
-                session.interruption.announce_epoch(newest)
-            session.interruption.wait_until(lambda: False)
-        return record
+        while True:
+            number = self._newest_number(base)
+            if welcome is not None:
+                session.with_retries(partial(session.coordinator.publish_long, number + 1, WELCOME, welcome))
+            record = replace(
+                base,
+                number=number + 1,
+                members=members,
+                placement=worker.placement if target is None else target.placement,
+                reason=reason,
+                lost=(),
+                proposer=session.worker,
+                time_seconds=time.time(),
+                restoring=-1,
+                roster=None,
+            )
+            if session.with_retries(partial(session.coordinator.propose, record, expected=number)):
+                return record
 
     def _newest_number(self, base: EpochRecord) -> int:
         """Of the epoch that is ``base`` but for new shadows. Raises what interrupts when there is another one."""
@@ -376,6 +383,10 @@ class Reconfiguration:
             "hosted": hosted,
         }
         worker.log_event("joined" if worker.me in target.joining else "reconfigured", **fields)
+
+
+WELCOME = "welcome"
+"""Under which name what those who join have to know is published."""
 
 
 def site_of(member: Member) -> WorkerSite:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from deepspeed_bamboo.coordination import EpochRecord
 from deepspeed_bamboo.core.consensus import Conclusion
-from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.runtime.iteration.activity import Round
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
@@ -51,7 +52,7 @@ class RedundancyRepair:
         before = worker.placement
         worker.view.place(with_rebuilt(before, agreed, epoch=worker.epoch))
         complete = worker.protected(worker.record.members) == worker.placement
-        if complete and worker.placement != before and worker.is_reporter:
+        if complete and worker.placement != before and worker.leads:
             self._propose(worker.record)
 
     def repair(self) -> None:
@@ -83,6 +84,7 @@ class RedundancyRepair:
             self._drop_unlisted_shadows()
             target = worker.protected(current.members)
             missing = target.shadows_beyond(worker.placement)
+            self._meet(missing)
             problems = self._transfer.copy_shadows(worker.placement, shadows=missing, label=str(worker.activity.index))
             copied.append((current, target))
             return problems
@@ -94,8 +96,15 @@ class RedundancyRepair:
         worker.view.place(target)
         seconds = time.perf_counter() - started
         self._say(current, seconds=seconds, waited_seconds=seconds)
-        if worker.is_reporter:
+        if worker.leads:
             self._propose(current)
+
+    def _meet(self, missing: Iterable[tuple[Coordinate, WorkerId]]) -> None:
+        """Make all channels that are used next, before any is: one by one, workers could wait in a circle."""
+        placement, me = self._worker.placement, self._worker.me
+        pairs = [(placement.owner(coordinate), holder) for coordinate, holder in missing]
+        partners = {holder for owner, holder in pairs if owner == me} | {o for o, holder in pairs if holder == me}
+        self._worker.links.connect(sorted(partners), with_lanes=partners)
 
     def _takes_part(self) -> bool:
         """The same answer on every worker that comes to this boundary, though some may have passed it before a loss."""
@@ -145,8 +154,13 @@ def _after_its_loss(worker: Worker) -> str:
 
 
 def _survived_again(placement: Placement) -> str:
+    if len(placement.shadows) < len(placement.owners):
+        bare = len(placement.owners) - len(placement.shadows)
+        return (
+            f"but {bare} of {len(placement.owners)} stages can have none, and the loss of their workers is not survived"
+        )
     if placement.copies == 1:
         return "another loss is survived again"
-    if len(placement.second_shadows) == len(placement.shadows):
+    if len(placement.second_shadows) == len(placement.owners):
         return "every stage has two, any two workers may be lost at once again"
     return "there are too few workers for two of each stage, another loss is survived again"

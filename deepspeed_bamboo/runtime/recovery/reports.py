@@ -52,9 +52,12 @@ def exchange_reports(
     reports = {worker: _report_of(everybodys, worker) for worker in record.members}
     most, needing = keeper(reports)
     if most == session.worker:
-        session.with_retries(lambda: coordinator.publish_progress(number, _KEEPERS, own.to_json()))
+        # An agreement may hold as much as the script's own tensors.
+        session.with_retries(lambda: coordinator.publish_long(number, _KEEPERS, own.to_json()))
+        session.with_retries(lambda: coordinator.publish_progress(number, _KEEPERS, {}))
     elif most is not None and session.worker in needing:
-        reports[most] = _report_of({most: _published(session, number, _KEEPERS)}, most)
+        _published(session, number, _KEEPERS)
+        reports[most] = _report_of({most: _long(session, number, _KEEPERS)}, most)
     return reports
 
 
@@ -89,6 +92,12 @@ def _published(
             again()
             published = session.with_retries(lambda: session.coordinator.progress(epoch))
     return published[name]
+
+
+def _long(session: WorkerSession, epoch: int, name: str) -> dict[str, Any]:
+    while (found := session.with_retries(lambda: session.coordinator.long_value(epoch, name))) is None:
+        session.interruption.wait_until(lambda: False, timeout_seconds=_LOOK_AGAIN_SECONDS)
+    return found
 
 
 def packed(reports: Mapping[WorkerId, Mapping[str, Any]]) -> dict[str, Any]:

@@ -225,6 +225,9 @@ class ShadowRebuild:
             # The iteration continues, and what is missing is copied at its end, where errors count.
             work.links.close()  # so that the others do not wait
             logger.warning(f"{me}: new shadows can't be copied beside the iteration ({error})")
+        except BaseException:
+            work.links.close()
+            raise
         finally:
             work.stopped = True
             interruption.notify()

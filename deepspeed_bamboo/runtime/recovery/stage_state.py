@@ -123,7 +123,7 @@ def unpack_rest(replica: StageReplica, state: dict[str, Any]) -> None:
     for holder, own in zip(holders, state["own"], strict=True):
         accept_plain_of_the_script(holder, own)
     for holder, kept in zip(holders, state.get("kept", ()), strict=False):
-        accept_optimizer_values(holder, attributes["module"], kept)
+        replica.moving_attributes.refuse(accept_optimizer_values(holder, attributes["module"], kept))
     attributes.update(state["counters"])
     replica.micro_offset = state["micro_offset"]
 

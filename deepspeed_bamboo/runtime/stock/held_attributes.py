@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import types
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -333,6 +333,10 @@ class MovingAttributes:
                     if (path, name) in reading.keys and (path, name) not in self._moving:
                         continue  # made alike by its constructor
                     self._unsendable.append(f"{_name((path, name))} ({error} can't be made on another worker)")
+
+    def refuse(self, problems: Iterable[str]) -> None:
+        """What else of the stage this worker can't make, in words."""
+        self._unsendable += problems
 
     def include(self, state: AttributeState | None) -> None:
         """It moves at the owner, so it will here, when this replica is an owner."""

@@ -53,18 +53,23 @@ def optimizer_values(holder: Any, module: torch.nn.Module) -> OptimizerState | N
     }
 
 
-def accept_optimizer_values(holder: Any, module: torch.nn.Module, state: OptimizerState | None) -> None:
-    """Inverse of :func:`optimizer_values`. Raises LookupError for what this worker has no class for."""
+def accept_optimizer_values(holder: Any, module: torch.nn.Module, state: OptimizerState | None) -> list[str]:
+    """Inverse of :func:`optimizer_values`. Returns what can't be made here, each with the reason; it stays as it is."""
     if holder is None or state is None:
-        return
+        return []
     parts = _parts(holder, module)
     reader = Reader(parts)
     for _, value in _attributes(holder):
         reader.root(value)
     examples = Examples(reader.objects)
     fitting = Fitting(state["nodes"], state["tensors"], parts=parts, examples=examples, device=device_of(module))
+    problems = []
     for name, item in state["where"]:
-        vars(holder)[name] = fitting.root(item, vars(holder).get(name))
+        try:
+            vars(holder)[name] = fitting.root(item, vars(holder).get(name))
+        except LookupError as error:
+            problems.append(f"{type(holder).__name__}.{name} ({error} can't be made on another worker)")
+    return problems
 
 
 def _attributes(holder: Any) -> Iterator[tuple[str, Any]]:
