@@ -29,6 +29,11 @@ _NO_LOGITS = (
     "of logits, on the last stage, too: nobody has them any more. Write `if logits is not None:` around their use, "
     "or loop by engine.global_steps; engine.catching_up is true here"
 )
+_WEIGHTS_OF_NOW = (
+    "the script looks at the model's parameters at steps that the job did before: they are those of now, not of these "
+    "steps. An average of weights that it keeps (EMA, SWA), a norm or a copy comes out otherwise than in a job that "
+    "nothing interrupted. Keep averages in buffers of the layers, which are restored; engine.catching_up is true here"
+)
 
 
 class CatchingUpEngine(BambooPipelineEngine):
@@ -103,6 +108,13 @@ class CatchingUpEngine(BambooPipelineEngine):
     def catching_up(self) -> bool:  # type: ignore[override]
         """True while a script that counts its steps itself has yet to come to the job's step."""
         return self._made_catching_up is not None and self._made_catching_up.is_on_its_way
+
+    def _shown_to_script(self) -> list[Any] | None:
+        """As stock's; a line says that these are not the weights of the step at which the script is."""
+        shown: list[Any] | None = super()._shown_to_script()
+        if shown is not None and self.catching_up:
+            self._catching_up.says("weights", _WEIGHTS_OF_NOW)
+        return shown
 
     def calls_alone(self) -> bool:
         """Whether a collective that the script calls now concerns this worker alone."""

@@ -392,14 +392,24 @@ def versions_of(replica: StageReplica) -> tuple[int, str]:
     return sum(tensor._version for tensor in tensors), _beside_weights(replica)
 
 
+def touched(replica: StageReplica) -> tuple[int, str]:
+    """Another value once the script has changed weights or optimizer state; buffers may be changed by forwards."""
+    return sum(parameter._version for parameter in replica.module.parameters()), _optimizer_state(replica)
+
+
 def _beside_weights(replica: StageReplica) -> str:
-    """The scheduler's state, and which tensors with which values the optimizer's is, and its masters."""
+    """The scheduler's state, how gradients are clipped and the loss scaled, and what the optimizer keeps."""
+    return f"{_schedule(replica)} {_optimizer_state(replica)}"
+
+
+def _optimizer_state(replica: StageReplica) -> str:
+    """Which tensors with which values the optimizer's state is, and its masters."""
     optimizer = replica.attributes["basic_optimizer"]
     masters = masters_of(replica.attributes["optimizer"])
     kept = {} if optimizer is None else optimizer.state
     states = (its for its in kept.values() if isinstance(its, dict))
     tensors = [value for its in states for value in its.values() if isinstance(value, torch.Tensor)] + masters
-    return f"{_schedule(replica)} {sum(map(id, tensors))} {sum(tensor._version for tensor in tensors)}"
+    return f"{sum(map(id, tensors))} {sum(tensor._version for tensor in tensors)}"
 
 
 def _has_gradients(replica: StageReplica) -> bool:

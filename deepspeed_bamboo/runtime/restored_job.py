@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.protocol import REACHED
 from deepspeed_bamboo.runtime.catching_up import CatchingUp, ScriptParts
@@ -23,6 +24,7 @@ from deepspeed_bamboo.runtime.checkpoint.script_resume import Asked
 from deepspeed_bamboo.runtime.checkpoint.stage_files import StageFiles
 from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.job.past_results import PAST
+from deepspeed_bamboo.runtime.owner_changes import touched
 from deepspeed_bamboo.runtime.recovery.sources import STORE
 from deepspeed_bamboo.runtime.script_position import Phase
 
@@ -55,6 +57,8 @@ class RestoredJob(CatchingUp):
         self._ended = True  # the checkpoint has what the script did after its last step
         self._several = False  # the script had passed one data iterator after another
         self._restored: str | None = None
+        self._tag = ""
+        self._as_restored: dict[Coordinate, tuple[int, str]] = {}  # by stage what shows that the script changes it
 
     def begin(self) -> None:
         """Find the checkpoint to continue from, and load it if there is one; collective."""
@@ -67,6 +71,7 @@ class RestoredJob(CatchingUp):
         worker, position = self._worker, self._position
         started, written = time.perf_counter(), self._writes.written()
         state = self._checkpoints.restore(tag, self._files.load_without_code)
+        self._tag, self._as_restored = tag, self._touched()
         self._seeded(state)
         position.loss = float(state.get("loss", math.nan))
         position.reached = worker.step
@@ -107,6 +112,13 @@ class RestoredJob(CatchingUp):
                 "script count its steps itself (the plugin then has it pass by what was done), or pass one iterator "
                 "that begins again (deepspeed.utils.RepeatingLoader), or training_data"
             )
+        stages = self._changed()
+        if stages and not counts_by_itself and self._position.reached > self._beginning.step:
+            raise ConfigError(
+                f"the script has changed weights or optimizer state of {' '.join(stages)} after initialize, and this "
+                f"job goes on from step {self._position.reached} of {self._restored}: what it did when the job began "
+                "would be done to what has come of it. Do it before initialize, or only `if engine.global_steps == 0:`"
+            )
         super().enter(counts_by_itself=counts_by_itself)
         position = self._position
         if position.phase is Phase.CATCHING_UP:
@@ -127,6 +139,27 @@ class RestoredJob(CatchingUp):
             self._arrive()
             self.answers = False
         return loss
+
+    def _arrive(self) -> None:
+        """What the script has changed of weights on its way there is in the job's state, and was done to that again."""
+        told = self._worker.agree_on("arrival", self._changed)
+        if stages := sorted({stage for changed in told.values() for stage in changed}):
+            tell_once(
+                self._worker,
+                f"on its way to step {self._position.reached} the script has changed weights or optimizer state of "
+                f"{' '.join(stages)}, as when the job did these steps: they are read from {self._restored} again",
+            )
+            with self._position.unnoticed():
+                self._checkpoints.restore(self._tag, self._files.load_without_code)
+        super()._arrive()
+
+    def _touched(self) -> dict[Coordinate, tuple[int, str]]:
+        return {coordinate: touched(replica) for coordinate, replica in self._worker.host.owned.items()}
+
+    def _changed(self) -> list[str]:
+        """The stages here of which the script has changed what was restored."""
+        now = self._touched()
+        return sorted(str(c) for c, was in self._as_restored.items() if c in now and now[c] != was)
 
     @property
     def is_behind(self) -> bool:

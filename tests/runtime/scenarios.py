@@ -14,7 +14,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -671,12 +671,24 @@ def load_and_train(training: Training, folder: str, twice: bool = False) -> dict
     return {**_ended(engine, training, losses), "found": found}
 
 
+def multiply(parameters: Iterable[torch.nn.Parameter], *, by: float) -> None:
+    """As scripts do that load weights, or decay them."""
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(by)
+
+
 def train_with_checkpoints(
-    training: Training, folder: str, by_count: bool = False, environment: dict[str, str] | None = None
+    training: Training,
+    folder: str,
+    by_count: bool = False,
+    environment: dict[str, str] | None = None,
+    decays: bool = False,
 ) -> dict[str, Any]:
     """Run it with checkpoints in ``folder`` as often as can be: each is there, for all to know, three steps later.
 
-    ``by_count``: as a script that counts by itself. The iterator begins at step 0, as in the first run of a script.
+    ``by_count``: as a script that counts by itself. ``decays``: it changes weights itself, after ``initialize`` and
+    after each step. The iterator begins at step 0, as in the first run of a script.
     """
     os.environ.update(environment or {})
     checkpoint = {"dir": folder.format(rank=os.environ["RANK"]), "interval_minutes": 1e-9}
@@ -689,9 +701,13 @@ def train_with_checkpoints(
     evaluations: dict[str, float] = {}
     metrics: list[float] = []
     norms: list[bool] = []
+    if decays:
+        multiply(engine.module.parameters(), by=0.5)
     for step in steps:
         engine.checkpoints.wait()
         losses[str(step)] = float(engine.train_batch(iterator))
+        if decays:
+            multiply(engine.module.parameters(), by=0.99)
         if training.evaluate_before:
             metric = torch.tensor([losses[str(step)] if engine.is_last_stage() else 0.0])
             torch.distributed.all_reduce(metric)

@@ -114,6 +114,28 @@ def test_what_a_counting_script_did_on_its_way_is_left_out(jobs: Jobs, tmp_path:
     assert again.common("digest") == whole.common("digest")
 
 
+@pytest.mark.sweep
+def test_weights_that_a_counting_script_changes_on_its_way_are_those_of_the_checkpoint(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """What it does after the last of its steps that are passed by is done to them."""
+    training = dataclasses.replace(TRAINING, stages=2, dropout=0.0)
+    short = dataclasses.replace(training, faults=[kill(6, 0, stage, "idle") for stage in range(2)])
+    options: dict[str, Any] = {"world": 2, "by_count": True, "decays": True}
+    whole = jobs.run(train_with_checkpoints, training=training, folder=str(tmp_path / "whole"), **options)
+    jobs.run(train_with_checkpoints, training=short, folder=str(tmp_path / "kept"), **options)
+    shutil.copytree(tmp_path / "kept", tmp_path / "again")
+    again = jobs.run(train_with_checkpoints, training=training, folder=str(tmp_path / "kept"), **options)
+    assert again.common("losses") == whole.common("losses"), again.transcript()
+    assert again.common("digest") == whole.common("digest")
+    assert "on its way to step 4 the script has changed weights" in again.transcript()
+    for output in again.outputs.values():
+        assert output.count("the script looks at the model's parameters at steps that the job did before") == 1
+    options["by_count"] = False
+    refused = jobs.run(train_with_checkpoints, training=training, folder=str(tmp_path / "again"), **options)
+    assert refused.survivors == [] and "Do it before initialize, or only `if engine.global" in refused.transcript()
+
+
 def test_in_a_bucket_with_losses_while_it_is_written(jobs: Jobs, s3: dict[str, str], expected: JobResult) -> None:
     where = {"folder": f"s3://{BUCKET}/a/job", "environment": s3}
     # The part of stage 1 in the checkpoint of step 4 is lost, so the next one is taken at once, at step 6; and while
