@@ -158,7 +158,13 @@ class JobCoordinator(JobNews):
         return self._swap(record, revision, guard=(self._keys.generation, generation_revision))
 
     def propose_loss(
-        self, lost: Iterable[WorkerId], *, reason: str, proposer: str, judge: WorkerId | None = None
+        self,
+        lost: Iterable[WorkerId],
+        *,
+        reason: str,
+        proposer: str,
+        judge: WorkerId | None = None,
+        unless_fatal: bool = False,
     ) -> EpochRecord:
         """Make the job continue without the workers in ``lost``; returns the current epoch, which has none of them.
 
@@ -167,7 +173,7 @@ class JobCoordinator(JobNews):
         ``fatal_loss`` failure naming it and returns the current epoch as it is. Raises NoEpoch before the first epoch.
 
         ``judge``: the worker whose word this is. One without which the job has continued has none: of two that can't
-        reach each other, one stays.
+        reach each other, one stays. ``unless_fatal``: nothing is recorded where nobody else has what they hold.
         """
         gone = frozenset(lost)
         while True:
@@ -178,6 +184,8 @@ class JobCoordinator(JobNews):
             if not leaving or (judge is not None and judge not in current.members):
                 return current
             record = without_lost(current, leaving, reason=reason, proposer=proposer)
+            if record is None and unless_fatal:
+                return current
             if record is None:
                 why = f"after the loss of {', '.join(leaving)} in epoch {current.number} ({reason})"
                 gone_for_good = current.placement.without(leaving)[1]

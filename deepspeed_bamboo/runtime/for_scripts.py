@@ -53,13 +53,14 @@ def at_work(method: Method) -> Method:
     @functools.wraps(method)
     def call(engine: ScriptEngine, *args: Any, **kwargs: Any) -> Any:
         if method.__name__ in _MAIN_THREAD_ONLY:
-            engine.refused = None
             if in_thread_of_script():
-                engine.refused = ConfigError(
+                error = ConfigError(
                     f"{method.__name__} was called in the thread {threading.current_thread().name!r}, and the plugin "
                     "knows the main thread only as the one that trains: call initialize and it there"
                 )
-                raise engine.refused
+                engine.refused = None if engine.used else error
+                raise error
+            engine.refused, engine.used = None, True
         with engine.working():
             return method(engine, *args, **kwargs)
 
@@ -83,8 +84,9 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
     _stage_host: StageHost | None = None
     optimizer_source: Any = None
     _training_set: Any = None
-    # What the script's last call was refused for in a thread, whose end is not the process's.
+    # What a call in a thread, whose end is not the process's, was refused for, until the main thread makes one.
     refused: ConfigError | None = None
+    used = False  # whether it has
     _working = 0
     _ending = False
 

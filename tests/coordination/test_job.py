@@ -128,6 +128,15 @@ def test_of_two_workers_that_cannot_reach_each_other_one_stays(open_job: OpenJob
     assert one.epoch() == without and one.failure() is None
 
 
+def test_a_worker_that_would_take_the_last_copy_along_stays(open_job: OpenJob) -> None:
+    job = open_job()
+    job.propose(first_epoch(["w0", "w1"]), expected=None)
+    without = job.propose_loss(["w1"], reason="it leaves", proposer="w1", unless_fatal=True)
+    assert without.lost == ("w1",)
+    assert job.propose_loss(["w0"], reason="it leaves", proposer="w0", unless_fatal=True) == without
+    assert job.failure() is None
+
+
 def test_concurrent_reports_of_one_loss_make_one_epoch(open_job: OpenJob) -> None:
     jobs = [open_job() for _ in range(6)]
     jobs[0].propose(first_epoch(WORKERS), expected=None)

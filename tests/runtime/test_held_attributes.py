@@ -28,6 +28,7 @@ from deepspeed_bamboo.runtime.stock.optimizer_values import (
     optimizer_values,
     unfollowed_hooks,
 )
+from deepspeed_bamboo.runtime.stock.plain_forms import differs_by_machine
 from tests.runtime.habits import KeepingBlock, Lookahead, warming_up
 
 SEEN: list[float] = []
@@ -263,6 +264,12 @@ def test_an_optimizers_slow_weights_go_with_its_stage() -> None:
 
 class Marked(torch.Tensor):
     """A class that no constructor of a shadow has made one of."""
+
+
+def test_only_what_names_a_rank_or_a_device_is_a_workers_own() -> None:
+    own = ("rank", "local_rank", "global_rank", "ranks", "device", "cuda_device", "device_id", "device_ids")
+    others = ("ranked", "prank", "rank_history", "low_rank_cache", "devices_seen", "devicelike")
+    assert [name for name in (*own, *others) if differs_by_machine(name)] == list(own)
 
 
 def test_what_an_optimizer_keeps_and_no_other_worker_can_make_is_named() -> None:

@@ -190,7 +190,9 @@ def whereabouts_of(session: WorkerSession, *, where: Callable[[], Where | None])
         record = interruption.active
         if record is None or record.placement.without([me])[0] is None:
             return False
-        coordinator.propose_loss([me], reason=f"{me}: its script makes other calls than the others", proposer=me)
+        reason = f"{me}: its script makes other calls than the others"
+        if me in coordinator.propose_loss([me], reason=reason, proposer=me, unless_fatal=True).members:
+            return False
         interruption.announce_expulsion(why)
         return True
 

@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed_bamboo.runtime.comm.layout import layout_of
 from deepspeed_bamboo.runtime.stock.hook_values import read_hooks
 from deepspeed_bamboo.runtime.stock.hyperparameters import Values, values_of
-from deepspeed_bamboo.runtime.stock.plain_forms import Form, Parts, class_name, differs_by_machine, form_of
+from deepspeed_bamboo.runtime.stock.plain_forms import Form, Parts, class_name, form_of
 from deepspeed_bamboo.runtime.stock.script_hooks import MODULE_HOOKS, hook_options, is_of_stage, source_of
 
 Description = dict[str, Any]
@@ -88,7 +88,7 @@ def noted_attributes(parameter: torch.Tensor) -> dict[str, Any]:
 
 
 def _is_foreign(name: str, known: frozenset[str]) -> bool:
-    return name in known or name.startswith(("ds_", "_ds_", "_hp_")) or differs_by_machine(name)
+    return name in known or name.startswith(("ds_", "_ds_", "_hp_")) or "rank" in name or "device" in name
 
 
 def _named(module: torch.nn.Module, kind: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import sys
 import types
 import zlib
@@ -35,9 +36,12 @@ def class_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+_OF_A_MACHINE = re.compile(r"(.*_)?(ranks?|devices?)(_ids?)?")
+
+
 def differs_by_machine(name: str) -> bool:
-    """Whether an attribute of this name may rightly be another one on another worker."""
-    return "rank" in name or "device" in name
+    """Whether an attribute of this name is a worker's own: of which rank it is, or on which device."""
+    return _OF_A_MACHINE.fullmatch(name) is not None
 
 
 def device_of(module: torch.nn.Module) -> torch.device:
