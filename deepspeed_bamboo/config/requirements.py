@@ -107,14 +107,26 @@ def zero_problems(settings: Mapping[str, Any]) -> Iterator[str]:
             f"zero_optimization.stage is {stage}, and DeepSpeed's pipelines work with ZeRO stages 0 and 1 only; "
             "set it to 1 or 0"
         )
-    for name in ("offload_optimizer", "offload_param"):
-        part = zero.get(name) if isinstance(zero, Mapping) else None
+    yield from _offload_problems(zero, stage=stage)
+
+
+def _offload_problems(zero: Any, *, stage: Any) -> Iterator[str]:
+    if stage != 1 or not isinstance(zero, Mapping):
+        return
+    for name, possible in (("offload_optimizer", ("cpu",)), ("offload_param", ())):
+        part = zero.get(name)
         device = part.get("device", "none") if isinstance(part, Mapping) else "none"
-        if stage == 1 and device not in ("none", None):
+        if device not in ("none", None, *possible):
+            remedy = '"cpu" or "none"' if possible else '"none"'
             yield (
-                f"zero_optimization.{name}.device is {device!r}, and a stage whose state is partly offloaded can't be "
-                'rebuilt elsewhere; set it to "none" (bf16 with ZeRO-1 already splits that state over the pipelines)'
+                f"zero_optimization.{name}.device is {device!r}, which DeepSpeed has for ZeRO stage 3 only; set it to "
+                f"{remedy}"
             )
+    if zero.get("zenflow") is not None:
+        yield (
+            "zero_optimization.zenflow is set, and what ZenFlow leaves for later steps isn't known to a shadow; leave "
+            "zenflow out (offload_optimizer works without it)"
+        )
 
 
 def parallel_problems(settings: Mapping[str, Any]) -> Iterator[str]:

@@ -352,6 +352,10 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
             host.adopt_optimizer()
         self.script_writes.hold(self.optimizer)
 
+    def zero_force_ds_cpu_optimizer(self) -> bool:
+        """As stock's, which asks where it was given an optimizer: a replica's is given though the script gave none."""
+        return self.optimizer_source is not None and bool(super().zero_force_ds_cpu_optimizer())
+
     def whole_state_dict(self) -> dict[str, torch.Tensor]:
         """The weights and buffers of the whole model by name, on the host of the worker that is the reporter.
 

@@ -35,6 +35,7 @@ def validate(**changes: Any) -> None:
         {"settings": {"zero_optimization": True}},
         {"settings": {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}},
         {"settings": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}}}},
+        {"settings": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}},
         {"settings": {"tensor_parallel": {"autotp_size": 1}}},
         {"settings": {"comms_logger": {"enabled": False, "prof_all": True}}},
         {"settings": {"comms_logger": {"verbose": True}}},
@@ -55,8 +56,16 @@ def test_supported(changes: dict[str, Any]) -> None:
         ({"settings": {"zero_optimization": {"stage": 2}}}, ["stage is 2", "1 or 0"]),
         ({"settings": {"zero_optimization": {"stage": 3}}}, ["stage is 3", "1 or 0"]),
         (
-            {"settings": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}},
-            ["offload_optimizer.device is 'cpu'", 'set it to "none"'],
+            {"settings": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}}},
+            ["offload_optimizer.device is 'nvme'", 'set it to "cpu" or "none"'],
+        ),
+        (
+            {"settings": {"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}},
+            ["offload_param.device is 'cpu'", 'set it to "none"'],
+        ),
+        (
+            {"settings": {"zero_optimization": {"stage": 1, "zenflow": {}}}},
+            ["zenflow is set", "leave zenflow out"],
         ),
         ({"settings": {"tensor_parallel": {"autotp_size": 4}}}, ["autotp_size is 4", "set it to 0"]),
         ({"settings": {"comms_logger": {"enabled": True}}}, ["comms_logger.enabled is true", "set it to false"]),

@@ -19,6 +19,7 @@ SPIKES = (1, 3)
 # A small bucket: several reductions in an iteration, and no gigabyte for each of them.
 ZERO = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}, "zero_allow_untested_optimizer": True}
 CHECKED = {"debug_check_shadows": 1}
+OFFLOADED = {"zero_optimization": {**ZERO["zero_optimization"], "offload_optimizer": {"device": "cpu"}}}
 EAGER = {"redundancy": {"mode": "eager", "offload": "recompute"}}
 FULL = {"redundancy": {"mode": "full", "offload": "recompute"}}
 ACCUMULATE_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -98,7 +99,15 @@ DEFAULT.append((4, Training("gathering-bf16-2x2", 2, steps=5, settings={**CLIPPE
 DEFAULT.append(
     (3, Training("agreeing-fp16-3x1", 1, steps=6, settings={**CLIPPED, **FP16}, spikes=SPIKES), AGREEING_3X1)
 )
+DEFAULT.append((4, Training("offloaded-fp16-2x2", 2, steps=5, settings={**CLIPPED, **FP16, **OFFLOADED}), TWO_BY_TWO))
 SWEEP = [
+    (4, Training("offloaded-2x2", 2, steps=5, settings={**CLIPPED, **OFFLOADED}, bamboo=CHECKED), GATHERING),
+    (
+        4,
+        Training("offloaded-bf16-2x2", 2, steps=5, layers="tied", settings={**CLIPPED, **BF16, **OFFLOADED}),
+        TWO_BY_TWO_AT_THE_END,
+    ),
+    (3, Training("agreeing-offloaded-3x1", 1, steps=6, settings={**CLIPPED, **FP16, **OFFLOADED}), AGREEING_3X1),
     (4, Training("clipped-2x2", 2, steps=5, settings=CLIPPED), TWO_BY_TWO),
     (
         4,

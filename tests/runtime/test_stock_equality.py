@@ -14,6 +14,8 @@ CLIPPED = {"gradient_clipping": 0.05}
 BF16 = {"bf16": {"enabled": True}}
 WARM_UP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 10}}
 
+OFFLOADED = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+
 # On four workers. With three or more pipelines a sum depends on the order of its terms, which stock
 # leaves to gloo and NCCL, so there the plugin has an order of its own.
 CASES = [
@@ -25,9 +27,11 @@ CASES = [
     Training("few-micro-batches-1x4", 4, micro_batches=2),
     Training("buffers-1x4", 4, layers="normalised", module={"activation_checkpoint_interval": 2}),
     Training("data-set-2x2", 2, training_data=True),
+    Training("offloaded-2x2", 2, settings={**CLIPPED, **OFFLOADED}),
 ]
 # In another grid, or without checkpointing, than those above.
 SWEEP = [
+    Training("offloaded-bf16-1x4", 4, layers="tied", settings={**CLIPPED, **BF16, **OFFLOADED}),
     Training("bf16-1x4", 4, layers="tied", settings={**CLIPPED, **BF16}),
     Training("seeded-dropout-1x4", 4, dropout=0.3, module={"seed_layers": True}, evaluate_before=(1,)),
 ]

@@ -133,6 +133,12 @@ def master_weights(optimizer: Any) -> list[torch.Tensor]:
 
 
 @singledispatch
+def kept_gradients(optimizer: Any) -> list[torch.Tensor]:
+    """Gradients that stay after a step, where a later step may apply them again; most optimizers have none."""
+    return []
+
+
+@singledispatch
 def loss_scaling(optimizer: Any) -> Any:
     """The object whose plain attributes are the optimizer's loss scale and its history; None without one."""
     return None
@@ -182,7 +188,7 @@ def require_supported(optimizer: Any) -> None:
     if not is_supported(optimizer):
         raise ConfigError(
             f"optimizer {type(optimizer).__name__} is not supported with redundancy; supported are plain torch "
-            "optimizers and DeepSpeed's BF16, FP16 and ZeRO stage 1 optimizers without offload. Choose "
+            "optimizers and DeepSpeed's BF16, FP16 and ZeRO stage 1 optimizers without ZenFlow. Choose "
             'one of those, or set "bamboo": {"enabled": false}.'
         )
 

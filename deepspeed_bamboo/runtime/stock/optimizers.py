@@ -18,7 +18,8 @@ from deepspeed_bamboo.runtime.stock.plain_forms import Parts, form_of, is_known
 
 Maker = Callable[[Any], Any]
 Group = dict[str, Any]
-_NOT_COMPARED = frozenset({"state", "param_groups", "defaults"})
+_NOT_COMPARED = frozenset({"state", "param_groups", "defaults", "opt_id"})  # the last: DeepSpeedCPUAdam's, by count
+_KEPT_AS = {"adamw_mode": "adam_w_mode"}  # DeepSpeedCPUAdam's argument, and where it keeps it
 
 
 def maker_for(source: Any, *, configured: Maker, described: Mapping[str, Any] | None, module: torch.nn.Module) -> Any:
@@ -57,9 +58,9 @@ def made_again(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> tor
     kind: Any = type(optimizer)
     accepted = inspect.signature(kind.__init__).parameters
     arguments = {
-        name: optimizer.defaults.get(name, vars(optimizer).get(name))
-        for name in list(accepted)[2:]
-        if name in optimizer.defaults or name in vars(optimizer)
+        name: optimizer.defaults.get(name, vars(optimizer).get(kept))
+        for name, kept in ((name, _KEPT_AS.get(name, name)) for name in list(accepted)[2:])
+        if name in optimizer.defaults or kept in vars(optimizer)
     }
     try:
         return kind([dict(group) for group in groups], **arguments)  # type: ignore[no-any-return]

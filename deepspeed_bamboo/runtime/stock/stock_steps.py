@@ -90,7 +90,8 @@ class StockSteps:
         engine = self._engine
         gradients = gradient_tensors(engine.optimizer, engine.module)
         buffers = named_buffers(engine.module)
-        tensors = [tensor.detach() for tensor in (*gradients, *buffers.values())]
+        # Those of an offloaded optimizer are on the host, and all else travels from the device.
+        tensors = [tensor.detach().to(engine.device) for tensor in (*gradients, *buffers.values())]
         trained = [parameter.requires_grad for parameter in engine.module.parameters()]
         replica.moving.look(engine.module)
         values = replica.moving.values(engine.module)

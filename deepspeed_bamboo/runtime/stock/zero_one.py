@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from deepspeed_bamboo.runtime.stock import gradients
+from deepspeed_bamboo.runtime.stock import gradients, zero_offload
 
 
 @gradients.gradient_tensors.register
 def _(optimizer: DeepSpeedZeroOptimizer, module: torch.nn.Module) -> list[torch.Tensor]:
     """After the reduction: the gradients of this partition, padding included."""
+    if optimizer.cpu_offload:
+        return [*zero_offload.host_gradients(optimizer), *zero_offload.norms(optimizer)]
     reduced = optimizer.averaged_gradients
     return [tensor for group in sorted(reduced) for tensor in reduced[group] or ()]
 
@@ -25,6 +27,8 @@ def _(optimizer: DeepSpeedZeroOptimizer, module: torch.nn.Module) -> list[torch.
 @gradients.gradient_flags.register
 def _(optimizer: DeepSpeedZeroOptimizer) -> Any:
     """Per group, which of its tensors are padding (stock leaves those out of the norm)."""
+    if optimizer.cpu_offload:
+        return zero_offload.flags(optimizer)
     return [
         [bool(getattr(tensor, "_zero_padding", False)) for tensor in optimizer.averaged_gradients[group]]
         for group in sorted(optimizer.averaged_gradients)
@@ -34,6 +38,9 @@ def _(optimizer: DeepSpeedZeroOptimizer) -> Any:
 @gradients.accept_gradients.register
 def _(optimizer: DeepSpeedZeroOptimizer, module: torch.nn.Module, values: list[torch.Tensor], flags: Any) -> None:
     _reset(optimizer)
+    if optimizer.cpu_offload:
+        zero_offload.accept(optimizer, values, flags)
+        return
     remaining = iter(values)
     for group, paddings in enumerate(flags):
         optimizer.averaged_gradients[group] = []
@@ -76,6 +83,11 @@ def _(optimizer: DeepSpeedZeroOptimizer) -> list[torch.Tensor]:
     return list(optimizer.single_partition_of_fp32_groups)
 
 
+@gradients.kept_gradients.register
+def _(optimizer: DeepSpeedZeroOptimizer) -> list[torch.Tensor]:
+    return zero_offload.host_gradients(optimizer) if optimizer.cpu_offload else []
+
+
 @gradients.loss_scaling.register
 def _(optimizer: DeepSpeedZeroOptimizer) -> Any:
     return optimizer.loss_scaler
@@ -83,7 +95,7 @@ def _(optimizer: DeepSpeedZeroOptimizer) -> Any:
 
 @gradients.is_supported.register
 def _(optimizer: DeepSpeedZeroOptimizer) -> bool:
-    return not (optimizer.cpu_offload or optimizer.partition_gradients or optimizer.has_moe_layers)
+    return not (optimizer.zenflow or optimizer.partition_gradients or optimizer.has_moe_layers)
 
 
 def _reset(optimizer: DeepSpeedZeroOptimizer) -> None:
@@ -95,6 +107,8 @@ def _reset(optimizer: DeepSpeedZeroOptimizer) -> None:
     optimizer.params_already_reduced[:] = [False] * len(optimizer.params_already_reduced)
     optimizer.averaged_gradients.clear()
     optimizer.all_grad_tensors.clear()
+    if optimizer.cpu_offload:
+        zero_offload.reset(optimizer)
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
