@@ -174,14 +174,18 @@ def test_two_losses_reported_at_once_by_different_agents_both_count(open_job: Op
     assert jobs[0].failure() is None
 
 
-def test_a_fatal_loss_fails_the_job_and_names_the_coordinates(open_job: OpenJob) -> None:
+@pytest.mark.parametrize(
+    ("stores", "said"), [(True, "goes on from the last checkpoint"), (False, "begins at the first step")]
+)
+def test_a_fatal_loss_fails_the_job_and_names_the_coordinates(open_job: OpenJob, stores: bool, said: str) -> None:
     job = open_job()
-    start = first_epoch(WORKERS)
+    start = replace(first_epoch(WORKERS), stores=stores)
     job.propose(start, expected=None)
     assert job.propose_loss(["w1", "w2"], reason="zone lost", proposer="agent-0") == start
     failure = job.failure()
     assert failure is not None and failure.kind == "fatal_loss"
     assert "0.2" in failure.message and "w1, w2" in failure.message and "zone lost" in failure.message
+    assert said in failure.message
     job.fail(JobFailure(worker="w3", kind="user_error", message="later", traceback=""))
     assert job.failure() == failure, "the first failure stands"
 

@@ -120,6 +120,18 @@ def test_a_lone_worker_is_told_that_nobody_stands_in_for_it(jobs: Jobs) -> None:
     assert "nobody can stand in for it" in result.outputs[0]
 
 
+@pytest.mark.sweep
+def test_workers_without_redundancy_are_told_that_no_loss_is_survived(jobs: Jobs) -> None:
+    result = jobs.run(build_unprotected, world=2)
+    assert "redundancy.mode is off, so nobody can stand in for any worker" in result.transcript()
+    assert "begins at the first step, since checkpoint.dir is not set" in result.transcript()
+
+
+def build_unprotected() -> str:
+    build(Training("unprotected", 2, bamboo={"redundancy": {"mode": "off"}}, faults=[])).close()
+    return "done"
+
+
 def train_alone() -> str:
     build(Training("alone", 1, faults=[])).close()
     return "done"

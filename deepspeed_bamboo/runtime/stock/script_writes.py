@@ -279,7 +279,7 @@ class ScriptWrites:
         self._host.save()
         for replica in self._host.built():
             scheduler, built = replica.attributes["lr_scheduler"], replica.built_scheduler
-            if None not in (scheduler, built) and scheduler is not built:
+            if None not in (scheduler, built) and vars(scheduler) is not vars(built):  # see HeldObjects
                 raise ConfigError(
                     f"the script has put a {type(scheduler).__name__} on the engine in place of the "
                     f"{type(built).__name__} that the configuration (or a function given to initialize) has made for "
