@@ -55,7 +55,7 @@ class DeviceMemory:
 def state_bytes(replica: StageReplica) -> int:
     """Bytes of a stage's parameters, buffers, gradients, master weights and optimizer state on its device."""
     optimizer, module = replica.attributes["optimizer"], replica.module
-    tensors = pack_state(replica).tensors
+    tensors = pack_state(replica, travels=False).tensors
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values()) + gradient_bytes(optimizer, module)
 

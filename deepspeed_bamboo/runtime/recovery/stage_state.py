@@ -15,7 +15,7 @@ from deepspeed_bamboo.runtime.comm.encoding import Slot
 from deepspeed_bamboo.runtime.comm.layout import in_layout, layout_of
 from deepspeed_bamboo.runtime.stock.attributes import COUNTERS
 from deepspeed_bamboo.runtime.stock.clipping import clipping_of
-from deepspeed_bamboo.runtime.stock.gradients import accept_scale_state, master_weights, scale_state
+from deepspeed_bamboo.runtime.stock.gradients import accept_scale_state, kept_gradients, master_weights, scale_state
 from deepspeed_bamboo.runtime.stock.hook_values import accept_hook_state, hook_state
 from deepspeed_bamboo.runtime.stock.optimizer_values import accept_optimizer_values, optimizer_values
 from deepspeed_bamboo.runtime.stock.plain_forms import device_of
@@ -37,25 +37,34 @@ class PackedState:
     tensors: list[torch.Tensor]
 
 
-def pack_state(replica: StageReplica) -> PackedState:
+def pack_state(replica: StageReplica, *, travels: bool = True) -> PackedState:
     """Everything that makes ``replica`` what it is between two iterations.
 
     The tensors are the replica's own: whoever sends them waits until they are received before it changes them. Only
-    buffers are copies, since a forward may change them.
+    buffers are copies, since a forward may change them; and so is what an offloaded optimizer has on the host, where
+    it ``travels``, since that goes from device to device.
     """
     rest = pack_rest(replica)
     attributes = replica.attributes
     module, optimizer = attributes["module"], attributes["optimizer"]
+    device = device_of(module)
+    masters = [master.detach() for master in master_weights(optimizer)]
+    of_optimizer = {
+        "masters": masters,
+        "gradients": [gradient.detach() for gradient in kept_gradients(optimizer)],
+        "optimizer": None if optimizer is None else attributes["basic_optimizer"].state_dict(),
+    }
+    if travels and any(master.device != device for master in masters):
+        of_optimizer = _brought_to(device, of_optimizer)
     state = {
         "parameters": [parameter.detach() for parameter in module.parameters()],
         "buffers": [buffer.detach().clone() for buffer in module.buffers()],
-        "masters": [master.detach() for master in master_weights(optimizer)],
-        "optimizer": None if optimizer is None else attributes["basic_optimizer"].state_dict(),
+        **of_optimizer,
         "scale": scale_state(optimizer),
         **rest,
     }
     tensors: list[torch.Tensor] = []
-    return PackedState(_take_out(state, tensors, device_of(module)), tensors)
+    return PackedState(_take_out(state, tensors, device), tensors)
 
 
 def pack_rest(replica: StageReplica) -> dict[str, Any]:
@@ -143,6 +152,15 @@ def _take_out(value: Any, tensors: list[torch.Tensor], device: torch.device) -> 
     return value
 
 
+def _brought_to(device: torch.device, value: Any) -> Any:
+    """``value`` with every tensor of more than a number on ``device``. The optimizer that loads it takes it back."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device) if value.dim() else value
+    if isinstance(value, dict):
+        return {key: _brought_to(device, item) for key, item in value.items()}
+    return [_brought_to(device, item) for item in value] if isinstance(value, list) else value
+
+
 def _put_back(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, Slot):
         return tensors[value.index]
@@ -167,6 +185,8 @@ def unpack_state(replica: StageReplica, packed: PackedState) -> None:
         for target, value in zip(module.buffers(), state["buffers"], strict=True):
             target.copy_(value)
         for target, value in zip(master_weights(optimizer), state["masters"], strict=True):
+            target.copy_(value)
+        for target, value in zip(kept_gradients(optimizer), state["gradients"], strict=True):
             target.copy_(value)
     if optimizer is not None:
         attributes["basic_optimizer"].load_state_dict(state["optimizer"])
