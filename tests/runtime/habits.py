@@ -122,6 +122,14 @@ class ClippingByHand(Habit):
         engine.optimizer.clip_grad = 0.01 * (5 - step)
 
 
+class Recomputing(Habit):
+    """Activations are recomputed after the third step, which in stock changes the first stage's gradients."""
+
+    def stepped(self, engine: Any, step: int) -> None:
+        if step == 3:
+            engine.module.set_checkpoint_interval(1)
+
+
 class MastersByHand(Habit):
     """fp32 weights and moments changed by DeepSpeed's own functions, once after the third step."""
 
@@ -679,6 +687,7 @@ _KINDS = (
         ClippingByHand,
         MastersByHand,
         ScaleByHand,
+        Recomputing,
         Evaluating,
         CountingHooks,
         LateHooks,

@@ -116,6 +116,15 @@ def test_masters_moments_and_scales_written_by_hand_act_on_what_was_taken_over(
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize(("stage", "step"), [(0, 4), (2, 4), (0, 5), (2, 5)])
+def test_what_the_script_sets_on_its_module_acts_on_what_was_taken_over(jobs: Jobs, stage: int, step: int) -> None:
+    fault = {**kill(step, stage, "forward"), "micro_batch": 1}
+    result = jobs.run(compare_habit, world=3, habit="Recomputing", stages=3, steps=7, faults=[fault])
+    assert result.codes.count(-9) == 1, result.transcript()
+    assert all(value["plugin"]["losses"] == value["stock"]["losses"] for value in result.values.values())
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_what_an_evaluation_changes_it_changes_once(jobs: Jobs, stage: int) -> None:
     fault = {**kill(2, stage, "forward"), "micro_batch": 1}  # the first forward of that step is an evaluation's

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from deepspeed.pipe import PipelineModule
 
 from deepspeed_bamboo.runtime.stock.description import is_foreign, is_torchs
+from deepspeed_bamboo.runtime.stock.root_values import own_of_root
 from deepspeed_bamboo.runtime.stock.script_hooks import LOSS, is_of_stage
 
 PlainValues = dict[str, dict[str, Any]]
@@ -76,8 +78,11 @@ def plain_values(module: torch.nn.Module, *, foreign_too: bool = False) -> Plain
     """
     found = {}
     for path, holder in _holders(module):
+        if not path and not foreign_too:
+            continue  # what a subclass notes of itself may be another one on each worker, until it moves
+        has = holder.__dict__.items() if path else own_of_root(holder)
         # Classes first: of the twenty attributes of a module few are plain.
-        plain = {n: v for n, v in holder.__dict__.items() if v.__class__ in PLAIN}
+        plain = {n: v for n, v in has if v.__class__ in PLAIN}
         values = {n: v for n, v in plain.items() if not (is_foreign(n) and (not foreign_too or is_torchs(n)))}
         if values:
             found[path] = values
@@ -120,6 +125,8 @@ def changes(before: PlainValues, now: PlainValues) -> PlainValues:
 
 
 def _holders(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    if isinstance(module, PipelineModule):
+        yield "", module
     for path, part in module.named_modules():
         if is_of_stage(module, path):
             yield path, part

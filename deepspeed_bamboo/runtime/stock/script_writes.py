@@ -40,6 +40,7 @@ from deepspeed_bamboo.runtime.stock.hyperparameters import (
     values_of,
 )
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
+from deepspeed_bamboo.runtime.stock.root_values import RootByHand
 from deepspeed_bamboo.runtime.stock.scale_by_hand import ScaleByHand
 
 Written = tuple[tuple[Any, Values], ...]
@@ -73,9 +74,11 @@ class ScriptWrites:
         self._written: list[tuple[Any, Values]] = []  # since the last step: sources, and what they held then
         self._clipping = ClippingByHand()
         self._scale = ScaleByHand()
+        self._roots = RootByHand(self._say)
         self.hold(optimizer)
         for replica in host.owners():
             self.note(replica)
+        self._leave_root()
 
     def hold(self, optimizer: Any) -> None:
         """``optimizer``, DeepSpeed's wrapper or a plain one, is what the script has in its hands from now on."""
@@ -135,7 +138,10 @@ class ScriptWrites:
             self._note_written(source)
             self._used[id(source)] = self._carry_from(source)
         self._clipping.follow(self._wrappers(), self._host.owners())
-        self._scale.follow(self._wrappers(), [replica.attributes["optimizer"] for replica in self._host.replicas()])
+        replicas, shown = self._host.replicas(), self._host.shown()
+        self._scale.follow(self._wrappers(), [replica.attributes["optimizer"] for replica in replicas])
+        if shown is not None:
+            self._roots.follow(shown.module, [replica.module for replica in replicas])
 
     def take_written(self) -> Written:
         """What the script has written since the last call, for :meth:`write_again`."""
@@ -209,6 +215,12 @@ class ScriptWrites:
     def _leave(self) -> None:
         self._left = {id(source): values_of(source) for source in self._sources()}
         self._scale.leave(self._wrappers())
+        self._leave_root()
+
+    def _leave_root(self) -> None:
+        shown = self._host.shown()
+        if shown is not None:
+            self._roots.leave(shown.module)
 
     def _note_written(self, source: Any) -> None:
         now, left = values_of(source), self._left.get(id(source))

@@ -1,0 +1,105 @@
+"""What a script sets on its PipelineModule itself: when to recompute activations, or an attribute of a subclass.
+
+A script has one PipelineModule, a worker several: one for each stage that it hosts, and for each shadow. The scripts of
+all workers do the same, so what one sets there goes to all of its own worker's.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from deepspeed.pipe import PipelineModule
+
+from deepspeed_bamboo.runtime.stock.description import is_torchs
+from deepspeed_bamboo.runtime.stock.rebinding import rebound
+from deepspeed_bamboo.runtime.stock.script_hooks import LOSS
+
+_PLAIN = (bool, int, float, str)
+_SETTABLE = frozenset(
+    {"activation_checkpoint_interval", "activation_checkpoint_func", "checkpointable_layers"}
+    | {"seed_layers", "seed_fn", "base_seed"}
+)
+"""What a script may set of what every PipelineModule has. All else of that belongs to a stage, or is followed apart."""
+_GROWING = (list, dict, set, deque)
+
+
+class RootByHand:
+    """For one worker; see the module.
+
+    Args:
+        tell: called with a sentence about what a forward keeps there, which no other worker gets.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._source: Any = None
+        self._left: dict[str, Any] = {}
+        self._sizes: dict[str, int] = {}
+        self._moved: set[str] = set()  # by forwards
+
+    def follow(self, source: Any, modules: Iterable[Any]) -> None:
+        """Before a step. ``source``: the module that the script has."""
+        now = _settable(source)
+        changed = self._changed(source, now)
+        for module in modules if changed else ():
+            if module is not source:
+                for name, value in changed.items():
+                    module.__dict__[name] = rebound(value, old=source, new=module)
+                if source.is_checkpointable_results_interval == changed.get("activation_checkpoint_interval", -1):
+                    module._precompute_checkpointable_values()
+        self._note(source, now)
+
+    def leave(self, source: Any) -> None:
+        """After a step, in which forwards may have changed something."""
+        now = _settable(source)
+        self._moved |= self._changed(source, now).keys()
+        grown = (
+            [n for n, size in self._sizes.items() if n in now and len(now[n]) != size] if self._source is source else []
+        )
+        if grown and source.stage_id == 0:
+            self._tell(
+                f"a forward changes {', '.join(grown)} of the PipelineModule ({type(source).__name__}) itself, of "
+                "which each worker has its own: a stage taken over goes on with that of its new worker. Keep what a "
+                "forward reads in a layer, or in a buffer"
+            )
+        self._note(source, now)
+
+    def _changed(self, source: Any, now: dict[str, Any]) -> dict[str, Any]:
+        if self._source is not source:
+            return {}
+        return {n: v for n, v in now.items() if n not in self._moved and not _same(self._left.get(n), v)}
+
+    def _note(self, source: Any, now: dict[str, Any]) -> None:
+        self._source, self._left = source, now
+        self._sizes = {name: len(value) for name, value in now.items() if isinstance(value, _GROWING)}
+
+
+def own_of_root(module: Any) -> Iterator[tuple[str, Any]]:
+    """What a PipelineModule has that no other one has: attributes of a subclass."""
+    known = _names_of_every_one()
+    return ((name, value) for name, value in module.__dict__.items() if name not in known and not is_torchs(name))
+
+
+def _settable(module: Any) -> dict[str, Any]:
+    return {**{n: module.__dict__[n] for n in _SETTABLE if n in module.__dict__}, **dict(own_of_root(module))}
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (one.__class__ is other.__class__ and one.__class__ in _PLAIN and one == other)
+
+
+@functools.cache
+def _names_of_every_one() -> frozenset[str]:
+    functions = (its for its in vars(PipelineModule).values() if isinstance(its, types.FunctionType))
+    return frozenset((LOSS, *(name for function in functions for name in _names(function.__code__))))
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)

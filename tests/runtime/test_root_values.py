@@ -1,0 +1,60 @@
+"""What a script sets on its PipelineModule itself, which each worker has several times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.pipe import PipelineModule
+
+from deepspeed_bamboo.runtime.stock.plain_values import MovingValues, accept_plain_values
+from deepspeed_bamboo.runtime.stock.root_values import RootByHand
+
+
+class Own(PipelineModule):
+    """With attributes of its own, as one stage's module is; no constructor, which needs processes."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.activation_checkpoint_interval, self.is_checkpointable_results_interval = 0, None
+        self.stage_id, self.num_stages, self.micro_offset, self.forward_funcs = 0, 2, 0, []
+        self.strength, self.calls, self.history, self.owner = 1.0, 0, [], lambda: self
+        self.precomputed = 0
+
+    def _precompute_checkpointable_values(self) -> None:
+        self.precomputed += 1
+
+
+def test_what_the_script_sets_reaches_all_modules_and_what_forwards_move_none() -> None:
+    told: list[str] = []
+    root, own, others = RootByHand(told.append), Own(), [Own(), Own()]
+    everything: list[Any] = [own, *others]
+    root.leave(own)
+    own.strength, own.activation_checkpoint_interval, own.micro_offset = 0.5, 2, 7
+    own.is_checkpointable_results_interval = 2
+    root.follow(own, everything)
+    assert [(part.strength, part.activation_checkpoint_interval) for part in others] == [(0.5, 2)] * 2
+    assert [part.precomputed for part in others] == [1, 1]
+    assert [part.micro_offset for part in others] == [0, 0] and others[0].owner() is others[0]
+    own.calls += 1  # by a forward
+    root.leave(own)
+    assert not told
+    own.calls, own.strength = 5, 0.25  # in an evaluation; by the script
+    root.follow(own, everything)
+    assert [(part.calls, part.strength) for part in others] == [(0, 0.25)] * 2
+    own.history.append(1)  # by a forward
+    root.leave(own)
+    [line] = told
+    assert "history of the PipelineModule (Own)" in line
+    root.follow(others[0], everything)  # another stage is shown now
+    assert own.calls == 5
+
+
+def test_numbers_that_a_subclass_counts_go_with_their_stage() -> None:
+    own, shadow, moving = Own(), Own(), MovingValues()
+    moving.look(own)
+    assert moving.all_values(own) == {}, "what never moves may be another on each worker"
+    own.calls += 1
+    assert moving.look(own) == {"": {"calls": 1}}
+    accept_plain_values(shadow, moving.values(own))
+    assert shadow.calls == 1 and shadow.strength == 1.0
