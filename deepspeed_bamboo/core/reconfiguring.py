@@ -14,6 +14,7 @@ from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.placing.balance import balance
 from deepspeed_bamboo.core.placing.holding import Memory
 from deepspeed_bamboo.core.placing.lower_bound import count_pairs
+from deepspeed_bamboo.core.placing.shadowing import with_all_shadows, without_shadows
 from deepspeed_bamboo.core.placing.sites import Sites, WorkerSite
 from deepspeed_bamboo.core.placing.solver import decide
 from deepspeed_bamboo.core.timing import Profile, iteration_seconds
@@ -92,7 +93,7 @@ def next_target(
         profile: what is measured of stages and workers, if it is. Then, where some host several stages or are slow,
             the time of an iteration of ``micro_batches`` decides (``placing/balance.py``).
         look: whether the time decides now, though nobody comes or leaves: after a loss, or when another profile says
-            so. Owners change if that pays.
+            so. Owners change if that pays; else shadows do if a node or a zone would take fewer with their owners.
         memory: what stages take on devices; what a worker can't hold is never chosen, so that everything stays.
     """
     leaving = tuple(site.worker for site in members if site.node in draining)
@@ -178,7 +179,7 @@ def _by_time(
     gain = now - found.seconds
     names = tuple(site.worker for site in new)
     if not (leaving or new) and (gain < LEAST_GAIN * now or gain * _PAID_BACK_ITERATIONS < _MOVE_SECONDS):
-        return None
+        return _with_safer_shadows(placement, staying, found=found.placement, roomy=memory is None)
     came = _reason(joining=names, leaving=leaving, uneven=False) if new or leaving else "balance"
     return Target(
         members=tuple(site.worker for site in sites),
@@ -186,6 +187,32 @@ def _by_time(
         leaving=leaving,
         placement=found.placement,
         reason=f"{came}; passes of an iteration take {found.seconds:.3g} s in place of {now:.3g} s",
+    )
+
+
+def _with_safer_shadows(
+    placement: Placement, members: Sequence[WorkerSite], *, found: Placement, roomy: bool
+) -> Target | None:
+    """The same owners with shadows of which a node or a zone takes fewer with their owners; None where none are.
+
+    After a loss shadows are made again wherever that is quickest. ``found`` is what the time says; ``roomy``: devices
+    have room for any shadow, else only those of ``found`` are known to fit.
+    """
+    if found.owners != placement.owners:
+        if not roomy or not placement.shadows:
+            return None
+        bare = without_shadows(
+            placement.grid, dict(placement.owners), current=placement, alike=placement.alike, copies=placement.copies
+        )
+        found = with_all_shadows(bare, Sites.of(members), held=placement.all_copies())
+    if _lost_with_a_node(found, members) >= _lost_with_a_node(placement, members):
+        return None
+    return Target(
+        members=tuple(site.worker for site in members),
+        joining=(),
+        leaving=(),
+        placement=found,
+        reason="shadows leave the nodes and zones of their owners",
     )
 
 

@@ -11,6 +11,7 @@ from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.placing.sites import WorkerSite
 from deepspeed_bamboo.core.placing.solver import place
 from deepspeed_bamboo.core.reconfiguring import Target, next_target, transfers
+from deepspeed_bamboo.core.timing import Profile
 from tests.core.placing_cases import grids, some_sites
 
 
@@ -108,3 +109,45 @@ def test_a_zone_that_would_take_owner_and_shadow_is_a_reason_to_move_shadows(gri
     for zone in "ab":
         assert target.placement.without([site.worker for site in sites if site.zone == zone])[0] is not None
     assert next_target(target.placement, members=sites, rearrange=True) is None
+
+
+def test_after_a_loss_shadows_leave_their_owners_zone_though_no_owner_moves() -> None:
+    """They are made again wherever that is quickest; at the next boundary zones count again."""
+    sites = [WorkerSite(f"w{n}", f"n{n}", zone) for n, zone in enumerate("ababab")]
+    placement, moved = place(Grid(1, 6), sites), 0
+    for lost in range(6):
+        left = [site for site in sites if site.worker != f"w{lost}"]
+        after, _ = placement.without([f"w{lost}"])
+        assert after is not None
+        repaired = after.protected([site.worker for site in left])
+        target = next_target(repaired, members=left, profile=Profile.even(6), micro_batches=4, look=True)
+        zones = {site.worker: site.zone for site in left}
+        found = repaired if target is None else target.placement
+        moved += target is not None and found.owners == repaired.owners
+        for zone in "ab":
+            assert found.without([worker for worker, its in zones.items() if its == zone])[0] is not None, lost
+        again = next_target(found, members=left, profile=Profile.even(6), micro_batches=4, look=True)
+        assert again is None
+    assert moved
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(), st.integers(0, 7))
+def test_looking_again_after_a_loss_settles(
+    case: tuple[Placement, list[WorkerSite], list[WorkerSite], set[str]], number: int
+) -> None:
+    """Whoever is lost: what a look changes is at most once to be changed, and everything keeps a shadow."""
+    placement, members, _, _ = case
+    lost = members[number % len(members)].worker
+    left = [site for site in members if site.worker != lost]
+    after, _ = placement.without([lost]) if left else (None, ())
+    if after is None:
+        return
+    repaired = after.protected([site.worker for site in left])
+    profile = Profile.even(placement.grid.stages)
+    target = next_target(repaired, members=left, profile=profile, micro_batches=4, look=True)
+    if target is None:
+        return
+    assert len(target.placement.shadows) == len(repaired.shadows)
+    again = next_target(target.placement, members=left, profile=profile, micro_batches=4, look=True)
+    assert again is None or again.placement.owners != target.placement.owners

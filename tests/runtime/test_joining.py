@@ -206,6 +206,25 @@ def test_a_whole_zone_is_lost_at_once_without_a_neighbouring_pair_in_it(jobs: Jo
 
 
 @pytest.mark.sweep
+def test_a_zone_is_survived_after_the_loss_of_a_worker_that_nobody_replaced(jobs: Jobs) -> None:
+    """New shadows are made wherever that is quickest, here in their owners' zone, and leave it at a later boundary."""
+    faults = [kill(1, 0, 1, "backward", 1), kill(11, 0, 0, "forward", 1)]
+    training = Training("zones-again-1x4", 4, steps=13, faults=faults)
+    expected = undisturbed(jobs, training, world=4)
+    result = jobs.run(
+        train_with_joiners,
+        world=4,
+        sites=["a/1", "b/2", "c/1", "d/2"],
+        together=(0, 2),
+        training=training,
+        waits={},
+        seconds=[0.001] * 4,
+    )
+    assert result.survivors == [3], result.transcript()
+    check_equal(result, expected)
+
+
+@pytest.mark.sweep
 def test_with_several_pipelines_and_only_an_iterator_nobody_is_taken_in(jobs: Jobs) -> None:
     training = Training("iterator-2x2", 2, steps=4, faults=[])
     expected = undisturbed(jobs, training, world=4)
