@@ -59,6 +59,7 @@ class Habit:
     """A script that does nothing by itself."""
 
     dtype = torch.float32
+    module_class: type[PipelineModule] = PipelineModule
     reused = False
     """Whether the script's loader writes each batch into the same tensors."""
 
@@ -122,12 +123,27 @@ class ClippingByHand(Habit):
         engine.optimizer.clip_grad = 0.01 * (5 - step)
 
 
-class Recomputing(Habit):
-    """Activations are recomputed after the third step, which in stock changes the first stage's gradients."""
+class Counted(PipelineModule):
+    """Its own forward counts its calls, and multiplies by what the script sets."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.calls, self.factors = 0, (1.0,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x * self.factors[0] * (1 + 0.01 * self.calls))
+
+
+class OnTheModule(Habit):
+    """What it sets on its PipelineModule itself, after the third step."""
+
+    module_class = Counted
 
     def stepped(self, engine: Any, step: int) -> None:
         if step == 3:
             engine.module.set_checkpoint_interval(1)
+            engine.module.factors = (0.8,)
 
 
 class MastersByHand(Habit):
@@ -687,7 +703,7 @@ _KINDS = (
         ClippingByHand,
         MastersByHand,
         ScaleByHand,
-        Recomputing,
+        OnTheModule,
         Evaluating,
         CountingHooks,
         LateHooks,
@@ -721,7 +737,7 @@ def train_habit(
     fresh_process_group(f"{habit}-{faults is not None}")
     torch.manual_seed(11)
     script = HABITS[habit]()
-    module = PipelineModule(
+    module = script.module_class(
         script.layers(), loss_fn=nn.functional.cross_entropy, partition_method="uniform", num_stages=stages
     )
     script.built(module)

@@ -119,7 +119,7 @@ def test_masters_moments_and_scales_written_by_hand_act_on_what_was_taken_over(
 @pytest.mark.parametrize(("stage", "step"), [(0, 4), (2, 4), (0, 5), (2, 5)])
 def test_what_the_script_sets_on_its_module_acts_on_what_was_taken_over(jobs: Jobs, stage: int, step: int) -> None:
     fault = {**kill(step, stage, "forward"), "micro_batch": 1}
-    result = jobs.run(compare_habit, world=3, habit="Recomputing", stages=3, steps=7, faults=[fault])
+    result = jobs.run(compare_habit, world=3, habit="OnTheModule", stages=3, steps=7, faults=[fault])
     assert result.codes.count(-9) == 1, result.transcript()
     assert all(value["plugin"]["losses"] == value["stock"]["losses"] for value in result.values.values())
 
