@@ -20,9 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.replica_differences import strayed
@@ -31,8 +29,7 @@ from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.membership.starting import refuse_unlike
 from deepspeed_bamboo.runtime.recovery.stage_state import checksum
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
-from deepspeed_bamboo.runtime.stock.clipping import clipping_of
-from deepspeed_bamboo.runtime.stock.gradients import master_weights, masters_of, scale_state
+from deepspeed_bamboo.runtime.stock.gradients import master_weights
 from deepspeed_bamboo.runtime.stock.held_attributes import global_values
 from deepspeed_bamboo.runtime.stock.hook_values import (
     HookReading,
@@ -46,6 +43,10 @@ from deepspeed_bamboo.runtime.stock.optimizer_values import unfollowed_hooks
 from deepspeed_bamboo.runtime.stock.outline import Outline, outline_of
 from deepspeed_bamboo.runtime.stock.plain_values import PlainValues
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
+from deepspeed_bamboo.runtime.stock.state_versions import beside_weights, versions_of
+
+if TYPE_CHECKING:
+    from deepspeed_bamboo.coordination import EpochRecord
 
 CHANGED = "changed by hand"
 """The name under which a worker reports that its script has changed weights between two steps."""
@@ -106,12 +107,14 @@ class OwnerChanges:
         self._globals: dict[Coordinate, dict[str, list[Any]]] = {}  # likewise
         self._odd: Counter[tuple[Coordinate, str]] = Counter()  # how often global variables have changed in a step
         self._unsendable: list[str] = []  # changed by layers and hooks anywhere
+        self._noted: EpochRecord | None = None  # who owned what when owners and shadows were alike
 
     def note(self) -> None:
         """Owners and shadows are alike now. Without shadows there is nothing to do, and a look takes milliseconds."""
         worker = self._worker
         if not worker.protects:
             return
+        self._noted = worker.record
         if self._looks < _LOOKS or self.by_hand:
             self._known = {c: self._now(r) for c, r in worker.host.owned.items()}
         self._versions = {c: versions_of(r) for c, r in worker.host.owned.items()}
@@ -151,6 +154,8 @@ class OwnerChanges:
             weights.update(value["weights"])
             structure.update(value["structure"])
         self._refuse_strayed([value["state"] for value in agreed.values()])
+        if self.by_hand or self._values_by_hand:
+            self._tell_what_was_lost("since its last step")
         self._values.clear()
         self._held.clear()
         self._anew = self._anew or (bool(structure) and not first)  # a script that does it once may do it again
@@ -211,6 +216,8 @@ class OwnerChanges:
                 self._worker, f"{_VALUES}: from now on shadows get them before each step (not before the last one)"
             )
             self._past().forget()  # not all know what was set before the last one
+        if any(value.keys() & {CHANGED, VALUES, RESHAPED} for value in agreed.values()):
+            self._tell_what_was_lost("before the last step")
         hooks = sorted({what for value in agreed.values() for what in value.get(HOOKS, ())})
         if hooks and self._looks <= _LOOKS:
             self._unsendable = hooks
@@ -226,6 +233,20 @@ class OwnerChanges:
                 "the script has changed layers, hooks, requires_grad or parameter groups between two steps (of "
                 f"{' '.join(reshaped)}): shadows are made anew before the next step (a loss in the last one would have "
                 "brought back what was before; engine.refresh_shadows() on every rank excludes that)",
+            )
+
+    def _tell_what_was_lost(self, when: str) -> None:
+        """Where a stage was taken over whose shadow had not got yet what the script had changed."""
+        record, noted = self._worker.record, self._noted
+        if noted is None or record.number == noted.number or not record.lost:
+            return
+        lost = [str(c) for c in noted.placement.grid if noted.placement.owner(c) in record.lost]
+        if lost:
+            tell_once(
+                self._worker,
+                f"{', '.join(record.lost)} was lost before a shadow had what its script may have changed {when} "
+                f"(weights, optimizer state, attributes): {' '.join(lost)} goes on with what was there before, "
+                "and results may differ from those without a loss",
             )
 
     def _moved_hooks(self) -> dict[str, Any]:
@@ -333,7 +354,7 @@ class OwnerChanges:
 
     def _now(self, replica: StageReplica) -> tuple[str, int, int, str]:
         replica.finish_step()
-        return self._described(replica), *_checksums(replica), _beside_weights(replica)
+        return self._described(replica), *_checksums(replica), beside_weights(replica)
 
     def _changed_since(self) -> list[Coordinate]:
         owned = self._worker.host.owned
@@ -386,32 +407,6 @@ def _held_now(replica: StageReplica) -> Held:
     return [hook_state(replica.module, host=True), attributes]
 
 
-def versions_of(replica: StageReplica) -> tuple[int, str]:
-    """Another value once the script has changed weights, buffers, optimizer state, schedule, clipping or loss scale."""
-    tensors = (*replica.module.parameters(), *replica.module.buffers())
-    return sum(tensor._version for tensor in tensors), _beside_weights(replica)
-
-
-def touched(replica: StageReplica) -> tuple[int, str]:
-    """Another value once the script has changed weights or optimizer state; buffers may be changed by forwards."""
-    return sum(parameter._version for parameter in replica.module.parameters()), _optimizer_state(replica)
-
-
-def _beside_weights(replica: StageReplica) -> str:
-    """The scheduler's state, how gradients are clipped and the loss scaled, and what the optimizer keeps."""
-    return f"{_schedule(replica)} {_optimizer_state(replica)}"
-
-
-def _optimizer_state(replica: StageReplica) -> str:
-    """Which tensors with which values the optimizer's state is, and its masters."""
-    optimizer = replica.attributes["basic_optimizer"]
-    masters = masters_of(replica.attributes["optimizer"])
-    kept = {} if optimizer is None else optimizer.state
-    states = (its for its in kept.values() if isinstance(its, dict))
-    tensors = [value for its in states for value in its.values() if isinstance(value, torch.Tensor)] + masters
-    return f"{sum(map(id, tensors))} {sum(tensor._version for tensor in tensors)}"
-
-
 def _has_gradients(replica: StageReplica) -> bool:
     """Whether one is not zero."""
     gradients = (parameter.grad for parameter in replica.module.parameters())
@@ -422,11 +417,3 @@ def _gradients(replica: StageReplica) -> int:
     """Another number once a backward has added to a gradient."""
     gradients = (parameter.grad for parameter in replica.module.parameters())
     return sum(gradient._version + 1 for gradient in gradients if gradient is not None)
-
-
-def _schedule(replica: StageReplica) -> str:
-    """The state of the stage's scheduler, which a script may set back or step, how gradients are clipped, and the loss
-    scaled."""
-    scheduler, optimizer = replica.attributes["lr_scheduler"], replica.attributes["optimizer"]
-    schedule = None if scheduler is None else scheduler.state_dict()
-    return repr((schedule, clipping_of(optimizer), scale_state(optimizer)))

@@ -24,9 +24,9 @@ from deepspeed_bamboo.runtime.checkpoint.script_resume import Asked
 from deepspeed_bamboo.runtime.checkpoint.stage_files import StageFiles
 from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.job.past_results import PAST
-from deepspeed_bamboo.runtime.owner_changes import touched
 from deepspeed_bamboo.runtime.recovery.sources import STORE
 from deepspeed_bamboo.runtime.script_position import Phase
+from deepspeed_bamboo.runtime.stock.state_versions import touched
 
 
 class RestoredJob(CatchingUp):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from deepspeed_bamboo.runtime.owner_changes import OwnerChanges
+from deepspeed_bamboo.core.grid import Grid
+from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.runtime.owner_changes import CHANGED, VALUES, OwnerChanges
 
 
 class _Host:
@@ -23,7 +26,7 @@ class _Host:
 
 class _Worker:
     def __init__(self, *, protects: bool) -> None:
-        self.protects, self.host = protects, _Host()
+        self.protects, self.host, self.record = protects, _Host(), None
 
 
 @pytest.mark.parametrize("protects", [True, False])
@@ -31,3 +34,25 @@ def test_only_where_there_are_shadows_are_stages_looked_at_after_a_step(protects
     worker = _Worker(protects=protects)
     OwnerChanges(cast("Any", worker), transfer=cast("Any", None), past=cast("Any", None)).note()
     assert (worker.host.asked > 0) == protects
+
+
+@pytest.mark.parametrize("what", [CHANGED, VALUES])
+def test_a_loss_before_shadows_had_what_was_changed_is_told(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """And only such a one: not where nothing was changed, and not where all was well before it."""
+    worker: Any = _Worker(protects=True)
+    worker.is_reporter, worker.session = True, SimpleNamespace(worker="b")
+    worker.record = SimpleNamespace(number=0, lost=(), placement=Placement.initial(Grid(1, 2), ("a", "b")))
+    past = SimpleNamespace(forget=lambda: None)
+    changes = OwnerChanges(worker, transfer=cast("Any", None), past=lambda: cast("Any", past))
+    changes.note()
+    worker.record = SimpleNamespace(number=1, lost=("a",), placement=None)
+    changes.learn({"b": {}})
+    assert "was lost before" not in capsys.readouterr().err
+    changes.learn({"b": {what: True}})
+    told = capsys.readouterr().err
+    assert "a was lost before a shadow had what its script may have changed before the last step" in told
+    assert "0.0 goes on with what was there before" in told
+    changes.note = lambda: setattr(changes, "_noted", worker.record)  # type: ignore[method-assign]
+    changes.note()
+    changes.learn({"b": {what: True}})
+    assert "was lost before" not in capsys.readouterr().err

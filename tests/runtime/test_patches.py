@@ -13,13 +13,13 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.utils import mixed_precision_linkage, safe_set_full_fp32_param, safe_set_full_optimizer_state
 from deepspeed.utils.timer import ThroughputTimer
 
-from deepspeed_bamboo.runtime.owner_changes import versions_of
 from deepspeed_bamboo.runtime.stock.gradients import scale_state
 from deepspeed_bamboo.runtime.stock.patches.entry_points import engine_class, initialize_function
 from deepspeed_bamboo.runtime.stock.patches.full_values import count_full_values
 from deepspeed_bamboo.runtime.stock.patches.shared_memory_op import leave_out_shared_memory_op
 from deepspeed_bamboo.runtime.stock.patches.throughput_timer import let_the_device_run
 from deepspeed_bamboo.runtime.stock.scale_by_hand import ScaleByHand
+from deepspeed_bamboo.runtime.stock.state_versions import versions_of
 
 
 def test_entry_points_are_stocks_again_after_an_error() -> None:
