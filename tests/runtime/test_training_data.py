@@ -22,6 +22,7 @@ from deepspeed_bamboo.runtime.iteration.data_streams import DataStreams, states_
 from deepspeed_bamboo.runtime.iteration.feeding import BatchOfJob
 from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
 from deepspeed_bamboo.runtime.iteration.training_data import TrainingData
+from deepspeed_bamboo.runtime.iteration.watched_samples import WatchedSamples
 
 MICRO_BATCHES = 3
 
@@ -228,6 +229,34 @@ def test_a_worker_that_joins_has_the_jobs_size_of_micro_batches_too() -> None:
     batch.adopt()
     batch.adopt()
     assert now == [(8, 2), (4, 1)]
+
+
+def test_who_shadows_an_end_no_more_reads_it_no_more() -> None:
+    engine, streams = Loading(0), DataStreams()
+    data = TrainingData(engine, Drawing(), streams=streams)
+    begun(engine, streams)
+    streams.draws = True
+    engine.worker = SimpleNamespace(step=0)
+    data.read_along(0, last=True)
+    data.read_no_others([(0, True), (1, False)])
+    assert len(data._along) == 1, "both ends of the pipeline read the same numbers"
+    data.read_no_others([(1, False)])
+    assert not data._along
+
+
+def test_a_slice_of_the_samples_is_the_data_sets_own_affair() -> None:
+    class Many(Drawing):
+        def __getitem__(self, index: Any) -> Any:
+            return list(range(10))[index] if isinstance(index, slice) else super().__getitem__(index)
+
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [self[int(index)] for index in indices]
+
+    samples = WatchedSamples(Many(since=5))
+    assert samples[2:4] == [2, 3] and not samples.draw
+    assert samples[1] == 1 and not samples.draw
+    samples.__getitems__([4, 5])
+    assert samples.draw
 
 
 def test_streams_travel() -> None:

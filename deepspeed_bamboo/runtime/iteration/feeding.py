@@ -176,10 +176,11 @@ class Feed:
     def _read_along(self, training: TrainingData) -> None:
         """Be ready to take over the ends of pipelines that this worker shadows."""
         worker, last_stage = self._worker, self._worker.grid.stages - 1
-        for coordinate in sorted(worker.host.shadows):
+        shadows = sorted(c for c in worker.host.shadows if c.stage in (0, last_stage))
+        training.read_no_others((c.pipeline, c.stage > 0) for c in shadows)
+        for coordinate in shadows:
             last = coordinate.stage > 0
-            ends = coordinate.stage in (0, last_stage)
-            if ends and not self.data.reads(coordinate.pipeline, step=worker.step, last=last):
+            if not self.data.reads(coordinate.pipeline, step=worker.step, last=last):
                 training.read_along(coordinate.pipeline, last=last)
 
     # -- data of one pipeline only -----------------------------------------------------------------

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
 from deepspeed_bamboo.core.grid import Grid
-from deepspeed_bamboo.runtime.iteration.data_streams import DataStreams, Stream, states_now
+from deepspeed_bamboo.runtime.iteration.data_streams import DataStreams, End, Stream, states_now
 from deepspeed_bamboo.runtime.iteration.watched_samples import WatchedSamples
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.stock.randomness import GeneratorStates
@@ -189,6 +189,11 @@ class TrainingData:
             reader = self._along[pipeline, last] = self._made(pipeline, wanted, last=last)
         for _ in range(min(wanted - reader.position, _AT_ONCE * self._engine.micro_batches)):
             next(reader)
+
+    def read_no_others(self, ends: Iterable[End]) -> None:
+        """Only these are read along from now on; the helper processes of others end."""
+        wanted = {(pipeline, last and self.parted(pipeline)) for pipeline, last in ends}
+        self._along = {end: reader for end, reader in self._along.items() if end in wanted}
 
     def _reader(self, pipeline: int, step: int, *, last: bool) -> Iterator[Any]:
         last = last and self.parted(pipeline)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import random
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from deepspeed_bamboo.runtime.stock.random_sources import sources_within
+
+Value = TypeVar("Value")
 
 
 class WatchedSamples(torch.utils.data.Dataset[Any]):
@@ -35,17 +37,21 @@ class WatchedSamples(torch.utils.data.Dataset[Any]):
         return len(self.watched)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.__getitems__([index])[0]
+        """One sample, or whatever the data set gives for ``index``: a slice is its own affair."""
+        return self._looking(lambda: self.watched[index])
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
         """As a DataLoader reads a batch."""
+        return self._looking(lambda: self._read(indices))
+
+    def _looking(self, read: Callable[[], Value]) -> Value:
         if self.draw:
-            return self._read(indices)
+            return read()
         before = _fingerprint()
-        samples = self._read(indices)
+        value = read()
         if _fingerprint() != before:
             self._drawn.value = True
-        return samples
+        return value
 
     def _read(self, indices: Sequence[Any]) -> list[Any]:
         together = getattr(self.watched, "__getitems__", None)
