@@ -7,7 +7,10 @@ Each step's loss is printed in full, whatever the script prints.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import itertools
+import os
 import runpy
 import sys
 import types
@@ -107,11 +110,71 @@ def lenient_views() -> None:
     torch.Tensor.view = lenient  # type: ignore[assignment,method-assign]
 
 
+def old_llama_layers() -> None:
+    """a LlamaDecoderLayer of transformers is called, and returns, as in the version that the code was written for"""
+    from transformers.models.llama import modeling_llama
+
+    class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
+        def __init__(self, config: Any) -> None:
+            config._attn_implementation = "eager"
+            super().__init__(config, layer_idx=0)
+            self.rotary = modeling_llama.LlamaRotaryEmbedding(config)
+
+        def forward(self, hidden: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> Any:
+            embedded = self.rotary(hidden, positions)
+            return (super().forward(hidden, attention_mask=mask, position_embeddings=embedded),)
+
+    modeling_llama.LlamaDecoderLayer = LlamaDecoderLayer
+
+
+def transpeeder_stand_ins() -> None:
+    """loguru prints, flash_attn and sklearn are imported and not used, communication is gloo's"""
+    printed = dict.fromkeys(("trace", "debug", "info", "warning", "error"), lambda text: print(text, flush=True))
+    _module("loguru", logger=types.SimpleNamespace(add=lambda *_: None, **printed))
+    importlib.import_module("transformers.models.llama.modeling_llama")  # which looks for flash_attn
+    _module("flash_attn.flash_attn_interface", flash_attn_varlen_qkvpacked_func=None)
+    _module("flash_attn.bert_padding", unpad_input=None, pad_input=None)
+    _module("flash_attn")
+    _module("sklearn.model_selection", train_test_split=None)
+    _module("sklearn")
+    make = deepspeed.init_distributed
+    deepspeed.init_distributed = lambda **_: make("gloo")
+
+
+def tiny_llama() -> None:
+    """the model is a LLaMA of nine small layers, written by scripts/convert2ckpt.py, with a tokenizer of letters"""
+    import transformers
+    from convert2ckpt import write_ckpt  # type: ignore[import-not-found]
+
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=9, num_attention_heads=2
+    )
+
+    class Letters:
+        eos_token, pad_token_id, model_max_length = "~", 0, 33
+
+        def __call__(self, texts: list[str], **_: Any) -> Any:
+            rows = [[1 + ord(letter) % 63 for letter in text][-33:] for text in texts]
+            return types.SimpleNamespace(input_ids=torch.tensor([row + [0] * (33 - len(row)) for row in rows]))
+
+    transformers.AutoTokenizer.from_pretrained = lambda *_, **__: Letters()
+    transformers.AutoConfig.from_pretrained = lambda *_, **__: config
+    torch.manual_seed(0)
+    partial = Path(f"llama-init-ckpt.{os.getpid()}")
+    step = partial / "global_step001"
+    step.mkdir(parents=True)
+    write_ckpt(step, transformers.LlamaForCausalLM(config), config, 8)
+    (partial / "latest").write_text("global_step001", encoding="utf-8")
+    with contextlib.suppress(OSError):  # another rank's is there
+        partial.rename("llama-init-ckpt")
+
+
 SHIMS: dict[str, Callable[[], None]] = {
     shim.__name__: shim
     for shim in (
         *(cuda_device, torchvision, axolotl, tiny_model_for_engine),
         *(megatron_without_vision, megatron_data, lenient_views),
+        *(old_llama_layers, transpeeder_stand_ins, tiny_llama),
     )
 }
 
@@ -177,7 +240,7 @@ def main() -> None:
         name, checkout, arguments = sys.argv[2], Path(sys.argv[3]), sys.argv[4:]
     codebase = CODEBASES[name]
     script = checkout / codebase.script
-    sys.path.insert(0, str(checkout))
+    sys.path[:0] = [str(checkout), *(str(checkout / path) for path in codebase.paths)]
     for shim in codebase.shims:
         SHIMS[shim]()
     if name == "qlora-pipe":

@@ -33,13 +33,15 @@ OPTIMIZER = {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True}}
 class Codebase:
     """How to run one. ``script``: in the checkout; ``arguments``: with {stages}, {steps}, {settings} and {checkout}.
 
-    ``shims``: names in ``codebase_run.py``. ``refused``: what the plugin says, for one that can't work.
+    ``shims``: names in ``codebase_run.py``. ``paths``: folders to import from in the checkout.
+    ``refused``: what the plugin says, for one that can't work.
     """
 
     script: str
     arguments: tuple[str, ...]
     shims: tuple[str, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
+    paths: tuple[str, ...] = ()
     refused: str | None = None
 
 
@@ -52,6 +54,12 @@ MEGATRON = {
     **{"deepspeed_config": "{settings}", "data-path": "none"},
 }
 MEGATRON_OFF = ("masked-softmax", "bias-gelu", "bias-dropout", "gradient-accumulation")  # fused kernels
+
+TRANSPEEDER = {
+    **{"init_ckpt": "llama-init-ckpt", "pipe_parallel_size": "{stages}", "train_steps": "{steps}"},
+    **{"save_steps": "{steps}", "mode": "pretrain", "max_seq_len": "33", "deepspeed_config": "{settings}"},
+    **{"data_path": "{checkout}/data/alpaca_data_sample_oneline_format.json"},
+}
 
 CODEBASES = {
     "deepspeed-examples": Codebase(
@@ -67,6 +75,25 @@ CODEBASES = {
             *(f"--no-{name}-fusion" for name in MEGATRON_OFF),
         ),
         ("megatron_without_vision", "megatron_data", "lenient_views"),
+    ),
+    "transpeeder": Codebase(
+        "examples/train.py",
+        tuple(part for name, value in TRANSPEEDER.items() for part in (f"--{name}", value)),
+        ("transpeeder_stand_ins", "tiny_llama", "old_llama_layers"),
+        # As in its ds_config_zero1.json, but for wall_clock_breakdown, with which plain DeepSpeed 0.19.8 fails here.
+        settings={
+            "train_micro_batch_size_per_gpu": 1,
+            "fp16": {"enabled": True, "initial_scale_power": 12},
+            "zero_optimization": {
+                "stage": 1,
+                "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                "reduce_bucket_size": 1e6,
+                "allgather_bucket_size": 1e6,
+            },
+            "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_steps": 10}},
+            "activation_checkpointing": {"partition_activations": False},
+        },
+        paths=("src", "scripts"),
     ),
     "qlora-pipe": Codebase(
         "utils/engine.py",

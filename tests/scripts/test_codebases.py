@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,3 +44,15 @@ def test_a_folder_without_the_codebase_is_refused(
 def test_losses_are_read_by_step(codebases: Any) -> None:
     run = codebases.Run(0, "x LOSS 9 1\nLOSS 1 2.5\nLOSS 2 0.25\nLOSS 1 2.5\n")
     assert run.losses == {"1": "2.5", "2": "0.25"}
+
+
+CHECKOUTS = "BAMBOO_CODEBASES"
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["deepspeed-examples", "megatron-deepspeed", "transpeeder", "qlora-pipe"])
+def test_a_codebase_runs_as_it_should(codebases: Any, name: str) -> None:
+    checkout = Path(os.environ.get(CHECKOUTS, ""), name)
+    if CHECKOUTS not in os.environ or not checkout.is_dir():
+        pytest.skip(f"{CHECKOUTS} names no folder with a checkout {name}; nothing is fetched")
+    assert codebases.main([name, str(checkout)]) == 0
