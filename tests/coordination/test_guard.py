@@ -17,7 +17,7 @@ from deepspeed_bamboo.coordination import CoordinatorUnavailable, EndpointError,
 from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.job import JobCoordinator
 from deepspeed_bamboo.coordination.store import StoreEvent
-from tests.coordination.helpers import Collector, first_epoch, wait_until
+from tests.coordination.helpers import Collector, first_epoch, stretched, wait_until
 from tests.coordination.manual_etcd import ManualEtcd
 
 PASSWORD = "TEST_ETCD_PASSWORD"
@@ -105,7 +105,7 @@ def with_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Manu
 def test_a_job_lives_under_its_prefix_with_user_and_password(with_users: ManualEtcd) -> None:
     guard = EtcdGuard(username="trainer", password_env=PASSWORD)
     store = EtcdStore([with_users.endpoint], guard=guard)
-    store.ping(within_seconds=2)
+    store.ping(within_seconds=stretched(2))  # a password costs etcd much of a core
     job = JobCoordinator(store, job="j", prefix="/team")
     told: Collector[object] = Collector()
     with job.claim_name(lease_seconds=5):

@@ -12,6 +12,7 @@ from deepspeed_bamboo.coordination import CoordinatorUnavailable
 from deepspeed_bamboo.runtime import catching_up
 from deepspeed_bamboo.runtime.catching_up import CatchingUp, ScriptParts
 from deepspeed_bamboo.runtime.checkpoint.beginning import Loaded
+from deepspeed_bamboo.runtime.checkpoint.script_resume import Asked
 from deepspeed_bamboo.runtime.late_worker import LateWorker
 from deepspeed_bamboo.runtime.restored_job import RestoredJob
 from deepspeed_bamboo.runtime.script_position import Phase, ScriptPosition
@@ -23,8 +24,14 @@ def parts(log: list[str], past: Any = None) -> ScriptParts:
         written=lambda: (), go_back=lambda _: log.append("back"), come_back=lambda: log.append("come back")
     )
     past = past or SimpleNamespace(loss=lambda step: 0.0, evaluation=lambda step, number: 0.0)
+    worker: Any = SimpleNamespace(
+        session=SimpleNamespace(past=past),
+        is_reporter=False,
+        host=SimpleNamespace(owned={}),
+        agree_on=lambda what, decide: {"this one": decide()},
+    )
     return ScriptParts(
-        SimpleNamespace(session=SimpleNamespace(past=past), is_reporter=False),  # type: ignore[arg-type]
+        worker,
         position=ScriptPosition(),
         writes=writes,  # type: ignore[arg-type]
         feed=SimpleNamespace(data=SimpleNamespace(covers_every_pipeline=True)),  # type: ignore[arg-type]
@@ -53,8 +60,8 @@ class Following(CatchingUp):
     def is_behind(self) -> bool:
         return not self.position.inside
 
-    def _answer(self, call: int) -> Loaded:
-        return f"load {call}", {}
+    def _answer(self, call: int, asked: Asked) -> Loaded:
+        return f"load {call} of {asked.folder}", {}
 
 
 @pytest.mark.parametrize("began", [0, 3])
@@ -121,7 +128,7 @@ def test_in_a_job_that_continues_what_follows_the_last_step_passed_by_is_done(en
 def test_a_late_worker_says_once_which_collective_it_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(catching_up, "tell", lambda _, text: told.append(text))
-    script = LateWorker(parts([]), join=lambda _: None)
+    script = LateWorker(parts([]), join=lambda _: None, files=SimpleNamespace())  # type: ignore[arg-type]
     assert not script.calls_alone() and not script.is_on_its_way, "it is where the job is"
     script._position.phase = Phase.OUTSIDE
     for name, said in (("barrier", 0), ("all_reduce", 1), ("all_gather_object", 1)):
@@ -135,7 +142,8 @@ def test_a_late_worker_says_once_which_collective_it_calls_alone(monkeypatch: py
 
 def test_loads_are_answered_in_order_and_nothing_is_noticed_inside() -> None:
     script = Following(at=2)
-    assert [script.next_load() for _ in range(2)] == [("load 0", {}), ("load 1", {})]
+    asked = Asked("its", None, whole=True, load=lambda: (None, None))
+    assert [script.next_load(asked) for _ in range(2)] == [("load 0 of its", {}), ("load 1 of its", {})]
     with pytest.raises(KeyError), script.position.unnoticed():
         assert script.position.inside
         raise KeyError
