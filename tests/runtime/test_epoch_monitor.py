@@ -12,10 +12,11 @@ import pytest
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.reconfiguring import Target
-from deepspeed_bamboo.errors import ExpelledError
+from deepspeed_bamboo.errors import DrainedError, ExpelledError
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, Interruption, JobCompleteError
 from deepspeed_bamboo.runtime.for_scripts import ScriptEngine
 from deepspeed_bamboo.runtime.membership.joining import join
+from deepspeed_bamboo.runtime.membership.reconfiguration import Reconfiguration
 from tests.coordination.helpers import first_epoch, member
 
 EPOCH = first_epoch(["w0", "w1"])
@@ -138,3 +139,23 @@ def test_who_cannot_learn_what_it_must_know_steps_back(monkeypatch: pytest.Monke
     with pytest.raises(ExpelledError, match="came too late for epoch 1"):
         coming.join()
     assert not coming.carried_out
+
+
+@pytest.mark.parametrize("lost", [(), ("w1",)])
+def test_who_leaves_and_hears_only_the_epoch_without_it_was_drained(lost: tuple[str, ...]) -> None:
+    """Those who stay may be in it before what they said last has arrived. A loss is another matter."""
+    placement = Placement.of(Grid(1, 2), owners=dict.fromkeys(Grid(1, 2), "w1"), shadows={})
+    final = replace(EPOCH, number=1, members=("w1",), placement=placement, reason="drained: w0", lost=lost)
+    interruption = Interruption()
+    interruption.enter(EPOCH)
+    interruption.announce_epoch(final)
+
+    def perform(kind: str, body: Any) -> None:
+        raise ExpelledError("epoch 1 does not include this worker")
+
+    worker: Any = SimpleNamespace(me="w0", perform=perform, session=SimpleNamespace(interruption=interruption))
+    nothing: Any = SimpleNamespace(disturb=lambda: None)
+    parts: dict[str, Any] = dict.fromkeys(("transfer", "balancing", "modes", "world", "known"), nothing)
+    leaving = Target(("w1",), (), ("w0",), placement, "drained: w0")
+    with pytest.raises(ExpelledError if lost else DrainedError, match=None if lost else "drained: w0"):
+        Reconfiguration(worker, **parts).carry_out(0, leaving)

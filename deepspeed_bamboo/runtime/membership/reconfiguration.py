@@ -31,7 +31,7 @@ from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.core.placing.sites import WorkerSite
 from deepspeed_bamboo.core.reconfiguring import Target, next_target, transfers
 from deepspeed_bamboo.core.roles import proposer
-from deepspeed_bamboo.errors import DrainedError, JobStoppedError
+from deepspeed_bamboo.errors import DrainedError, ExpelledError, JobStoppedError
 from deepspeed_bamboo.runtime.iteration.mode_choice import ModeChoice
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell, tell_once
@@ -210,6 +210,9 @@ class Reconfiguration:
         self._modes.disturb()
         try:
             worker.perform("reconfigure", lambda: self._body(epoch, target))
+        except ExpelledError as error:
+            self._raise_if_drained(target, error)
+            raise
         finally:
             worker.session.interruption.expect(None)
         record = worker.activity.previous[-1]
@@ -217,7 +220,15 @@ class Reconfiguration:
         if final is not None:
             self._tell(target, seconds=time.perf_counter() - started)
         if final is not None and worker.me in target.leaving:
-            raise DrainedError(f"this worker was drained ({final.reason}); everything it held is elsewhere")
+            raise DrainedError(_drained(final))
+
+    def _raise_if_drained(self, target: Target, error: ExpelledError) -> None:
+        """Of what comes last a worker that leaves may hear nothing but the epoch without it, and all is done then."""
+        final = self._worker.session.interruption.record
+        if final is None or self._worker.me not in target.leaving or final.lost:
+            return
+        if (final.members, final.placement) == (target.members, target.placement):
+            raise DrainedError(_drained(final)) from error
 
     def _body(self, epoch: int, target: Target) -> None:
         worker = self._worker
@@ -383,6 +394,10 @@ class Reconfiguration:
             "hosted": hosted,
         }
         worker.log_event("joined" if worker.me in target.joining else "reconfigured", **fields)
+
+
+def _drained(final: EpochRecord) -> str:
+    return f"this worker was drained ({final.reason}); everything it held is elsewhere"
 
 
 WELCOME = "welcome"
