@@ -362,7 +362,7 @@ class BambooPipelineEngine(ScriptEngine):
     def perform(self, kind: str, body: Callable[[], None]) -> None:
         """Run ``body`` as the next activity, again after every recovery, until it gets through."""
         self.activity.kind, self.activity.step = kind, self.worker.step
-        self.script_writes.follow()
+        self.script_writes.follow(modules=True)
         while True:
             try:
                 self.session.interruption.check()

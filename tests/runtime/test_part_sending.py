@@ -13,7 +13,7 @@ from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.errors import ExpelledError, MessageError
 from deepspeed_bamboo.runtime.comm.channel import Message
 from deepspeed_bamboo.runtime.recovery.memory_parts import MemoryPart, SealedPart
-from deepspeed_bamboo.runtime.recovery.part_sending import Pace, receive_part, send_part
+from deepspeed_bamboo.runtime.recovery.part_sending import Pace, begun, receive_part, send_part
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8)
 MEGABYTE = 2**20
@@ -99,3 +99,17 @@ def test_pieces_of_something_else_are_refused() -> None:
     wire.sent[1] = Message("7/0.1/0", None, [torch.zeros(99, dtype=torch.uint8)])
     with pytest.raises(MessageError, match="piece 0 of 7/0.1 has 99 bytes"):
         receive_part(wire, "w0", "7/0.1")
+
+
+def test_what_is_begun_runs_beside_and_its_error_is_that_of_the_result() -> None:
+    go = threading.Event()
+
+    def fail() -> None:
+        raise LookupError("no copy")
+
+    one, other = begun(lambda: None if go.wait(10.0) else fail()), begun(fail)
+    assert not one.done()
+    go.set()
+    assert one.result(10.0) is None
+    with pytest.raises(LookupError, match="no copy"):
+        other.result(10.0)

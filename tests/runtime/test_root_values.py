@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from deepspeed.pipe import PipelineModule
 
 from deepspeed_bamboo.runtime.stock.plain_values import MovingValues, accept_plain_values
 from deepspeed_bamboo.runtime.stock.root_values import RootByHand
+from deepspeed_bamboo.runtime.stock.script_writes import ScriptWrites
 
 
 class Own(PipelineModule):
@@ -58,3 +60,25 @@ def test_numbers_that_a_subclass_counts_go_with_their_stage() -> None:
     assert moving.look(own) == {"": {"calls": 1}}
     accept_plain_values(shadow, moving.values(own))
     assert shadow.calls == 1 and shadow.strength == 1.0
+
+
+def test_what_forwards_of_the_running_step_have_set_is_not_taken_for_the_scripts() -> None:
+    """Writes are followed before a step, and before its gradients are mirrored, when its forwards are done."""
+    followed: list[Any] = []
+
+    def nothing(*_: Any) -> None: ...
+
+    writes: Any = SimpleNamespace(
+        _of_the_job=False,
+        _detached=lambda: False,
+        _sources=list,
+        _wrappers=list,
+        _host=SimpleNamespace(owners=list, replicas=list, shown=lambda: SimpleNamespace(module="shown")),
+        _roots=SimpleNamespace(follow=lambda module, modules: followed.append(module)),
+        **dict.fromkeys(("_refuse_replaced_scheduler", "_find_scheduler", "_place_scheduler"), nothing),
+        **dict.fromkeys(("_clipping", "_scale"), SimpleNamespace(follow=nothing)),
+    )
+    ScriptWrites.follow(writes)
+    assert not followed
+    ScriptWrites.follow(writes, modules=True)
+    assert followed == ["shown"]

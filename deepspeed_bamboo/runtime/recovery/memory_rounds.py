@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from deepspeed_bamboo.runtime.comm.peers import Links
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell
 from deepspeed_bamboo.runtime.recovery.memory_parts import MemoryPart, MemoryParts, SealedPart, copied_part
-from deepspeed_bamboo.runtime.recovery.part_sending import Pace, receive_part, send_part
+from deepspeed_bamboo.runtime.recovery.part_sending import Pace, begun, receive_part, send_part
 
 NOTE = "memory"
 """The key of a worker's note in what it contributes to an agreement."""
@@ -257,11 +258,12 @@ class MemoryRounds:
             work.links.connect(work.partners)
             work.links.drain()
             pace = Pace(self._settings.memory_megabytes_per_second, given_up=work.given_up)
+            # A piece travels when it is asked for: with a pace, what others send is asked for while this worker sends.
+            received = begun(partial(self._receive_all, work)) if pace.piece_bytes is not None else None
             for coordinate, workers in work.sending.items():
                 for worker in workers:
                     send_part(work.links, worker, f"{work.step}/{coordinate}", sealed[coordinate], pace=pace)
-            for coordinate, owner in work.arriving.items():
-                self._receive(work, coordinate, owner)
+            self._receive_all(work) if received is None else received.result()
             failure = ""
         except ExpelledError:
             failure = "it was given up"
@@ -277,6 +279,10 @@ class MemoryRounds:
         if self._round is not work:
             raise ExpelledError("the round was given up")
         self.parts.put(sealed)
+
+    def _receive_all(self, work: _Round) -> None:
+        for coordinate, owner in work.arriving.items():
+            self._receive(work, coordinate, owner)
 
     def _receive(self, work: _Round, coordinate: Coordinate, owner: WorkerId) -> None:
         sealed = receive_part(work.links, owner, f"{work.step}/{coordinate}")

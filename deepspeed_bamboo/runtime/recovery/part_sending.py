@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 import torch
@@ -67,6 +68,21 @@ class Pace:
         ahead = self._began + self._sent / self._rate - self._clock()
         if self._given_up.wait(max(0.0, ahead)):
             raise ExpelledError("the round was given up")
+
+
+def begun(work: Callable[[], None]) -> Future[None]:
+    """``work``, begun in a thread that keeps no process from ending; the result raises what it raises."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+            future.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - for whoever asks for the result
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="bamboo-memory-copies", daemon=True).start()
+    return future
 
 
 def send_part(links: Connected, worker: WorkerId, key: str, sealed: SealedPart, *, pace: Pace) -> None:

@@ -122,10 +122,11 @@ class ScriptWrites:
         if waiting:
             self._leave()
 
-    def follow(self) -> None:
+    def follow(self, *, modules: bool = False) -> None:
         """Carry what the script has written since the last call to every stage that this worker owns.
 
-        Nothing while the script is on its way to the job's step: what it writes there is in the job's state.
+        ``modules``: also what it has set on its PipelineModule; not where forwards have run since, which may set
+        something, too. Nothing while the script is on its way to the job's step: that is in the job's state.
         """
         self._refuse_replaced_scheduler()
         if self._of_the_job:
@@ -140,7 +141,7 @@ class ScriptWrites:
         self._clipping.follow(self._wrappers(), self._host.owners())
         replicas, shown = self._host.replicas(), self._host.shown()
         self._scale.follow(self._wrappers(), [replica.attributes["optimizer"] for replica in replicas])
-        if shown is not None:
+        if shown is not None and modules:
             self._roots.follow(shown.module, [replica.module for replica in replicas])
 
     def take_written(self) -> Written:
