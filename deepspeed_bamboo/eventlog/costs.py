@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
@@ -14,7 +14,7 @@ from deepspeed_bamboo.errors import EventLogError
 
 Event = Mapping[str, Any]
 
-_QUIET = 2  # steps at the start, and after anything that happens, whose times say little
+QUIET_STEPS = 2  # at the start, and after anything that happens, whose times say little
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,11 @@ def step_ends(events: Iterable[Event]) -> dict[int, float]:
     return ends
 
 
+def is_near(step: int, happenings: Container[int]) -> bool:
+    """Whether something happened in ``step``, in the one after it, or so shortly before that its time says little."""
+    return any(step - back in happenings for back in range(-1, QUIET_STEPS + 1))
+
+
 def _of(events: Iterable[Event], *kinds: str) -> list[Event]:
     return [event for event in events if event["event"] in kinds]
 
@@ -114,8 +119,12 @@ def _fixed_seconds(events: Sequence[Event], grid: Grid, profile: Profile, micro_
     known: dict[tuple[tuple[Coordinate, str], ...], float] = {}
     found = []
     for step, end in ends.items():
-        near = any(step - back in disturbed or step + 1 in disturbed for back in range(_QUIET + 1))
-        if step < _QUIET or near or step - 1 not in ends or len(owners.get(step, ())) < len(grid):
+        if (
+            step < QUIET_STEPS
+            or is_near(step, disturbed)
+            or step - 1 not in ends
+            or len(owners.get(step, ())) < len(grid)
+        ):
             continue
         key = tuple(sorted(owners[step].items()))
         if key not in known:

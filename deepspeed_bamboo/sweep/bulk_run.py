@@ -18,7 +18,7 @@ from typing import Any
 
 from deepspeed_bamboo.coordination import CoordinatorUnavailable
 from deepspeed_bamboo.errors import BambooError
-from deepspeed_bamboo.eventlog.costs import step_ends
+from deepspeed_bamboo.eventlog.costs import QUIET_STEPS, is_near, step_ends
 from deepspeed_bamboo.eventlog.files import Event, merge_event_files, read_events, read_worker_files
 from deepspeed_bamboo.eventlog.summary import RunSummary, summarize
 from deepspeed_bamboo.sweep.forked import train_worker, with_stacks
@@ -26,7 +26,6 @@ from deepspeed_bamboo.testing.fork_server import ForkServer
 from deepspeed_bamboo.testing.harness import Machine
 
 _LOOK_SECONDS = 0.05
-_QUIET = 2  # steps at the start, and after anything that happens, whose times say little
 _HAPPENINGS = ("fault", "failover", "restored", "reconfigured", "joined", "protected")
 _ENDING_SECONDS = 120.0
 
@@ -113,8 +112,8 @@ def time_spent(events: Iterable[Event]) -> TimeSpent:
         if event["event"] == "step":
             hosting.setdefault(event["step"], set()).update((c, str(event["worker"])) for c in event.get("hosted", ()))
     struck = {event["step"] for event in everything if event["event"] in _HAPPENINGS}
-    taken = {step: end - ends[step - 1] for step, end in ends.items() if step - 1 in ends and step > _QUIET}
-    near = {step for step in taken if any(step - back in struck for back in range(-1, _QUIET + 1))}
+    taken = {step: end - ends[step - 1] for step, end in ends.items() if step - 1 in ends and step > QUIET_STEPS}
+    near = {step for step in taken if is_near(step, struck)}
     quiet: dict[frozenset[tuple[str, str]], list[float]] = {}
     by_workers: dict[int, list[float]] = {}
     for step in taken.keys() - near:

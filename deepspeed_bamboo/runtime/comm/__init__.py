@@ -1,1 +1,1 @@
-"""Messages between workers: channels that can be aborted, groups of them, and the thread that watches epochs."""
+"""Messages between workers: channels that can be aborted, groups of them, and the signal that ends waits."""

@@ -2,7 +2,8 @@
 
 One per direction because operations on one communicator run in order: a send that waits for its receiver
 must not hold up a receive. The host polls, and uses a tensor only after it has seen it arrive whole (architecture 5,
-valid data only); ``runtime.deferral`` is the one place that lets the compute stream wait for a tensor ahead of that.
+valid data only); ``iteration/speculative_launch.py`` is the one place that lets the compute stream wait for a tensor
+ahead of that.
 """
 
 from __future__ import annotations

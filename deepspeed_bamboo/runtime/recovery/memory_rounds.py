@@ -263,7 +263,10 @@ class MemoryRounds:
             for coordinate, workers in work.sending.items():
                 for worker in workers:
                     send_part(work.links, worker, f"{work.step}/{coordinate}", sealed[coordinate], pace=pace)
-            self._receive_all(work) if received is None else received.result()
+            if received is None:
+                self._receive_all(work)
+            else:
+                received.result()
             failure = ""
         except ExpelledError:
             failure = "it was given up"

@@ -5,7 +5,7 @@ the new holder, in a thread and over channels of their own. When the iteration's
 has what every other shadow has at that moment. It says so in the agreement of the iteration, and from then on
 everybody counts it as a shadow: it takes the step with all others.
 
-A copy that is late is given up, and made at the iteration boundary (``Failover.repair``).
+A copy that is late is given up, and made at the iteration boundary (``redundancy_repair.py``).
 """
 
 from __future__ import annotations
