@@ -11,6 +11,7 @@ from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.recovery.stage_state import pack_state
 from deepspeed_bamboo.runtime.stock.gradients import gradient_bytes
+from deepspeed_bamboo.runtime.stock.plain_forms import device_of
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
 
@@ -55,7 +56,8 @@ class DeviceMemory:
 def state_bytes(replica: StageReplica) -> int:
     """Bytes of a stage's parameters, buffers, gradients, master weights and optimizer state on its device."""
     optimizer, module = replica.attributes["optimizer"], replica.module
-    tensors = pack_state(replica, travels=False).tensors
+    device = device_of(module)
+    tensors = [tensor for tensor in pack_state(replica).tensors if tensor.device == device]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values()) + gradient_bytes(optimizer, module)
 

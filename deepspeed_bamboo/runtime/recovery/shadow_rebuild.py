@@ -117,17 +117,19 @@ class ShadowRebuild:
         worker.host.save()
         interruption = Interruption()
         interruption.enter(record)
+        sending = [
+            (coordinate, holder, pack_state(worker.host.owned[coordinate]))
+            for coordinate, holder in missing
+            if target.owner(coordinate) == me
+        ]
         return _Work(
             record=record,
             target=target,
             links=worker.links.beside(interruption, name="state"),
             interruption=interruption,
+            # After the copies that packing makes, which the other stream reads.
             ready=torch.cuda.current_stream().record_event() if worker.device.type == "cuda" else None,
-            sending=[
-                (coordinate, holder, pack_state(worker.host.owned[coordinate]))
-                for coordinate, holder in missing
-                if target.owner(coordinate) == me
-            ],
+            sending=sending,
             descriptions={
                 coordinate: worker.host.description(worker.host.owned[coordinate])
                 for coordinate, _ in missing

@@ -31,40 +31,37 @@ _COUNTERS = (*COUNTERS, "skipped_steps")
 
 @dataclass(frozen=True)
 class PackedState:
-    """A stage's state for the way: ``tensors`` on the worker's device, and all else with a :class:`Slot` for each."""
+    """A stage's state for the way: ``tensors``, each where it lies, and all else with a :class:`Slot` for each."""
 
     structure: Any
     tensors: list[torch.Tensor]
 
+    def on(self, device: torch.device) -> PackedState:
+        """The same with all tensors on ``device``, for a way from device to device."""
+        return PackedState(self.structure, [tensor.to(device) for tensor in self.tensors])
 
-def pack_state(replica: StageReplica, *, travels: bool = True) -> PackedState:
+
+def pack_state(replica: StageReplica) -> PackedState:
     """Everything that makes ``replica`` what it is between two iterations.
 
     The tensors are the replica's own: whoever sends them waits until they are received before it changes them. Only
-    buffers are copies, since a forward may change them; and so is what an offloaded optimizer has on the host, where
-    it ``travels``, since that goes from device to device.
+    buffers, which a forward may change, are copies, and so are gradients that an optimizer keeps, which a reduction
+    may change. An offloaded optimizer's tensors are on the host.
     """
     rest = pack_rest(replica)
     attributes = replica.attributes
     module, optimizer = attributes["module"], attributes["optimizer"]
-    device = device_of(module)
-    masters = [master.detach() for master in master_weights(optimizer)]
-    of_optimizer = {
-        "masters": masters,
-        "gradients": [gradient.detach() for gradient in kept_gradients(optimizer)],
-        "optimizer": None if optimizer is None else attributes["basic_optimizer"].state_dict(),
-    }
-    if travels and any(master.device != device for master in masters):
-        of_optimizer = _brought_to(device, of_optimizer)
     state = {
         "parameters": [parameter.detach() for parameter in module.parameters()],
         "buffers": [buffer.detach().clone() for buffer in module.buffers()],
-        **of_optimizer,
+        "masters": [master.detach() for master in master_weights(optimizer)],
+        "gradients": [gradient.detach().clone() for gradient in kept_gradients(optimizer)],
+        "optimizer": None if optimizer is None else attributes["basic_optimizer"].state_dict(),
         "scale": scale_state(optimizer),
         **rest,
     }
     tensors: list[torch.Tensor] = []
-    return PackedState(_take_out(state, tensors, device), tensors)
+    return PackedState(_take_out(state, tensors, device_of(module)), tensors)
 
 
 def pack_rest(replica: StageReplica) -> dict[str, Any]:
@@ -138,9 +135,9 @@ def unpack_rest(replica: StageReplica, state: dict[str, Any]) -> None:
 
 
 def _take_out(value: Any, tensors: list[torch.Tensor], device: torch.device) -> Any:
-    """``value`` with every tensor on ``device`` moved to ``tensors``; others (a step count, say) stay in place."""
+    """``value`` with every tensor moved to ``tensors``, but for single numbers beside ``device``, as a step count."""
     if isinstance(value, torch.Tensor):
-        if value.device != device:
+        if value.device != device and not value.dim():
             return value
         tensors.append(value)
         return Slot(len(tensors) - 1)
@@ -150,15 +147,6 @@ def _take_out(value: Any, tensors: list[torch.Tensor], device: torch.device) -> 
         items = [_take_out(item, tensors, device) for item in value]
         return items if isinstance(value, list) else tuple(items)
     return value
-
-
-def _brought_to(device: torch.device, value: Any) -> Any:
-    """``value`` with every tensor of more than a number on ``device``. The optimizer that loads it takes it back."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device) if value.dim() else value
-    if isinstance(value, dict):
-        return {key: _brought_to(device, item) for key, item in value.items()}
-    return [_brought_to(device, item) for item in value] if isinstance(value, list) else value
 
 
 def _put_back(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -141,7 +141,7 @@ class StateTransfer:
 
     def send_replica(self, coordinate: Coordinate, *, to: WorkerId, label: str) -> None:
         """Send the state of ``coordinate``, which this worker owns; it must not change before the next agreement."""
-        packed = pack_state(self._worker.host.owned[coordinate])
+        packed = pack_state(self._worker.host.owned[coordinate]).on(self._worker.device)
         data = (packed.structure, checksum(packed.tensors))
         self._worker.links.send(to, Message(f"{label}/state/{coordinate}", data, packed.tensors))
 
