@@ -16,6 +16,7 @@ from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.errors import CheckpointError
 from deepspeed_bamboo.runtime.checkpoint.checking_together import choose_together, tell_choice
 from deepspeed_bamboo.runtime.checkpoint.rounds import CheckpointRounds
+from deepspeed_bamboo.runtime.checkpoint.safe_loading import UNREADABLE
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell, tell_once
 from deepspeed_bamboo.runtime.recovery.agreed_digest import agreed_digest
@@ -123,10 +124,11 @@ class AutomaticCheckpoints:
         try:
             with self.place.local(tag) as directory:
                 _, client_state = load(directory, tag=tag)
-        except (CheckpointError, RuntimeError, KeyError, ValueError) as error:
+        except UNREADABLE as error:
             raise CheckpointError(
-                f"checkpoint {tag!r} in bamboo.checkpoint.dir {self.place.name!r} can't be restored ({error}). If it "
-                "is of another training, or of another model, name another directory"
+                f"checkpoint {tag!r} in bamboo.checkpoint.dir {self.place.name!r} can't be restored "
+                f"({type(error).__name__}: {error}). If it is of another training, or of another model, name another "
+                "directory"
             ) from error
         found = None if self._digest is None else self._agreed_digest()
         if found != self._digest:

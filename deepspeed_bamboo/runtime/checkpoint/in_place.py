@@ -13,6 +13,7 @@ from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.errors import CheckpointError, MessageError, UnsendableError
 from deepspeed_bamboo.runtime.checkpoint.automatic import STATE, AutomaticCheckpoints
 from deepspeed_bamboo.runtime.checkpoint.checking_together import choose_together, tell_choice
+from deepspeed_bamboo.runtime.checkpoint.safe_loading import UNREADABLE
 from deepspeed_bamboo.runtime.comm.encoding import decode, encode
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
@@ -147,6 +148,6 @@ class StoredStates:
             with self._place.local(tag) as directory:
                 for coordinate in coordinates:
                     self._load(coordinate, str(directory), tag, replica)
-        except (CheckpointError, RuntimeError, KeyError, ValueError, OSError) as error:
+        except UNREADABLE as error:
             return f"{type(error).__name__}: {error}"
         return ""

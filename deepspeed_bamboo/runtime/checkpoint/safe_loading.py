@@ -18,9 +18,15 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from deepspeed_bamboo.errors import CheckpointError
+from deepspeed_bamboo.errors import CheckpointError, ShadowError
 
 Load = Callable[..., Any]
+
+# What reading a file that is damaged, or of something else, can raise: in torch, in DeepSpeed, in what the file has.
+UNREADABLE = (
+    *(CheckpointError, ShadowError, pickle.UnpicklingError, zipfile.BadZipFile),
+    *(AssertionError, AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError),
+)
 
 # What DeepSpeed's own files hold beyond what torch allows anyway.
 _ALLOWED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, set]
