@@ -135,6 +135,11 @@ class CheckpointProgress:
             return replace(now, step=max(steps), missing=None, files={}, due=False)
         return now
 
+    def without(self, steps: Iterable[int]) -> CheckpointProgress:
+        """When the checkpoints of ``steps`` have turned out to be damaged: they are not known to be whole any more."""
+        gone = frozenset(steps)
+        return replace(self, kept=tuple(step for step in self.kept if step not in gone))
+
     def _named(self, notes: Mapping[WorkerId, CheckpointNote], *, keep: int) -> CheckpointProgress:
         if self.complete is None or all(note.named != self.complete for note in notes.values()):
             return self

@@ -7,12 +7,13 @@ bamboo_step<N>/      a checkpoint in DeepSpeed's files, after N steps, with its 
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from deepspeed_bamboo.core.checkpointing import FileFact, removable
 from deepspeed_bamboo.errors import CheckpointError
@@ -32,6 +33,8 @@ from deepspeed_bamboo.storage.folders import Fill, Folder, OnBytes, ignore_bytes
 from deepspeed_bamboo.storage.manifest import NAMES, Manifest, MeasuredFile
 
 _OWNER = "bamboo.json"
+JOB, STARTED = "job", "started_seconds"
+"""What the mark of a job says: its name, and the time at which it was started; None where that isn't known."""
 _TAG = re.compile(r"bamboo_step(\d{1,15})")
 _LOOK_SECONDS = 0.2
 
@@ -66,7 +69,7 @@ class CheckpointPlace:
         A file that another machine has written may take so long.
         """
         deadline = time.monotonic() + within_seconds
-        while (owner := self._folder.read_text(_OWNER)) != self._owner:
+        while not self._is_mark(owner := self._folder.read_text(_OWNER)):
             if time.monotonic() >= deadline:
                 raise CheckpointError(
                     f"bamboo.checkpoint.dir is {self.name!r}, and to worker {worker} the file {_OWNER} there says "
@@ -74,6 +77,19 @@ class CheckpointPlace:
                     "machines see, or s3://bucket/prefix, and this job's alone"
                 )
             time.sleep(_LOOK_SECONDS)
+
+    def _is_mark(self, found: str | None) -> bool:
+        """Whether ``found`` is this job's. Where nobody could say when it was started, its name decides, and it counts.
+
+        So it is for a worker that joins after an etcd came back without its data.
+        """
+        if found is None or found == self._owner:
+            return found is not None
+        own, other = _mark_in(self._owner), _mark_in(found)
+        if own is None or other is None or own.get(STARTED, 0) is not None or own.get(JOB) != other.get(JOB):
+            return False
+        self._owner = found
+        return True
 
     def survey(self) -> Survey:
         """The checkpoints that there are, as their manifests show them; reads no state."""
@@ -179,6 +195,14 @@ def step_of(tag: str) -> int | None:
     """Inverse of :func:`tag_of`; None for any other text."""
     found = _TAG.fullmatch(tag)
     return int(found[1]) if found and tag == tag_of(int(found[1])) else None
+
+
+def _mark_in(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _text(text: str) -> Fill:

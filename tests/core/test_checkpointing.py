@@ -258,6 +258,16 @@ def test_only_older_ones_go_and_only_once_enough_are_whole(there: set[int], whol
         assert {step for step in there if step < max(whole)} - set(gone) <= set(newest(whole, keep=keep))
 
 
+def test_a_damaged_one_does_not_count_as_one_that_is_kept() -> None:
+    """Or the last good one would go in its place."""
+    progress = CheckpointProgress(kept=(20, 30)).without([30, 7])
+    assert progress.kept == (20,)
+    progress = replace(progress, complete=40).after({"a": CheckpointNote(named=40)}, grid=Grid(1, 1), keep=2)
+    assert progress.kept == (20, 40)
+    assert removable((10, 20, 30, 40), kept=progress.kept, keep=2) == (10, 30)
+    assert removable((10, 20, 30, 40), kept=(40,), keep=2) == ()
+
+
 def test_overdue_is_more_than_two_intervals() -> None:
     assert [is_overdue(age, interval_seconds=10.0) for age in (0, 19.9, 20.1)] == [False, False, True]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from deepspeed_bamboo.coordination import CoordinatorUnavailable
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.runtime.membership.balancing import Balancing
@@ -14,10 +16,10 @@ STAGES, MICRO_BATCHES = 4, 4
 GRID = Grid(1, STAGES)
 
 
-def balancing(placement: Placement) -> Balancing:
+def balancing(placement: Placement, *, is_reporter: bool = False) -> Balancing:
     record = SimpleNamespace(number=1, members=("a", "b", "c"))
     worker: Any = SimpleNamespace(
-        grid=GRID, micro_batches=MICRO_BATCHES, placement=placement, record=record, is_reporter=False
+        grid=GRID, micro_batches=MICRO_BATCHES, placement=placement, record=record, is_reporter=is_reporter
     )
     unused: Any = SimpleNamespace()
     return Balancing(worker, times=unused, beside=dict, device_memory=unused)
@@ -61,3 +63,28 @@ def test_times_that_are_known_late_are_a_reason_to_look_at_the_placement() -> No
     assert own.is_due(record)
     own.note(iteration(0, 1, 2, 3))
     assert not own.is_due(record)
+
+
+def test_a_slow_worker_is_drained_after_an_outage_of_the_coordinator() -> None:
+    """Training does not wait for it: the next iteration asks again."""
+    own, asked = balancing(on_two(), is_reporter=True), list[str]()
+    outages = [CoordinatorUnavailable(endpoints=["127.0.0.1:1"], tried_seconds=1.0, reason="away")]
+
+    def request_drain(node: str, *, deadline_seconds: float, reason: str) -> None:
+        if outages:
+            raise outages.pop()
+        asked.append(f"{node}: {reason}")
+
+    worker: Any = own._worker
+    worker.session = SimpleNamespace(
+        config=SimpleNamespace(topology=SimpleNamespace(slow_workers="drain"), profile=None),
+        coordinator=SimpleNamespace(request_drain=request_drain),
+        present={name: SimpleNamespace(node=f"node-{name}") for name in "abc"},
+        draining={},
+    )
+    own._measured = replace(own._measured, slowness=SimpleNamespace(speeds={"b": 0.5}))  # type: ignore[arg-type]
+    for expected in ([], ["node-b: worker b is slow"], ["node-b: worker b is slow"]):
+        own._drain_slow_workers()
+        if own._asking.ident is not None:
+            own._asking.join()
+        assert asked == expected

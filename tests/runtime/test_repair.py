@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from deepspeed_bamboo.coordination import EpochRecord
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.errors import ShadowError
+from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError
 from deepspeed_bamboo.runtime.recovery.redundancy_repair import RedundancyRepair
 
 MEMBERS = ("a", "b", "c")
@@ -50,3 +53,48 @@ def test_a_shadow_that_is_not_what_its_owner_is_is_an_error_for_all(problems: tu
     else:
         repair.repair()
         assert placed == [protected] and events == ["protected"]
+
+
+@pytest.mark.parametrize("lost_first", [False, True])
+def test_a_loss_during_an_outage_at_the_boundary_is_not_the_scripts_error(lost_first: bool) -> None:
+    """The next activity finds the new epoch."""
+    grid, proposals = Grid(1, 3), list[EpochRecord]()
+    protected = Placement.initial(grid, MEMBERS)
+    record = EpochRecord(4, MEMBERS, protected, "loss", (), "a", 0.0)
+
+    def with_retries(call: Callable[[], bool]) -> bool:
+        if lost_first:
+            raise EpochChangedError
+        return call()
+
+    def propose(made: EpochRecord, *, expected: int) -> bool:
+        proposals.append(made)
+        return True
+
+    worker: Any = SimpleNamespace(
+        links=SimpleNamespace(acquaint=lambda who: None, connect=lambda peers, with_lanes: None),
+        me="c",
+        record=record,
+        placement=Placement.initial(grid, MEMBERS, protected=False),
+        view=SimpleNamespace(place=lambda placement: setattr(worker, "placement", placement)),
+        protects=True,
+        protected=lambda members: protected,
+        activity=SimpleNamespace(index=4),
+        host=SimpleNamespace(shadows={}, owners=list),
+        agree_on=lambda kind, value: {"a": (), "b": (), "c": value()},
+        log_event=lambda event, **fields: None,
+        session=SimpleNamespace(worker="c", with_retries=with_retries, coordinator=SimpleNamespace(propose=propose)),
+        leads=True,
+        is_reporter=False,
+        step=5,
+        news=SimpleNamespace(),
+    )
+    repair = RedundancyRepair(
+        worker,
+        shadow_rebuild=SimpleNamespace(end=lambda: None),  # type: ignore[arg-type]
+        transfer=SimpleNamespace(copy_shadows=lambda placement, shadows, label: ()),  # type: ignore[arg-type]
+        last_loss=lambda: None,
+    )
+    repair.repair()
+    assert worker.placement == protected
+    assert [made.number for made in proposals] == ([] if lost_first else [5])

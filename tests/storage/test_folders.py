@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from hashlib import sha256
@@ -15,7 +16,7 @@ from deepspeed_bamboo.errors import CheckpointError
 from deepspeed_bamboo.storage.checking import choose
 from deepspeed_bamboo.storage.folders import Fill, Folder, location_problem, open_folder
 from deepspeed_bamboo.storage.manifest import Manifest
-from deepspeed_bamboo.storage.place import CheckpointPlace, tag_of
+from deepspeed_bamboo.storage.place import JOB, STARTED, CheckpointPlace, tag_of
 from tests.storage.memory_folder import MemoryFolder
 
 Make = Callable[[str], Folder]
@@ -107,6 +108,22 @@ def test_of_two_jobs_the_later_one_has_the_place(make: Make) -> None:
         == "bamboo_step4 in place is not whole any more, so bamboo_step1, bamboo_step5 stays"
     )
     assert make("place").folders()[:2] == ["bamboo_step1", "bamboo_step4"]
+
+
+def mark(job: str, started: float | None) -> str:
+    return json.dumps({JOB: job, STARTED: started})
+
+
+def test_who_joins_when_nobody_can_say_any_more_when_the_job_was_started(make: Make) -> None:
+    """An etcd that came back without its data; the job goes on."""
+    CheckpointPlace(make("place"), name="place", owner=mark("gpt", 1.0)).take()
+    joiner = CheckpointPlace(make("place"), name="place", owner=mark("gpt", None))
+    joiner.check_visible(worker="w", within_seconds=0)
+    assert named(joiner, 3) == "" and joiner.survey().latest == "bamboo_step3"
+    for owner in (mark("gpt", 2.0), mark("other", None), "gpt"):
+        other = CheckpointPlace(make("place"), name="place", owner=owner)
+        with pytest.raises(CheckpointError, match="to worker w the file bamboo.json there says"):
+            other.check_visible(worker="w", within_seconds=0)
 
 
 def test_what_cannot_be_done_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from deepspeed_bamboo.runtime.job.news import tell, tell_once
 from deepspeed_bamboo.runtime.recovery.agreed_digest import agreed_digest
 from deepspeed_bamboo.storage.checking import Choice, Survey
 from deepspeed_bamboo.storage.folders import Fill, open_folder
-from deepspeed_bamboo.storage.place import CheckpointPlace, step_of
+from deepspeed_bamboo.storage.place import JOB, STARTED, CheckpointPlace, step_of
 
 STATE = "bamboo"
 """Under which name a checkpoint has the plugin's own state."""
@@ -246,7 +246,7 @@ def automatic_checkpoints(worker: Worker, *, copy: Copy) -> AutomaticCheckpoints
     if settings.dir is None:
         return None
     # The same for all workers of a job, another one whenever one is started.
-    owner = json.dumps({"job": session.identity.job, "started_seconds": session.coordinator.started_seconds()})
+    owner = json.dumps({JOB: session.identity.job, STARTED: session.coordinator.started_seconds()})
     place = CheckpointPlace(open_folder(settings.dir), name=settings.dir, owner=owner, watch=session.works.watch_bytes)
     interval_seconds = settings.interval_minutes * 60.0
     return AutomaticCheckpoints(worker, place=place, copy=copy, interval_seconds=interval_seconds, keep=settings.keep)

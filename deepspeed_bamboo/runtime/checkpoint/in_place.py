@@ -137,9 +137,16 @@ class StoredStates:
             tell_once(self._worker, f"checkpoints: {error}")
             return None
         tell_choice(self._worker, choice, where=self.name)
+        for tag in choice.damaged:
+            self.distrust(step_of(tag))
         if choice.error:
             tell_once(self._worker, f"checkpoints: {choice.error}")
         return None if choice.tag is None else step_of(choice.tag)
+
+    def distrust(self, step: int | None) -> None:
+        """The checkpoint of ``step`` can't be loaded: it is not one of those that are known to be whole."""
+        if step is not None:
+            self._rounds.distrust([step])
 
     def load(self, step: int, coordinates: Collection[Coordinate], replica: Ready) -> str:
         """Bring the stages of ``coordinates`` to their state of ``step``; returns what is wrong if that fails."""

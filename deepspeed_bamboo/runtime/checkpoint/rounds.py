@@ -9,7 +9,7 @@ So that file always names a whole checkpoint, and a worker that is cut off from 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePosixPath
 from typing import Any, Protocol
 
@@ -183,6 +183,10 @@ class CheckpointRounds:
         """At the start of a job: the checkpoints of these steps are whole, and the job continues from the last one."""
         self.progress = CheckpointProgress(kept=kept)
         self._taken_at = self._good_at = self._clock()
+
+    def distrust(self, steps: Iterable[int]) -> None:
+        """The checkpoints of ``steps`` are damaged. They count for nothing when older ones are removed."""
+        self.progress = self.progress.without(steps)
 
     # -- parts -------------------------------------------------------------------------------------
 

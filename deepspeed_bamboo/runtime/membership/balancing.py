@@ -6,9 +6,11 @@ reporter decides.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -16,7 +18,7 @@ from typing import Any
 
 from deepspeed.utils import logger
 
-from deepspeed_bamboo.coordination import EpochRecord
+from deepspeed_bamboo.coordination import CoordinatorUnavailable, EpochRecord
 from deepspeed_bamboo.core.measuring import Iteration, Measured
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.placing.holding import MeasuredMemory, Memory
@@ -59,6 +61,8 @@ class Balancing:
         self._measured = Measured()
         self._memory = MeasuredMemory()
         self._delays = Delays()
+        self._drained: set[WorkerId] = set()  # of which this worker has asked that
+        self._asking = threading.Thread()
         self._placement: Placement | None = None
         self._timed: Placement | None = None  # the placement of which spans are
         self._spans: list[float] = []
@@ -143,6 +147,7 @@ class Balancing:
         named = self._delays.found
         self._delays = self._delays.after(beside, passes_seconds=span, members=agreed.keys())
         self._tell_delays(named, self._delays.found)
+        self._drain_slow_workers()
         self._write()
 
     def _note_memory(self, seen: Mapping[WorkerId, Mapping[str, Any]]) -> None:
@@ -185,8 +190,6 @@ class Balancing:
         for worker in sorted(now.keys() - before.keys()):
             why = f"worker {worker} is slow: its passes take {1.0 / now[worker]:.1f} times as long as before"
             self._tell(why, worker=worker, cause="passes", speed=now[worker])
-            if self._worker.is_reporter:
-                self._drain(worker)
         for worker in sorted(before.keys() - now.keys()):
             self._tell(f"worker {worker} is as fast as before", worker=worker, cause="passes", over=True)
 
@@ -211,14 +214,28 @@ class Balancing:
         if self._worker.is_reporter:
             self._worker.log_event("slow_worker", reason=reason, **fields)
 
-    def _drain(self, worker: WorkerId) -> None:
-        session = self._worker.session
-        member = session.present.get(worker)
-        if session.config.topology.slow_workers == "drain" and member is not None:
-            reason = f"worker {worker} is slow"
-            session.with_retries(
-                lambda: session.coordinator.request_drain(member.node, deadline_seconds=_DRAIN_SECONDS, reason=reason)
+    def _drain_slow_workers(self) -> None:
+        """As the reporter: ask for it, if the job is to have it so. Training does not wait for an outage of etcd to
+        end; after a later iteration this asks again."""
+        if not self._worker.is_reporter or self._worker.session.config.topology.slow_workers != "drain":
+            return
+        slow = sorted(self._measured.speeds.keys() - self._drained)
+        if slow and not self._asking.is_alive():
+            self._asking = threading.Thread(
+                target=self._ask_to_drain, args=(slow,), name="bamboo-draining", daemon=True
             )
+            self._asking.start()
+
+    def _ask_to_drain(self, workers: Iterable[WorkerId]) -> None:
+        session = self._worker.session
+        for worker in workers:
+            member = session.present.get(worker)
+            if member is None or member.node in session.draining:
+                continue
+            reason = f"worker {worker} is slow"
+            with contextlib.suppress(CoordinatorUnavailable):
+                session.coordinator.request_drain(member.node, deadline_seconds=_DRAIN_SECONDS, reason=reason)
+                self._drained.add(worker)
 
     def _write(self) -> None:
         """As the reporter: keep the profile where ``bamboo.profile`` says, and in the event log."""

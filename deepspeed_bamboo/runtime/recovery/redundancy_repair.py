@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -10,6 +11,7 @@ from deepspeed_bamboo.coordination import EpochRecord
 from deepspeed_bamboo.core.consensus import Conclusion
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError
 from deepspeed_bamboo.runtime.iteration.activity import Round
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
@@ -137,8 +139,10 @@ class RedundancyRepair:
             proposer=session.worker,
             time_seconds=time.time(),
         )
-        if not session.with_retries(lambda: session.coordinator.propose(record, expected=current.number)):
-            session.interruption.notify()  # somebody proposed a loss first; it will interrupt us
+        # A new epoch, of a loss that somebody proposed first, interrupts the next activity.
+        with contextlib.suppress(EpochChangedError):
+            if not session.with_retries(lambda: session.coordinator.propose(record, expected=current.number)):
+                session.interruption.notify()
 
     def _drop_unlisted_shadows(self) -> None:
         worker = self._worker

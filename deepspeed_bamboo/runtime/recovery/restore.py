@@ -178,6 +178,7 @@ class Restoring:
                 if not any(problems.values()):
                     return True
                 unread.add(stored)
+                self._store().distrust(stored)
                 why = next(text for _, text in sorted(problems.items()) if text)
                 tell_once(self._worker, f"the checkpoint of step {stored} can't be restored: {why}")
             elif state is not None and self._from_memory is not None:

@@ -69,6 +69,9 @@ class Store(Protocol):
     def choose(self, together: Together, steps: Collection[int]) -> int | None:
         """The newest of ``steps`` of which all workers can read a whole checkpoint, None where none is; collective."""
 
+    def distrust(self, step: int) -> None:
+        """The checkpoint of ``step`` could not be loaded by all: it does not count when others are removed."""
+
     def load(self, step: int, coordinates: Collection[Coordinate], replica: Callable[..., StageReplica]) -> str:
         """Bring the stages of ``coordinates`` to their state of ``step``.
 
