@@ -35,6 +35,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed_bamboo.config.section import SECTION, load_deepspeed_settings
 from deepspeed_bamboo.eventlog.files import merge_event_files
 from deepspeed_bamboo.eventlog.run_log import RunLog
+from deepspeed_bamboo.models import half_precision
 from deepspeed_bamboo.models.batches import BatchShape, StepBatches
 from deepspeed_bamboo.models.catalog import MODELS, DataPaths, Model, model_named
 from deepspeed_bamboo.models.costs import layer_costs
@@ -90,6 +91,7 @@ def prepare_torch(arguments: argparse.Namespace) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(mode=True)
     torch.manual_seed(arguments.seed)
+    half_precision.allow_on_cpus()
     if get_accelerator().device_name() == "cpu":
         # DeepSpeed would compile a shared-memory op here that pipelines never use: 30 s at the first start, and
         # a process killed in that time leaves a lock behind on which every later start waits for ever.

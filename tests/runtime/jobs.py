@@ -240,11 +240,13 @@ def _begin(pickled: str) -> None:
 def _work(rank: int, environment: Mapping[str, str], directory: Path, body: Body, arguments: Mapping[str, Any]) -> None:
     import faulthandler
 
+    from deepspeed_bamboo.models import half_precision
     from deepspeed_bamboo.runtime.main import supervised
 
     if environment.get("BAMBOO_JOINING"):
         environment = {**environment, "BAMBOO_JOB": (directory / "job").read_text(encoding="utf-8")}
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), BAMBOO_WORKER=f"w{rank}")
+    half_precision.allow_on_cpus()
     # Helpers of data loaders must notice that their worker is gone: children of a fork server would not.
     multiprocessing.set_start_method("fork", force=True)
     output = os.open(directory / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
