@@ -216,6 +216,14 @@ def _with_safer_shadows(
     )
 
 
+def is_safer(after: Placement, before: Placement, members: Sequence[WorkerSite]) -> bool:
+    """Whether the loss of a node or a zone takes fewer owners with their shadows after a change than before it.
+
+    ``members`` has whoever takes part in one of them.
+    """
+    return _lost_with_a_node(after, members) < _lost_with_a_node(before, members)
+
+
 def transfers(before: Placement, after: Placement) -> tuple[Transfer, ...]:
     """The state that has to move, in grid order, owners first. Whoever holds a replica already gets nothing."""
     result: list[Transfer] = []

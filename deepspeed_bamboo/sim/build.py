@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
+from ..core.steering import POLICIES
 from .clock import to_milliseconds
 from .engine import Policy
 from .errors import ScenarioError
@@ -173,6 +174,11 @@ def _live(job: Job, ledger: Ledger, *, mode: str | None) -> Policy:
             "policies.live.copies 2 is simulated by the engine's own plans alone, and this grid is too large for them, "
             "or policies.live.plans is false; give a smaller grid, or copies 1"
         )
+    if planned is None and spec.policy == "proactive":
+        raise ScenarioError(
+            'policies.live.policy "proactive" is simulated by the engine\'s own plans alone, and this grid is too '
+            'large for them, or policies.live.plans is false; give a smaller grid, or policy "fixed"'
+        )
     if planned is None:
         return LivePolicy(
             progress,
@@ -190,6 +196,7 @@ def _live(job: Job, ledger: Ledger, *, mode: str | None) -> Policy:
         planned=planned[0],
         costs=planned[1],
         coordinate_bytes=coordinate_bytes,
+        steering=POLICIES[spec.policy](),
     )
 
 

@@ -1,17 +1,16 @@
-"""How many machines there will be: predictors, and the choice among them by the error that they made so far.
+"""How many machines there will be: the predictors by name, ARIMA among them, and their errors on a trace.
 
-A predictor is a pure function: the counts of past intervals, the last one now, and a horizon, give the expected
-counts of the next intervals. Parcae (NSDI'24, section 5) predicts with ARIMA; on the published traces persistence,
-which expects no change, often has the smaller error, so none is trusted without being measured.
+The simple predictors, and the choice among all by the error that they made so far, are core's (core/foreseeing.py),
+since the running job predicts, too.
 """
 
 from __future__ import annotations
 
 import statistics
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
+from ..core.foreseeing import Predictor, Scoreboard, moving_average, persistence
 from .errors import MissingExtraError, ScenarioError
 from .machines import Change
 from .traces import Trace
@@ -29,20 +28,7 @@ __all__ = [
     "require_statsmodels",
 ]
 
-Predictor = Callable[[Sequence[int], int], tuple[float, ...]]
-
-_AVERAGED_INTERVALS = 3
 _LEAST_TO_FIT = 5
-
-
-def persistence(history: Sequence[int], horizon: int) -> tuple[float, ...]:
-    """As many as now."""
-    return (float(history[-1]),) * horizon
-
-
-def moving_average(history: Sequence[int], horizon: int) -> tuple[float, ...]:
-    """As many as on average over the last three intervals."""
-    return (statistics.fmean(history[-_AVERAGED_INTERVALS:]),) * horizon
 
 
 def arima(history: Sequence[int], horizon: int) -> tuple[float, ...]:
@@ -82,49 +68,6 @@ def named_predictors(names: Sequence[str]) -> dict[str, Predictor]:
     if unknown or not names:
         raise ScenarioError(f"predictor {unknown[0] if unknown else ''!r} is unknown; there are {', '.join(known)}")
     return {name: known[name] for name in names}
-
-
-@dataclass(frozen=True)
-class Scoreboard:
-    """The errors of some predictors on the history so far; observing one more interval makes the next scoreboard.
-
-    Attributes:
-        predictors: by name; the first wins a tie.
-        horizon: intervals ahead that count.
-        history_limit: intervals that a predictor is shown.
-        history: the last of them.
-        forecasts: by name, those that are not yet scored in full, oldest first.
-        errors: by name, sum of absolute errors over all horizons.
-    """
-
-    predictors: Mapping[str, Predictor]
-    horizon: int
-    history_limit: int
-    history: tuple[int, ...] = ()
-    forecasts: Mapping[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
-    errors: Mapping[str, float] = field(default_factory=dict)
-
-    def observe(self, count: int) -> Scoreboard:
-        """The scoreboard one interval on: scores what was forecast for it, and forecasts from it."""
-        history = (*self.history, count)[-self.history_limit :]
-        errors: dict[str, float] = {}
-        forecasts: dict[str, tuple[tuple[float, ...], ...]] = {}
-        for name, predictor in self.predictors.items():
-            waiting = self.forecasts.get(name, ())
-            # The newest one foretold this interval as its first, the one before as its second, ...
-            missed = (abs(one[ahead] - count) for ahead, one in enumerate(reversed(waiting)))
-            errors[name] = self.errors.get(name, 0.0) + sum(missed)
-            forecasts[name] = (*waiting, predictor(history, self.horizon))[-self.horizon :]
-        return Scoreboard(self.predictors, self.horizon, self.history_limit, history, forecasts, errors)
-
-    @property
-    def best(self) -> str:
-        """The predictor with the smallest error so far."""
-        return min(self.predictors, key=lambda name: self.errors.get(name, 0.0))
-
-    def forecast(self) -> tuple[float, ...]:
-        """The best predictor's forecast from the last observed interval."""
-        return self.forecasts[self.best][-1]
 
 
 def fitting_history(horizon: int) -> int:

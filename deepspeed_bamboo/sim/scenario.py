@@ -202,6 +202,8 @@ class LiveSpec(_Spec):
     redundancy: Literal["eager", "lazy", "off", "auto"] = "lazy"
     """As `redundancy.mode` of the engine. Off: no shadows; a lost coordinate is copied from another pipeline. Auto:
     lazy or eager, whichever costs less of a step; where they are equal eager, which does less again after a loss."""
+    policy: Literal["fixed", "proactive"] = "fixed"
+    """As `policy` of the engine: when workers are taken in and stages move (core/steering.py)."""
     plans: bool = True
     """Placements and times by the engine's own plans, where a grid is small enough for that; else a closed form."""
     lazy_overhead: NonNegative = 0.08

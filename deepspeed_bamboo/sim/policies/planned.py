@@ -11,19 +11,22 @@ processes where somebody is left for each stage's copy in memory, or to the stor
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
+from ...core.availability import INTERVAL_SECONDS, Availability
 from ...core.placement import Placement, WorkerId
 from ...core.placing.sites import Sites, WorkerSite
-from ...core.reconfiguring import LEAST_GAIN, transfers
+from ...core.reconfiguring import LEAST_GAIN, is_safer, transfers
 from ...core.restoring import Site, keepers
-from ..clock import MILLISECONDS_PER_SECOND, to_milliseconds
+from ...core.steering import Action, Fixed, Outlook, Policy, Standing, options_at
+from ..clock import MILLISECONDS_PER_SECOND, NEVER, to_milliseconds
 from ..ledger import Ledger, Mode
 from ..planned import PlannedGrid
 from ..progress import Progress
 from ..scenario import LiveSpec
-from .alarms import AlarmedPolicy, Status
+from .alarms import AlarmedPolicy, Ring, Status
 
 __all__ = ["IterationCosts", "PlannedPolicy"]
 
@@ -68,8 +71,9 @@ class PlannedPolicy(AlarmedPolicy):
         planned: PlannedGrid,
         costs: IterationCosts,
         coordinate_bytes: float,
+        steering: Policy | None = None,
     ) -> None:
-        """A coordinate's state has `coordinate_bytes`."""
+        """A coordinate's state has `coordinate_bytes`. `steering` decides when to move and when to wait."""
         super().__init__(progress, ledger, spec=spec)
         self._planned, self._costs = planned, costs
         self.redundancy_share = costs.overhead / (1.0 + costs.overhead)
@@ -80,7 +84,7 @@ class PlannedPolicy(AlarmedPolicy):
         self._least_workers = math.ceil(len(planned.grid) / most)
         # Members of the job in their order; those who wait to be taken in; those who are to leave.
         self._members: dict[WorkerId, None] = {}
-        self._waiting: dict[WorkerId, None] = {}
+        self._waiting: dict[WorkerId, int] = {}  # since when
         self._draining: dict[WorkerId, None] = {}
         self._placement: Placement | None = None
         self._seconds: float | None = None  # of an iteration's passes with it, once it is known
@@ -93,6 +97,10 @@ class PlannedPolicy(AlarmedPolicy):
         self._longer_seconds = (0.0, 0.0, 0.0)
         self._accounted_steps = 0
         self.record: list[tuple[str, float]] | None = None
+        self._steering: Policy = Fixed() if steering is None else steering
+        self._availability = Availability()
+        self._changed_at = NEVER
+        self._put_off, self._look_at = False, NEVER
 
     # -- machines ----------------------------------------------------------------------------------
 
@@ -106,7 +114,8 @@ class PlannedPolicy(AlarmedPolicy):
     def removed(self, now: int, node: str) -> None:
         """See Policy: all losses of one instant are dealt with together, in `settle`."""
         zone = self._zones.pop(node, None)
-        self._waiting.pop(node, None)
+        if self._waiting.pop(node, None) is not None and node not in self._members:
+            self._saw(now, gone=1)
         if node in self._members:
             self._lost[node] = zone or ""
 
@@ -117,8 +126,25 @@ class PlannedPolicy(AlarmedPolicy):
         self._protect()
         self.wants_step_end = self._status is Status.RUNNING
 
+    def _saw(self, now: int, *, gone: int = 0) -> None:
+        """What happens at one instant is one change."""
+        if gone or now != self._changed_at:
+            self._availability = self._availability.changed(now / MILLISECONDS_PER_SECOND, gone=gone)
+        self._changed_at, self._put_off = now, False
+
+    def _put_off_until(self, at: int) -> None:
+        """What is not done now is looked at again then, or when somebody comes or goes."""
+        self._put_off, self._look_at = True, at
+        self._ring(at, Ring.LOOK)
+
+    def _look_again(self, now: int) -> None:
+        if now == self._look_at:
+            self._look, self._put_off = True, False
+            self.wants_step_end = self._status is Status.RUNNING
+
     def _register(self, now: int, node: str) -> None:
-        self._waiting[node] = None
+        self._saw(now)
+        self._waiting[node] = now
         self.wants_step_end = self._status is Status.RUNNING
         if self._status is Status.WAITING and len(self._members) + len(self._waiting) >= self._least_workers:
             self._pause(now, self._spec.handover_seconds if self._placement is not None else self._spec.start_seconds)
@@ -138,6 +164,7 @@ class PlannedPolicy(AlarmedPolicy):
         lost = [worker for worker in zones if worker in self._members]
         if not lost:
             return
+        self._saw(now, gone=len(lost))
         before, taking_part = self._placement, len(self._members)
         sites = {worker: Site(worker, zones.get(worker, self._zones.get(worker, ""))) for worker in self._members}
         for worker in lost:
@@ -170,7 +197,7 @@ class PlannedPolicy(AlarmedPolicy):
         elapsed = self.progress.suspend(now) / MILLISECONDS_PER_SECOND
         done = min(1.0, elapsed / self._iteration_seconds) if self._iteration_seconds else 0.0
         passes = self._planned.loss_seconds(taking_part, lost=lost, done=done)
-        rest = self._costs.seconds(passes, most_hosted=self._most_hosted)
+        rest = self._costs.seconds(passes, most_hosted=_most_hosted(self._placement))
         again = max(0.0, elapsed + rest - self._iteration_seconds)
         self.progress.wasted_milliseconds += round(again * MILLISECONDS_PER_SECOND)
         self._rest_seconds = rest
@@ -238,17 +265,10 @@ class PlannedPolicy(AlarmedPolicy):
 
     # -- iterations --------------------------------------------------------------------------------
 
-    @property
-    def _most_hosted(self) -> int:
-        count: dict[WorkerId, int] = {}
-        for _, worker in self._placement.owners if self._placement is not None else ():
-            count[worker] = count.get(worker, 0) + 1
-        return max(count.values(), default=0)
-
     def _resume(self, now: int) -> None:
         """A pause is over: train, if there are workers enough."""
         if self._placement is None or len(self._members) < self._least_workers:
-            self._members.update(self._waiting)
+            self._members.update(dict.fromkeys(self._waiting))
             self._waiting.clear()
             if len(self._members) < self._least_workers:
                 self._status = Status.WAITING
@@ -279,9 +299,9 @@ class PlannedPolicy(AlarmedPolicy):
             seconds, self._rest_seconds = self._rest_seconds, None
             self.wants_step_end = True
         else:
-            seconds = self._costs.seconds(self._passes_seconds(), most_hosted=self._most_hosted)
+            seconds = self._costs.seconds(self._passes_seconds(), most_hosted=_most_hosted(self._placement))
             self._longer_seconds = self._longer()
-            self.wants_step_end = bool(self._waiting or self._draining or self._look)
+            self.wants_step_end = bool((self._waiting and not self._put_off) or self._draining or self._look)
         if now < self._copying_until:
             seconds *= self._spec.copying_slowdown
             self.wants_step_end = True
@@ -301,7 +321,7 @@ class PlannedPolicy(AlarmedPolicy):
             raise RuntimeError("nothing is placed yet")
         busiest = self._planned.least_seconds_of(self._placement)
         uneven = busiest - self._planned.work_seconds / len(self._members)
-        return self._costs.reducing_seconds(self._most_hosted), uneven, self._passes_seconds() - busiest
+        return self._costs.reducing_seconds(_most_hosted(self._placement)), uneven, self._passes_seconds() - busiest
 
     def _arrange(self, workers: list[WorkerId]) -> None:
         """Make a new placement, with few moves."""
@@ -317,19 +337,51 @@ class PlannedPolicy(AlarmedPolicy):
         if workers is None or before is None:
             self._start(now)
             return
-        self._arrange(workers)
+        action = self._decide(now, before, workers)
+        if action is not Action.MOVE:
+            self._put_off_until(now + to_milliseconds(INTERVAL_SECONDS))
+        if action is Action.WAIT:
+            self._start(now)
+            return
+        if action is Action.MOVE:
+            self._arrange(workers)
         joined = bool(self._waiting)
         self._members = dict.fromkeys(workers)
         self._waiting.clear()
         self._draining.clear()
         self.ledger.reconfigurations += 1
-        moving = self._received(move.destination for move in transfers(before, self._placement or before))
-        moving += self._spec.join_transfer_seconds if joined else 0.0
+        moving = self._moving_seconds(before, self._placement or before, joined=joined)
         self._note("join" if joined else "move", self._spec.handover_seconds + moving)
         self._note("transfer", moving)
         # State and shadows are where they belong when the pause is over.
         self._copying_until = now
         self._pause(now, self._spec.handover_seconds + moving)
+
+    def _decide(self, now: int, before: Placement, workers: list[WorkerId]) -> Action:
+        """What of all that can be done is done."""
+        if self._draining or not self._steering.compares:
+            return Action.MOVE
+        spec, sites, seconds = self._spec, self._sites(workers), now / MILLISECONDS_PER_SECOND
+        after = self._planned.arranged(sites, before)
+        usual = self._costs.seconds(self._passes_seconds(), most_hosted=_most_hosted(before))
+        then = self._costs.seconds(self._planned.shape(len(workers)).seconds, most_hosted=_most_hosted(after))
+        since = min(self._waiting.values(), default=None)
+        enough = len(self._members) > (self._planned.copies if self._planned.protected else 0)
+        options = options_at(
+            Standing.of(before, usual),
+            Standing.of(after, then),
+            stays_safe=enough and not is_safer(after, self._protected(before), sites),
+            waited_seconds=None if since is None else seconds - since / MILLISECONDS_PER_SECOND,
+            move_seconds=spec.handover_seconds + self._moving_seconds(before, after, joined=since is not None),
+            stand_by_seconds=spec.handover_seconds + spec.join_transfer_seconds,
+        )
+        self._availability = self._availability.at(seconds)
+        pause = spec.detect_seconds + spec.regroup_seconds
+        return self._steering.decide(options, Outlook(len(workers), pause, self._availability)).action
+
+    def _moving_seconds(self, before: Placement, after: Placement, *, joined: bool) -> float:
+        moving = self._received(move.destination for move in transfers(before, after))
+        return moving + (self._spec.join_transfer_seconds if joined else 0.0)
 
     def _next_members(self) -> list[WorkerId] | None:
         """Who takes part from now on, if stages are to move; None if nothing changes."""
@@ -346,3 +398,8 @@ class PlannedPolicy(AlarmedPolicy):
             now = self._passes_seconds()
             return staying if now - best >= LEAST_GAIN * now else None
         return staying
+
+
+def _most_hosted(placement: Placement | None) -> int:
+    """Of one worker."""
+    return max(Counter(worker for _, worker in placement.owners).values()) if placement is not None else 0
