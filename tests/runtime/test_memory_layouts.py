@@ -18,6 +18,8 @@ from deepspeed_bamboo.core.replica_differences import differences
 from deepspeed_bamboo.runtime.comm.encoding import decode, encode
 from deepspeed_bamboo.runtime.comm.layout import empty_in_layout, in_layout, is_layout, layout_of
 from deepspeed_bamboo.runtime.iteration.executor import _detached
+from deepspeed_bamboo.runtime.iteration.offload import SharedCopies
+from deepspeed_bamboo.runtime.iteration.pinned import PinnedMemory
 from deepspeed_bamboo.runtime.iteration.supply import _form, _value
 from deepspeed_bamboo.runtime.recovery.stage_state import _keep_forms
 from deepspeed_bamboo.runtime.stock.likeness import lay_out, liken
@@ -79,6 +81,22 @@ def test_a_replica_has_its_owners_memory_format() -> None:
     lay_out(replica, described(owner))
     assert differences(described(owner), described(replica)) == ()
     assert replica.get_parameter("0.0.weight").is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_parameter_with_a_number_called_stride_is_described_copied_and_made_again() -> None:
+    """Megatron's and gpt-neox's layers give theirs one, which hides torch's method."""
+    owner, replica = images_stage().to(memory_format=torch.channels_last), images_stage()
+    for parameter in owner.parameters():
+        parameter.stride = 1  # type: ignore[assignment,method-assign]
+    liken(replica, described(owner), examples=[owner], device=CPU)
+    lay_out(replica, described(owner))
+    assert differences(described(owner), described(replica)) == ()
+    weight = replica.get_parameter("0.0.weight")
+    assert weight.stride == 1 and weight.is_contiguous(memory_format=torch.channels_last)
+    room = PinnedMemory(block_bytes=1, pinned=False).like(weight)
+    assert room.is_contiguous(memory_format=torch.channels_last)
+    saved = SharedCopies(torch.clone).of(weight)
+    assert torch.equal(saved.restore(saved.copy), weight)
 
 
 def test_the_optimizers_state_lies_in_memory_as_its_parameter_does() -> None:

@@ -16,8 +16,13 @@ None for the usual ones, and for a tensor with gaps or overlaps, of which a copy
 
 def layout_of(tensor: torch.Tensor) -> Layout:
     """The layout of ``tensor``."""
-    strides = tensor.stride()
+    strides = strides_of(tensor)
     return strides if strides != _usual(tensor.shape) and is_layout(tensor.shape, strides) else None
+
+
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Torch's own answer: Megatron's and gpt-neox's layers give their parameters a number of the name ``stride``."""
+    return torch.Tensor.stride(tensor)
 
 
 def is_layout(shape: Sequence[int], strides: Sequence[int]) -> bool:

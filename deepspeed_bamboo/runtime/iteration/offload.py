@@ -15,6 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed_bamboo.errors import MemoryLimitError
+from deepspeed_bamboo.runtime.comm.layout import strides_of
 from deepspeed_bamboo.runtime.iteration.pinned import PinnedMemory
 
 # Smaller tensors cost more to move than they free.
@@ -58,7 +59,7 @@ class SharedCopies:
         """The copy of ``tensor``, made now unless there is one."""
         storage = tensor.untyped_storage()
         reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        layout = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        layout = (tensor.size(), strides_of(tensor), int(tensor.storage_offset()))
         count, rest = divmod(storage.nbytes(), tensor.element_size())
         whole = not rest and tensor.numel() >= _LARGE_PART * count
         key = (reference.cdata, tensor.dtype, tensor._version, None if whole else layout)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from deepspeed_bamboo.runtime.comm.layout import strides_of
+
 # Where pieces begin: a transfer is fastest from whole lines.
 _ALIGNMENT_BYTES = 256
 
@@ -38,7 +40,7 @@ class PinnedMemory:
         size = tensor.numel() * tensor.element_size()
         room = self._take(size)
         return room.view(tensor.dtype).as_strided(
-            tensor.size(), tensor.stride(), room.storage_offset() // tensor.element_size()
+            tensor.size(), strides_of(tensor), room.storage_offset() // tensor.element_size()
         )
 
     def take_back(self) -> None:
