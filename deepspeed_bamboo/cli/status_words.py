@@ -75,7 +75,7 @@ def event_in_words(event: Mapping[str, Any]) -> str:
         what = f"{reason}{_pause(number(event.get('seconds')))}"
     elif kind == "checkpoint":
         what = f"checkpoint {event.get('action', '')} {event.get('path', reason)}".rstrip()
-    elif kind == "slow_worker":
+    elif kind in ("slow_worker", "decision"):
         what = reason
     elif kind == "fatal_restore":
         what = f"continued from {event.get('path', '?')}"

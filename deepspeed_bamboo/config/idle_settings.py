@@ -46,6 +46,9 @@ def _idle_checkpoints(config: BambooConfig) -> Iterator[str]:
 def _idle_redundancy(config: BambooConfig) -> Iterator[str]:
     redundancy = config.redundancy
     mode = redundancy.mode
+    if config.policy == "proactive" and mode == "off":
+        why = 'redundancy.mode is "off", in which nobody is taken in and no stage moves for speed; set another mode'
+        yield from _idle(config, "", ("policy",), why)
     if redundancy.losses_per_hour is not None and mode != "auto":
         yield from _idle(redundancy, "redundancy", ("losses_per_hour",), f'mode is {mode!r}; set mode to "auto"')
     if redundancy.overlap and mode not in ("eager", "auto"):
@@ -57,6 +60,7 @@ def _is_missing(section: BaseModel, name: str) -> bool:
 
 
 def _idle(section: BaseModel, name: str, keys: tuple[str, ...], why: str) -> Iterator[str]:
+    where = f"bamboo.{name}" if name else "bamboo"
     for key in keys:
         if key in section.model_fields_set and getattr(section, key) is not None:
-            yield f"bamboo.{name}.{key} is {getattr(section, key)!r} and has no effect: {why}, or leave {key} out"
+            yield f"{where}.{key} is {getattr(section, key)!r} and has no effect: {why}, or leave {key} out"

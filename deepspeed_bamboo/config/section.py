@@ -309,6 +309,10 @@ class BambooConfig(Section):
     hangs: HangsConfig = Field(default_factory=HangsConfig)
     """What is done about a worker that stands still."""
 
+    policy: Literal["fixed", "proactive"] = "fixed"
+    """When workers that join are taken in and stages move for speed. fixed: at the next boundary; proactive: once that
+    is expected to be worth its pause, by how often machines were seen to come and go; a worker waits up to a minute."""
+
     other_engines: Literal["refuse", "warn"] = "refuse"
     """What to do when the script makes an engine that is not the plugin's, so that a loss would end the job: refuse
     (an error), or warn, for one that is not worth protecting."""

@@ -38,6 +38,7 @@ EVENTS = (
     "joined",
     "mode",
     "notice",
+    "decision",
     "slow_worker",
     "profile",
     "memory",

@@ -13,6 +13,7 @@ from deepspeed_bamboo.runtime.membership.balancing import Balancing
 from deepspeed_bamboo.runtime.membership.common_state import CommonState, Known
 from deepspeed_bamboo.runtime.membership.device_memory import DeviceMemory, usable_bytes_of
 from deepspeed_bamboo.runtime.membership.reconfiguration import Reconfiguration
+from deepspeed_bamboo.runtime.membership.steering import Steering
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 from deepspeed_bamboo.runtime.recovery.world_entry import WorldEntry
 from deepspeed_bamboo.runtime.stock.attributes import COUNTERS
@@ -46,12 +47,14 @@ class Changes:
             worker, kept_bytes=lambda: times.kept_bytes, usable_bytes=usable_bytes_of(worker.device)
         )
         balancing = Balancing(worker, times=times, beside=beside, device_memory=device_memory)
-        parts: dict[str, Known] = {"balancing": balancing, "modes": modes, **known}
+        steering = Steering(worker, balancing=balancing)
+        parts: dict[str, Known] = {"balancing": balancing, "steering": steering, "modes": modes, **known}
         self.common = CommonState(numbers, names=(*COUNTERS, "forward_seed"), parts=parts)
         self.reconfiguration = Reconfiguration(
             worker,
             transfer=transfer,
             balancing=balancing,
+            steering=steering,
             modes=modes,
             world=world,
             known=self.common.to_json,

@@ -385,6 +385,7 @@ def train_with_joiners(
     events = engine.event_log.recent()[1]
     result["saved"] = [e["step"] for e in events if e["event"] == "checkpoint" and e["action"] == "saved"]
     result["received"] = [e["received"] for e in events if e["event"] == "joined"]
+    result["decisions"] = [(e["step"], e["action"], e["reason"]) for e in events if e["event"] == "decision"]
     return result
 
 

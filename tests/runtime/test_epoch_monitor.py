@@ -153,9 +153,10 @@ def test_who_leaves_and_hears_only_the_epoch_without_it_was_drained(lost: tuple[
     def perform(kind: str, body: Any) -> None:
         raise ExpelledError("epoch 1 does not include this worker")
 
-    worker: Any = SimpleNamespace(me="w0", perform=perform, session=SimpleNamespace(interruption=interruption))
+    session = SimpleNamespace(interruption=interruption)
+    worker: Any = SimpleNamespace(me="w0", perform=perform, session=session, placement=EPOCH.placement)
     nothing: Any = SimpleNamespace(disturb=lambda: None)
-    parts: dict[str, Any] = dict.fromkeys(("transfer", "balancing", "modes", "world", "known"), nothing)
+    parts: dict[str, Any] = dict.fromkeys(("transfer", "balancing", "steering", "modes", "world", "known"), nothing)
     leaving = Target(("w1",), (), ("w0",), placement, "drained: w0")
     with pytest.raises(ExpelledError if lost else DrainedError, match=None if lost else "drained: w0"):
         Reconfiguration(worker, **parts).carry_out(0, leaving)

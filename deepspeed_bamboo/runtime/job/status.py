@@ -13,7 +13,8 @@ from deepspeed_bamboo.runtime.job.past_results import PastResults
 # it is: at these rates 2 to 3 MB a day. No worker waits for it or notices it.
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 1.0, 10.0
 _PART_OF_AGE = 1 / 60
-_TOLD = ("loss_of_node", "reconfigured", "notice", "slow_worker", "mode", "checkpoint", "fatal_restore", "restored")
+_CHANGES = ("loss_of_node", "reconfigured", "notice", "slow_worker", "mode", "decision")
+_TOLD = (*_CHANGES, "checkpoint", "fatal_restore", "restored")
 _OF_STEP = ("loss", "seconds", "mode", "slow")
 _BEGINNINGS = ("taken", "expected", "nothing")  # not worth a message, or only their end is
 _PERIODIC = "checkpoint"

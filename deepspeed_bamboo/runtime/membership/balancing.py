@@ -92,6 +92,13 @@ class Balancing:
         """Whether an iteration is small enough to be simulated now and then."""
         return bool(2 * len(self._worker.grid) * self._worker.micro_batches <= _MOST_PASSES)
 
+    def seconds_of(self, placement: Placement) -> float | None:
+        """Of all passes of an iteration with any placement; None before stages are measured, or if that takes long."""
+        profile = self.profile
+        if profile is None or not self._simulated:
+            return None
+        return iteration_seconds(placement, profile, micro_batches=self._worker.micro_batches)
+
     def to_json(self) -> dict[str, Any]:
         """What a worker that joins has to know, since it may be the next one that decides where stages go."""
         return {

@@ -15,7 +15,7 @@ iteration brings another. After 3 a loss is a loss in the new placement.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ from deepspeed_bamboo.runtime.iteration.mode_choice import ModeChoice
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell, tell_once
 from deepspeed_bamboo.runtime.membership.balancing import Balancing
+from deepspeed_bamboo.runtime.membership.steering import Found, Steering
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 from deepspeed_bamboo.runtime.recovery.world_entry import WorldEntry
 
@@ -63,6 +64,7 @@ class Reconfiguration:
         worker: whose placement changes.
         transfer: moves the state.
         balancing: what is measured, by which work is shared.
+        steering: says when a change is carried out.
         modes: this object hears that an iteration is no measure.
         world: makes the process group of the new epoch.
         known: returns what those who join have to know besides.
@@ -74,6 +76,7 @@ class Reconfiguration:
         *,
         transfer: StateTransfer,
         balancing: Balancing,
+        steering: Steering,
         modes: ModeChoice,
         world: WorldEntry,
         known: Callable[[], dict[str, Any]],
@@ -92,6 +95,7 @@ class Reconfiguration:
         self._without_room: tuple[WorkerId, ...] = ()
         self.stop_agreed = False
         self.balancing = balancing
+        self._steering = steering
         self._moved_seconds = 0.0
         self._received = 0
 
@@ -103,37 +107,53 @@ class Reconfiguration:
         self._log_notice()
         record = worker.record
         self._taken_in.update(record.members)
+        present, draining = session.present, session.draining
+        waiting = [m for name, m in sorted(present.items()) if m.joining and name not in self._taken_in]
+        self._steering.look(present, waiting=[member.worker for member in waiting])
         if record.members[0] != worker.me:
             return None
         if session.stop_reason is not None:
             return Wish(record.number, stop=session.stop_reason)
-        present, draining = session.present, session.draining
         members = [site_of(present[member]) for member in record.members if member in present]
         if len(members) < len(record.members):
             return None  # somebody is about to be found lost
-        waiting = [m for name, m in sorted(present.items()) if m.joining and name not in self._taken_in]
         if worker.confined:
             self._say_why_not(waiting, draining)
             return None
-        movable = worker.protects
-        # The launcher's ranks know nothing of zones; once, at the start of a job, that is put right.
-        first, self._arranged = not self._arranged and record.reason == START, True
-        profile = self.balancing.profile
-        target = next_target(
-            worker.placement,
-            members=members,
-            joining=[site_of(member) for member in waiting] if movable else [],
-            draining=draining,
-            protected=worker.protects,
-            rearrange=first and movable,
-            profile=profile,
-            micro_batches=worker.micro_batches,
-            look=self.balancing.is_due(record) and movable,
-            memory=self.balancing.memory,
-        )
+        joining = [site_of(member) for member in waiting] if worker.protects else []
+        target = self._target(record, members, joining, draining)
         if target is None and self.balancing.memory is not None:
             self._say_what_has_no_room(members, draining)
         return None if target is None else Wish(record.number, target=target)
+
+    def _target(
+        self,
+        record: EpochRecord,
+        members: Sequence[WorkerSite],
+        joining: Sequence[WorkerSite],
+        draining: Mapping[str, Any],
+    ) -> Target | None:
+        """What is changed at the next boundary: what has to be or would be better, once the policy wants it."""
+        worker, balancing = self._worker, self.balancing
+        # The launcher's ranks know nothing of zones; once, at the start of a job, that is put right.
+        first, self._arranged = not self._arranged and record.reason == START, True
+        look = balancing.is_due(record) and worker.protects
+        key = (record.number, tuple(joining), tuple(sorted(draining)), tuple(sorted(balancing.slow_workers)))
+        target = None if first or look else self._steering.put_off(key)
+        if target is None:
+            target = next_target(
+                worker.placement,
+                members=members,
+                joining=joining,
+                draining=draining,
+                protected=worker.protects,
+                rearrange=first and worker.protects,
+                profile=balancing.profile,
+                micro_batches=worker.micro_batches,
+                look=look,
+                memory=balancing.memory,
+            )
+        return None if target is None else self._steering.chosen(Found(key, target), sites=(*members, *joining))
 
     def contribution(self) -> dict[str, Any]:
         """What this worker adds to the agreement of an iteration: its measurements, and what it wishes."""
@@ -178,6 +198,7 @@ class Reconfiguration:
         """Remember what was wished in the iteration that just ended, the same on every worker."""
         self._modes.note(value for _, value in sorted(self._worker.activity.previous[0].items()))
         self.balancing.note(self._worker.activity.previous[0])
+        self._steering.note(self._worker.activity.previous[0])
         wishes = [value.get("wish") for _, value in sorted(self._worker.activity.previous[0].items())]
         self._wish = next((Wish(*wish) for wish in wishes if wish is not None), None)
         self.stop_agreed = self._wish is not None and self._wish.stop is not None
@@ -205,7 +226,7 @@ class Reconfiguration:
 
     def carry_out(self, epoch: int, target: Target) -> None:
         """Bring the job from ``epoch`` to ``target``, or leave it as it is when somebody is lost meanwhile."""
-        worker = self._worker
+        worker, before = self._worker, self._worker.placement
         started = time.perf_counter()
         self._modes.disturb()
         try:
@@ -218,7 +239,9 @@ class Reconfiguration:
         record = worker.activity.previous[-1]
         final = next((value[_FINAL] for value in record.values() if value.get(_FINAL) is not None), None)
         if final is not None:
-            self._tell(target, seconds=time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            self._steering.moved(before, target, seconds=seconds)
+            self._tell(target, seconds=seconds)
         if final is not None and worker.me in target.leaving:
             raise DrainedError(_drained(final))
 
