@@ -11,7 +11,7 @@ import torch
 import torch.distributed as td
 
 from deepspeed_bamboo.coordination import Member
-from deepspeed_bamboo.errors import MessageError
+from deepspeed_bamboo.errors import BambooError, MessageError
 from deepspeed_bamboo.runtime.comm import board, frames
 from deepspeed_bamboo.runtime.comm.board import pack, unpack
 from deepspeed_bamboo.runtime.comm.encoding import encode
@@ -116,6 +116,42 @@ def test_a_worker_lost_in_a_groups_collective_is_stood_for(jobs: Jobs) -> None:
     said = result.common("said")
     assert [round["world"] for round in said] == [4, 4, 3]
     assert [one_of_four(round) for round in said] == plain.common("said")
+
+
+def train_and_send(training: Training) -> dict[str, Any]:
+    """The first stage sends what goes with each step to the last, as scripts do with targets."""
+    fresh_process_group(training.name)
+    engine = build(training, fresh=False)
+    data = models.micro_batches(models.vectors, pipeline=0, first_step=0, count=training.micro_batches)
+    losses, taken = [], []
+    while engine.global_steps < training.steps:
+        step = torch.tensor([engine.global_steps])
+        if engine.is_first_stage():
+            for _ in range(2):
+                td.send(step, dst=1)  # after a loss nobody takes it
+        else:
+            for _ in range(2):
+                td.recv(step, src=0)
+        losses.append(float(engine.train_batch(data)))
+    if training.faults and td.get_world_size() == 1:
+        td.send(torch.tensor([7]), dst=1)
+        td.recv(found := torch.zeros(1, dtype=torch.int64), src=0)
+        taken.append(found.item())
+        with pytest.raises(BambooError, match="this worker now stands for that rank, too"):
+            td.recv(found, src=0)
+    if training.faults is not None:
+        engine.close()
+    return {"losses": losses, "taken": taken}
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_worker_that_stands_for_both_ends_may_send_to_itself(jobs: Jobs, stage: int) -> None:
+    plain = jobs.run(train_and_send, world=2, training=Training(f"both{stage}", 2, faults=None))
+    killed = Training(f"both-killed{stage}", 2, faults=[kill(1, 0, stage, "backward", 1)])
+    result = jobs.run(train_and_send, world=2, training=killed)
+    assert result.survivors == [1 - stage], result.transcript()
+    assert result.common("losses") == plain.common("losses")
+    assert result.common("taken") == [7]
 
 
 def one_of_four(said: dict[str, Any]) -> dict[str, Any]:

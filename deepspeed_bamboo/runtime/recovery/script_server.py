@@ -9,7 +9,7 @@ finished by then had finished before it reported, so one that begins again finds
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -56,6 +56,7 @@ class ScriptServer:
         self._calls: Counter[tuple[int, str]] = Counter()
         self._laid_out: list[tuple[int, str]] = []
         self._messages: Counter[tuple[str, WorkerId, WorkerId, int]] = Counter()
+        self._to_itself: defaultdict[tuple[str, int], list[torch.Tensor]] = defaultdict(list)
 
     def ranks_here(self) -> Sequence[int]:
         """See the protocol; one that stands by has a rank behind those of the grid."""
@@ -145,10 +146,13 @@ class ScriptServer:
         if self._alone():
             return
         receiver = self._owner(rank)
-        self._board.lay_out(self._message_key(name, self._me, receiver, tag), [tensor])
+        if receiver == self._me:
+            self._to_itself[name, tag].append(tensor.detach().to("cpu", copy=True))
+        else:
+            self._board.lay_out(self._message_key(name, self._me, receiver, tag), [tensor])
 
     def take_from(self, name: str, rank: int, tag: int) -> torch.Tensor:
-        """See the protocol. Raises BambooError when the worker that would have sent was lost."""
+        """See the protocol. Raises BambooError when the worker that would have sent was lost, or is this one itself."""
         _require_main_thread()
         if self._alone():
             raise BambooError("a message between ranks can't be received for a step that was done before this worker")
@@ -157,14 +161,29 @@ class ScriptServer:
         def take(again: bool) -> torch.Tensor:
             sender = self._owner(rank)
             self._check_sends(sender, rank)
+            if sender == self._me:
+                return self._from_itself(name, rank, tag)
             if sender not in keys:
                 keys[sender] = self._message_key(name, sender, self._me, tag)
             return self._board.fetch({sender: keys[sender]}, remove=True)[sender][0]
 
         return self._through_losses(take)
 
+    def _from_itself(self, name: str, rank: int, tag: int) -> torch.Tensor:
+        """What a worker that stands for both ranks has sent to itself; there is nobody else to wait for."""
+        if not self._to_itself[name, tag]:
+            raise BambooError(
+                f"a message from rank {rank} was to be received, but this worker now stands for that rank, too, and "
+                "has sent itself none since the last step. Send before you receive, where a worker can be both ranks"
+            )
+        return self._to_itself[name, tag].pop(0)
+
     def tidy(self) -> None:
-        """An activity has ended, which took everybody: what was laid out before it is of no more use."""
+        """An activity has ended, which took everybody: what was laid out before it is of no more use.
+
+        Nor is what a worker has sent to itself: one that stands for both ends after a loss often only sends.
+        """
+        self._to_itself.clear()
         index = self._worker.activity.seen
         if self._laid_out:
             self._board.take_in([key for at, key in self._laid_out if at < index])

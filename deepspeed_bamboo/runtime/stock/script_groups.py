@@ -148,6 +148,16 @@ class AloneScriptGroup(ScriptGroup):
         return super().recv(tensors, source, tag) if self._groups.server is not None else FinishedWork()
 
 
+def _not_the_only_rank(stock: Callable[..., None]) -> Callable[..., None]:
+    """torch's check that nobody sends to itself, for those who stand for one rank."""
+
+    def check(group: Any, rank: int, rank_type: str) -> None:
+        if not (isinstance(group, ServedGroup) and isinstance(group.rank(), SeveralRanks)):
+            stock(group, rank, rank_type)
+
+    return check
+
+
 def _through(name: str) -> Callable[..., Any]:
     """The method ``name``: torch's own group's while that is in use."""
     served = getattr(ServedGroup, name)
@@ -186,13 +196,18 @@ class ScriptGroups:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, ``torch.distributed.new_group`` makes groups that outlive torch's own."""
-        stock = distributed.new_group
+        """Inside, ``torch.distributed.new_group`` makes groups that outlive torch's own.
+
+        And a worker that stands for several ranks may send to one of them, as the lost worker did.
+        """
+        stock, check = distributed.new_group, distributed_c10d._check_not_self_rank
         distributed.new_group = distributed_c10d.new_group = self._new_group(stock)
+        distributed_c10d._check_not_self_rank = _not_the_only_rank(check)
         try:
             yield
         finally:
             distributed.new_group = distributed_c10d.new_group = stock
+            distributed_c10d._check_not_self_rank = check
 
     def make(self, ranks: Sequence[int], own: int, *, alone: bool = False) -> ScriptGroup:
         """Called by torch for a group that this worker is in, once the world is the plugin's."""

@@ -261,6 +261,7 @@ SYMBOLS: Mapping[str, Mapping[str, str]] = {
     _C10D: {
         "GroupMember": "what new_group gives to those outside",
         "_abort_process_group": "drops all stock groups",
+        "_check_not_self_rank": "not asked where a worker stands for both ranks",
         "_get_default_group": "whether the plugin made it",
         "_update_default_pg": "puts the plugin's default group in the place of stock's",
         "new_group": "replaced: a script's groups go on after a loss",
