@@ -58,6 +58,29 @@ def test_the_loss_of_the_last_stage_is_survived_and_who_is_left_with_data_is_sai
     assert "only w0 has the data of pipeline 0: its loss ends the job" in result.transcript()
 
 
+def train_where_an_end_is_hosted(training: Training) -> dict[str, Any]:
+    """Asks before each step whether this worker hosts an end, and only then begins to read, at the data's start."""
+    engine = build(training)
+    data, losses = None, []
+    for _ in range(training.steps):
+        if data is None and (engine.is_first_stage() or engine.is_last_stage()):
+            data = models.micro_batches(models.vectors, pipeline=0, first_step=0, count=4)
+        losses.append(float(engine.train_batch(data)))
+    if training.faults is not None:
+        engine.close()
+    return {"losses": losses}
+
+
+def test_an_iterator_that_begins_after_a_loss_is_not_read(jobs: Jobs) -> None:
+    case = Training("late-data", 3, steps=4)
+    plain = jobs.run(train_where_an_end_is_hosted, world=3, training=case)
+    killed = dataclasses.replace(case, name="late-data-killed", faults=[kill(1, 0, 2, "backward", 1)])
+    result = jobs.run(train_where_an_end_is_hosted, world=3, training=killed)
+    assert result.survivors == [0, 1], result.transcript()
+    assert result.common("losses") == plain.common("losses")
+    assert "the script of w1 passes a data iterator for the first time in step 2" in result.transcript()
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [({"halves": True}, "yields no "), ({"only_first": True}, "may have to take 0.0 over")],

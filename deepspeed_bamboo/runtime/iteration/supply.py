@@ -17,7 +17,7 @@ from deepspeed_bamboo.runtime.comm.channel import Message
 from deepspeed_bamboo.runtime.comm.layout import in_layout, layout_of
 from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData, missing_data
 from deepspeed_bamboo.runtime.iteration.worker import Worker
-from deepspeed_bamboo.runtime.job.news import tell_once
+from deepspeed_bamboo.runtime.job.news import tell, tell_once
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.coordination import EpochRecord
@@ -73,6 +73,7 @@ class DataSupply:
             if not any(claim.known for claim in claims.values()):  # the job begins
                 self._check(self._worker.record)
                 self._say_what_is_unlike(claims)
+        self._distrust_what_begins_late()
         self.say_who_is_the_last()
 
     def _claim(self) -> tuple[object, ...]:
@@ -92,6 +93,19 @@ class DataSupply:
                 "it gets its data from them. In a loop by engine.global_steps nobody can know which epoch an iterator "
                 "is of, or what else was taken from it; a script that counts its steps, or training_data, shows it",
             )
+
+    def _distrust_what_begins_late(self) -> None:
+        """A script may pass data where its worker hosts an end: so first after a loss, and from their start."""
+        me, data = self._worker.me, self._data()
+        if data.covers_every_pipeline or set(self.own()) <= set(self._table[me]):
+            return
+        data.distrusted = True
+        tell(
+            self._worker,
+            f"the script of {me} passes a data iterator for the first time in step {self._worker.step}: nobody can "
+            "know whether it is where the others' are, so it is not read, and others send their data. Pass an iterator "
+            "on every rank from the first step on, or None where there was none",
+        )
 
     def _check(self, record: EpochRecord) -> None:
         for coordinate in unsafe_ends(record.placement, self._table, members=record.members):
