@@ -44,6 +44,7 @@ def _text(made: type) -> str:
     return (
         f"this script makes a {made.__module__}.{made.__qualname__}, which is not the plugin's engine, so a loss would "
         'end the job, though the launcher found an enabled "bamboo" section. Call deepspeed.initialize with a '
-        'PipelineModule and with that section in its configuration ("bamboo": {} in a dict made in code), and let it '
-        'make the engine; or set bamboo.other_engines to "warn" for an engine that need not be protected'
+        'PipelineModule and with that section in its configuration ("bamboo": {} in a dict made in code; BAMBOO_CONFIG '
+        "can name a file that has it, for a codebase that makes its configuration by itself), and let it make the "
+        'engine; or set bamboo.other_engines to "warn" for an engine that need not be protected'
     )
