@@ -18,6 +18,7 @@ from deepspeed_bamboo.runtime.recovery.memory_rounds import MemoryRounds, limit_
 from deepspeed_bamboo.runtime.recovery.restore import WayBack
 from deepspeed_bamboo.runtime.stock.noted_values import NotedValues
 from deepspeed_bamboo.runtime.stock.script_writes import ScriptWrites
+from deepspeed_bamboo.runtime.stock.torch_modes import TorchModes, training_modes
 
 
 class Redoing:
@@ -90,7 +91,8 @@ class Redoing:
         if memory is None and self._stored is None:
             return
         self.history.note(written=written)
-        self.history.done(step - 1, loss=loss, size=self._batch.size())
+        modes = TorchModes.now(self._worker.device)
+        self.history.done(step - 1, loss=loss, size=self._batch.size(), modes=modes)
         if memory is not None:
             memory.take_if_due()
             self._worker.host.activate_shown()
@@ -136,16 +138,17 @@ class Redoing:
     def _redo_step(self) -> None:
         """Do the next iteration as it was done before. The script does not see it."""
         worker = self._worker
-        step, size = worker.step, self._batch.size()
-        with self._feed.reading(None):
-            self._batch.use(self.history.of(step).size)
+        step, size, past = worker.step, self._batch.size(), self.history.of(worker.step)
+        modes = past.modes or self.history.newest_modes or TorchModes.now(worker.device)
+        with training_modes(), modes.again(), self._feed.reading(None):
+            self._batch.use(past.size)
             self._feed.agree()
             for replica in worker.host.replicas():
                 worker.host.restart(replica, micro_batches=worker.micro_batches)
             worker.host.activate_shown()
             loss = self._train()
             self.history.note(written=self._writes.take_written())
-            before = self.history.done(step, loss=loss, size=self._batch.size())
+            before = self.history.done(step, loss=loss, size=self._batch.size(), modes=modes)
             self._batch.use(size)
         worker.session.log("redone", step=step, loss=loss)
         if before is not None and before != loss and not (math.isnan(before) and math.isnan(loss)):

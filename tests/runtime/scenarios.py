@@ -208,6 +208,7 @@ def train_remembering(
     anneals: bool = False,
     damages: tuple[int, str] | None = None,
     stored: str | None = None,
+    modes: bool = False,
 ) -> dict[str, Any]:
     """As :func:`train`, with memory checkpoints as often as can be: each is complete, for all to know, a step later.
 
@@ -216,7 +217,7 @@ def train_remembering(
     ``waits``: as in :func:`train_with_joiners`; the script then goes by the engine's step. ``shared_iterator``: it has
     no other source of data. ``writes``: it sets its learning rate itself before each step. ``anneals``: it sets
     attributes of its layers before each step. ``damages``: before which step each worker damages its newest copy of
-    stage 1, if it has one, and how.
+    stage 1, if it has one, and how. ``modes``: it trains under autocast, and evaluates in inference mode without it.
     """
     how_often = {"memory_interval_seconds": 1e-9} if stored is None else {"dir": stored, "interval_minutes": 1e-9}
     checkpoint = {**how_often, **training.bamboo.get("checkpoint", {})}
@@ -251,7 +252,8 @@ def train_remembering(
             )
             damaged.append(newest)
         if step in training.evaluate_before:
-            evaluations[str(step)] = float(engine.eval_batch(source(engine.home + 100, step)))
+            with torch.inference_mode(mode=modes):
+                evaluations[str(step)] = float(engine.eval_batch(source(engine.home + 100, step)))
         if writes:
             for group in engine.optimizer.param_groups:
                 group["lr"] = 0.01 / (1 + step)
@@ -259,7 +261,8 @@ def train_remembering(
             if isinstance(layer, models.AnnealedLayer):
                 layer.strength, layer.shifts = 1 / (1 + 0.1 * step), [torch.full((), 0.1 * step)]
         started = time.monotonic()
-        losses[str(step)] = float(engine.train_batch(iterator))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=modes):
+            losses[str(step)] = float(engine.train_batch(iterator))
         longest_seconds = max(longest_seconds, time.monotonic() - started)
         members.append(len(engine.session.interruption.active.members))
     result = {"losses": losses, "evaluations": evaluations, "digest": engine.state_digest()}

@@ -77,6 +77,20 @@ def test_header_of_an_announced_message_comes_before_its_tensors(pair: tuple[Cha
     assert received.tensors[0].shape == (2, 3)
 
 
+def test_a_reader_may_hear_of_a_lane_from_its_peer_first(pair: tuple[Channel, Channel]) -> None:
+    """Both sides make it at once, and one is the first that uses it."""
+    sender, receiver = pair
+    made = receiver._lanes
+    receiver._lanes = None
+    receiver._has_lanes.clear()
+    receiver.expect(1)
+    sender.send(message("0", 2, 3))
+    assert made is not None
+    receiver.lanes = made
+    received = receiver.receive()
+    assert (received.key, received.by_lane) == ("0", True)
+
+
 def test_first_message_of_a_kind_is_not_announced(pair: tuple[Channel, Channel]) -> None:
     sender, receiver = pair
     sender.announce("0", kind="activation")

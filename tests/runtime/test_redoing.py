@@ -17,6 +17,7 @@ from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
 from deepspeed_bamboo.runtime.iteration.step_history import StepHistory
 from deepspeed_bamboo.runtime.recovery.memory_parts import MemoryPart, MemoryParts, SealedPart
 from deepspeed_bamboo.runtime.stock.noted_values import NotedValues
+from deepspeed_bamboo.runtime.stock.torch_modes import TorchModes, training_modes
 
 PER_STEP = 3
 
@@ -68,6 +69,23 @@ def test_what_the_script_did_belongs_to_the_step_that_followed() -> None:
     assert history.plain_from == 6
     history.begin_at(5)
     assert history.first == 5 and history.of(4).loss is None
+
+
+def test_modes_are_those_of_the_step() -> None:
+    host = torch.device("cpu")
+    history, plain = StepHistory(), TorchModes.now(host)
+    history.done(0, loss=0.5, modes=plain)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = TorchModes.now(host)
+    history.done(1, loss=0.5, modes=mixed)
+    assert plain != mixed and history.newest_modes == mixed and history.of(0).modes == plain
+    assert history.plain_from == 1, "who came after the first step trains in the modes of the second"
+    with torch.inference_mode(), training_modes(), mixed.again():
+        assert torch.is_grad_enabled() and TorchModes.now(host) == mixed
+        made = torch.nn.Linear(1, 1)
+        with plain.again():
+            assert TorchModes.now(host) == plain
+    assert not made.weight.is_inference() and TorchModes.now(host) == plain
 
 
 def test_what_the_script_set_in_layers_is_set_again_in_that_stage_alone() -> None:

@@ -71,6 +71,18 @@ def test_owner_and_shadow_lost_at_once(jobs: Jobs, undisturbed: Undisturbed, at:
     assert from_step < until == 5, result.values[2]["restored"]
 
 
+def test_steps_are_done_again_in_the_modes_in_which_they_were_done(jobs: Jobs, undisturbed: Undisturbed) -> None:
+    """Both are lost in an evaluation in inference mode, outside of the autocast in which the script trains."""
+    training = dataclasses.replace(ONE_BY_FOUR, name="modes-1x4", evaluate_before=(4,))
+    whole = undisturbed(training, world=4, body=train_remembering, modes=True)
+    killed = dataclasses.replace(training, faults=pair(4, "forward", 1))
+    result = jobs.run(train_remembering, world=4, training=killed, modes=True)
+    check(result, whole, training, lost=2, world=4)
+    assert result.values[2]["redone"], result.transcript()
+    usual = undisturbed(training, world=4, body=train_remembering)
+    assert usual.common("losses") != whole.common("losses"), "autocast changes nothing here"
+
+
 STORED = dataclasses.replace(ONE_BY_FOUR, name="stored-1x4", steps=8, layers="tied")
 
 

@@ -30,6 +30,7 @@ _BLOCK_BYTES = 4096
 _LENGTHS = struct.Struct("=qq")
 _LENGTHS_BYTES = _LENGTHS.size
 _PIECE_BYTES = 32 * 2**20  # of a payload that is sent: an operation has a time limit, and a long transfer has many
+_LANE_SECONDS = 30.0  # between the first and the second side's knowing of a lane
 _FAREWELL = "the peer has dropped the channel"
 _BLOCK_TAG, _HEADER_TAG, _PAYLOAD_TAG = 1, 2, 3
 
@@ -75,7 +76,8 @@ class Channel:
 
     def __init__(self, group: Any, *, first: bool, peer: str, interruption: Interruption) -> None:
         self.peer = peer
-        self.lanes: DeviceLanes | None = None
+        self._lanes: DeviceLanes | None = None
+        self._has_lanes = threading.Event()  # or is closed
         self._interruption = interruption
         self._other = 1 if first else 0
         self._group = group
@@ -91,6 +93,16 @@ class Channel:
         self._closed = False
         self._reader = threading.Thread(target=self._read, name=f"bamboo-from-{peer}", daemon=True)
         self._reader.start()
+
+    @property
+    def lanes(self) -> DeviceLanes | None:
+        """For device tensors; None until there are any."""
+        return self._lanes
+
+    @lanes.setter
+    def lanes(self, lanes: DeviceLanes) -> None:
+        self._lanes = lanes
+        self._has_lanes.set()
 
     def send(self, message: Message) -> None:
         """Queue ``message``; never blocks on the peer. About its tensors see :meth:`drain`."""
@@ -197,6 +209,7 @@ class Channel:
             return
         self._closed = True
         self._wanted.put(False)
+        self._has_lanes.set()
         if self.lanes is not None:
             self.lanes.abort()
         farewell = torch.zeros(1, dtype=torch.uint8)
@@ -247,6 +260,8 @@ class Channel:
             self._take(header, _HEADER_TAG)
         found = Header.from_bytes(header.numpy().tobytes(), payload_bytes=size)
         if found.on_lane:
+            # The peer may have been the first to see the lane that both have made.
+            self._has_lanes.wait(_LANE_SECONDS)
             if self.lanes is None:
                 raise RuntimeError("it sends device tensors, but there is no lane to receive them")
             return Message(found.key, found.data, arrival=self.lanes.receive(found.description), by_lane=True)

@@ -153,6 +153,8 @@ class Links:
 
         def open_lanes(peer: WorkerId) -> None:
             lanes[peer] = self._open_lanes(peer, opening)
+            if peer in self._channels:  # whose reader may need it at once
+                self._channels[peer].lanes = lanes[peer]
 
         for peer in wanted:
             threading.Thread(target=build_channel, args=(peer,), name=f"bamboo-link-{peer}", daemon=True).start()

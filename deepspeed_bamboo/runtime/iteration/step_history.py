@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from deepspeed_bamboo.runtime.stock.noted_values import NotedValues
 from deepspeed_bamboo.runtime.stock.script_writes import Written
+from deepspeed_bamboo.runtime.stock.torch_modes import TorchModes
 
 BatchSize = tuple[int, int]
 """How many samples an iteration has, of all pipelines, and how many a micro-batch."""
@@ -16,7 +17,7 @@ BatchSize = tuple[int, int]
 class PastStep:
     """``written``: by the script into its optimizers before it; ``values``: set in layers and hooks; ``evaluated``: how
     many micro-batches were evaluated since the step before; ``loss``: what it had, nothing while it is yet to be done;
-    ``size``: of its batch, likewise.
+    ``size``: of its batch, and ``modes`` in which it was done, likewise.
     """
 
     written: Written = ()
@@ -24,6 +25,7 @@ class PastStep:
     evaluated: int = 0
     loss: float | None = None
     size: BatchSize | None = None
+    modes: TorchModes | None = None
 
 
 @dataclass
@@ -45,10 +47,18 @@ class StepHistory:
     def plain_from(self) -> int:
         """From here on the script has done nothing before any step that would have to be done again with it."""
         past = [*self._steps.items(), (self.following, self.coming)]
-        newest = next((own.size for own in reversed(self._steps.values())), None)
-        by_script = {step: own.written or own.values or own.evaluated for step, own in past}
-        plain = [step + 1 for step, own in past if by_script[step] or own.size not in (None, newest)]
+        newest = next(((own.size, own.modes) for own in reversed(self._steps.values())), None)
+        plain = [
+            step + 1
+            for step, own in past
+            if own.written or own.values or own.evaluated or (own.size, own.modes) not in ((None, None), newest)
+        ]
         return max(plain, default=self.first)
+
+    @property
+    def newest_modes(self) -> TorchModes | None:
+        """In which the last step was done that is known; None where none is."""
+        return next((own.modes for own in reversed(self._steps.values())), None)
 
     @property
     def kept_bytes(self) -> int:
@@ -62,11 +72,13 @@ class StepHistory:
         self.coming.values += tuple(values)
         self.coming.evaluated += evaluated
 
-    def done(self, step: int, *, loss: float, size: BatchSize | None = None) -> float | None:
+    def done(
+        self, step: int, *, loss: float, size: BatchSize | None = None, modes: TorchModes | None = None
+    ) -> float | None:
         """``step`` is complete, with that loss. Returns the loss that it had before, if it was done again."""
         if step != self.following:
             return self.of(step).loss
-        self.coming.loss, self.coming.size = loss, size
+        self.coming.loss, self.coming.size, self.coming.modes = loss, size, modes
         self._steps[step], self.coming = self.coming, PastStep()
         self.following = step + 1
         return None

@@ -24,6 +24,7 @@ from deepspeed_bamboo.runtime.recovery.shadow_rebuild import ShadowRebuild
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 from deepspeed_bamboo.runtime.recovery.world_entry import WorldEntry
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
+from deepspeed_bamboo.runtime.stock.torch_modes import training_modes
 
 
 class Failover:
@@ -98,8 +99,13 @@ class Failover:
     def run(self, cause: EpochChangedError | PeerLostError) -> None:
         """Bring this worker into the newest epoch and lay down what is left to do in the current activity.
 
-        Where a state of before had to be restored, the steps since then are done again before this returns.
+        Where a state of before had to be restored, the steps since then are done again before this returns. The call
+        that was interrupted may be within a block of the script's, as ``torch.no_grad()``, which is none of this.
         """
+        with training_modes():
+            self._run_through(cause)
+
+    def _run_through(self, cause: EpochChangedError | PeerLostError) -> None:
         depth = self._restoring.depth
         while True:
             try:

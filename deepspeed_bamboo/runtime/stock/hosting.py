@@ -37,6 +37,7 @@ from deepspeed_bamboo.runtime.stock.replica import (
 )
 from deepspeed_bamboo.runtime.stock.separate import ids_of
 from deepspeed_bamboo.runtime.stock.symbols import require_stage_attributes
+from deepspeed_bamboo.runtime.stock.torch_modes import training_modes
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
@@ -216,7 +217,8 @@ class StageHost:
         self.save()
         previous = self._active
         module = template.attributes["module"]
-        with generators_untouched(engine.device), counting_from(self.beginning), _more_threads(engine.device):
+        counting = counting_from(self.beginning)
+        with training_modes(), generators_untouched(engine.device), counting, _more_threads(engine.device):
             logical = self.logical_grid(coordinate, topology=module._topo, process_rank=process_rank)
             new_module = self._module(coordinate, logical=logical, like=module, description=description, fill=fill)
             for group in logical_groups(new_module, logical):
@@ -312,11 +314,13 @@ class StageHost:
 
     def forget_gradients(self, replica: StageReplica) -> None:
         """Drop accumulated gradients, but keep stored forwards."""
+        replica.finish_step()
         with self.hosting(replica):
             clear_gradients(self._engine.optimizer, self._engine.module)
 
     def restart(self, replica: StageReplica, *, micro_batches: int, training: bool = True) -> None:
         """Set a replica back to the start of an activity: no losses, no progress, and (training) no gradients."""
+        replica.finish_step()  # which reads them
         replica.start_iteration()
         with self.hosting(replica):
             if training:
