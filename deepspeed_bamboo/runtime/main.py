@@ -37,6 +37,7 @@ from deepspeed_bamboo.protocol import (
 from deepspeed_bamboo.runtime.initialize import initialize_with, is_bamboo_engine
 from deepspeed_bamboo.runtime.job import garbage
 from deepspeed_bamboo.runtime.job.meeting import guarded_meetings
+from deepspeed_bamboo.runtime.job.no_room import end_for_want_of_machines, is_for_want_of_machines
 from deepspeed_bamboo.runtime.job.other_engines import watched
 from deepspeed_bamboo.runtime.stock.logical_world import LogicalWorld
 from deepspeed_bamboo.runtime.stock.patches.entry_points import initialize_function
@@ -137,6 +138,10 @@ def _run(function: Callable[[], Any], engines: Sequence[BambooPipelineEngine], g
         # Peers have gone on; nothing of this process may reach them any more, exit handlers included.
         os._exit(EXIT_EXPELLED)
     except Exception as error:  # noqa: BLE001 - the user's bug, whatever it is: reported, then the job ends
+        for engine in engines:
+            if is_for_want_of_machines(error, last_loss=engine.failover.conclusion):
+                code = end_for_want_of_machines(engine.session, error)
+                return os._exit(code) if code == EXIT_EXPELLED else code
         cause = next((why for engine in engines if (why := engine.cause_of(error)) is not None), None)
         if cause is not None:
             cause.__cause__, error = error, cause

@@ -166,9 +166,12 @@ class Restoring:
         """Have all stages in the newest state that can be had as a whole; False where none can."""
         damaged: set[Damaged] = set()
         unread: set[int] = set()
+        in_memory = True
         for attempt in itertools.count():
             together = Together(self._worker, record, attempt)
-            state = newest_state(self._worker.grid, conclusion.kept, until=conclusion.steps, without=damaged)
+            state = None
+            if in_memory:
+                state = newest_state(self._worker.grid, conclusion.kept, until=conclusion.steps, without=damaged)
             steps = stored_steps(conclusion.kept, until=conclusion.steps, than=state, without=unread)
             stored = self._store().choose(together, steps) if steps else None
             if stored is not None:
@@ -182,12 +185,17 @@ class Restoring:
                 why = next(text for _, text in sorted(problems.items()) if text)
                 tell_once(self._worker, f"the checkpoint of step {stored} can't be restored: {why}")
             elif state is not None and self._from_memory is not None:
-                own = sorted(self._from_memory.bring(state, together))
+                found, problem = self._from_memory.bring(state, together)
                 self._pending = self._way(record, conclusion, MEMORY, state.step, started)
-                new = {one for value in together.agree(own, label="restored").values() for one in value}
-                if not new:
+                agreed = together.agree((sorted(found), problem), label="restored").values()
+                new = {one for its, _ in agreed for one in its}
+                why = next((text for _, text in agreed if text), "")
+                if not new and not why:
                     return True
                 damaged |= new
+                if why:  # which it will be with every other copy, too
+                    in_memory = False
+                    tell_once(self._worker, f"the memory checkpoint of step {state.step} can't be restored: {why}")
             else:
                 return False
         return False

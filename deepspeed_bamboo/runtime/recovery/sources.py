@@ -10,6 +10,7 @@ from deepspeed_bamboo.coordination import EpochRecord
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.core.restoring import Handover, State, handovers
+from deepspeed_bamboo.errors import ShadowError
 from deepspeed_bamboo.runtime.comm.all_gather import agree
 from deepspeed_bamboo.runtime.comm.channel import Message
 from deepspeed_bamboo.runtime.iteration.worker import Worker
@@ -124,8 +125,11 @@ class FromMemory:
         self._stages = stages
         self._transfer = transfer
 
-    def bring(self, state: State, together: Together) -> set[Damaged]:
-        """Get the copies that this worker needs, and make its stages what they say; returns which are damaged."""
+    def bring(self, state: State, together: Together) -> tuple[set[Damaged], str]:
+        """Get the copies that this worker needs, and make its stages what they say.
+
+        Returns which are damaged, and what is wrong if stages can't be made here, as for lack of memory.
+        """
         me, parts = self._worker.me, self._memory.parts
         placement = together.record.placement
         keepers = self._memory.keepers(placement, together.record)
@@ -137,9 +141,13 @@ class FromMemory:
             if me in state.holders[coordinate] and (sealed is None or not sealed.is_of(state.step, coordinate)):
                 parts.remove(state.step, coordinate)
                 damaged.add((me, state.step, coordinate))
-        if not damaged:
+        if damaged:
+            return damaged, ""
+        try:
             self._load(state.step, self._stages.take_roles(together))
-        return damaged
+        except (RuntimeError, MemoryError, ShadowError) as error:
+            return set(), f"{type(error).__name__}: {error}"
+        return set(), ""
 
     def _exchange(self, moves: Collection[Handover], step: int, *, attempt: int) -> set[Damaged]:
         links, me, parts = self._worker.links, self._worker.me, self._memory.parts
