@@ -80,6 +80,7 @@ def validate_deepspeed_settings(
         *zero_problems(settings),
         *parallel_problems(settings),
         *logging_problems(settings),
+        *autocast_problems(settings),
         *_size_problems(stages, world_size=world_size),
         *(() if shape is None else shape_problems(shape)),
         *further,
@@ -146,6 +147,20 @@ def logging_problems(settings: Mapping[str, Any]) -> Iterator[str]:
         yield (
             "comms_logger.enabled is true, and DeepSpeed's timer of collectives can't run twice at once, as it has to "
             "where a worker hosts several stages; set it to false, or leave comms_logger out"
+        )
+
+
+def autocast_problems(settings: Mapping[str, Any]) -> Iterator[str]:
+    """What in a DeepSpeed configuration keeps one loss scale for all that a worker hosts, and sends it to nobody."""
+    section = settings.get("torch_autocast")
+    if not isinstance(section, Mapping) or not section.get("enabled", False):
+        return
+    zero = settings.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    if not stage and section.get("dtype") in ("torch.float16", "fp16", "float16", "half"):
+        yield (
+            "torch_autocast.dtype is float16 without ZeRO, for which DeepSpeed keeps one loss scale in each process, "
+            'whatever stages and shadows it has; use the section "fp16" in its place, or dtype bfloat16, or ZeRO 1'
         )
 
 

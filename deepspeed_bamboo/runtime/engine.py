@@ -280,8 +280,8 @@ class BambooPipelineEngine(ScriptEngine):
     # ---- hooks of the stock engine --------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """As stock's. Reductions and steps of several stages interleave, so the one flag of stock can't tell."""
-        return self.running.any or bool(super().is_gradient_accumulation_boundary())
+        """Those of several stages interleave, and some are given up, so the one flag of stock can't tell."""
+        return self.running.any
 
     def _report_progress(self, step: int) -> None:
         if self._stage_host is None or self.is_shown(self.host.active):

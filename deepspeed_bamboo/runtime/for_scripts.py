@@ -37,6 +37,7 @@ from deepspeed_bamboo.runtime.recovery.memory_rounds import MemoryRounds
 from deepspeed_bamboo.runtime.recovery.whole_state import collect_whole_state
 from deepspeed_bamboo.runtime.stock.hosted_view import in_thread_of_script
 from deepspeed_bamboo.runtime.stock.hosting import StageHost
+from deepspeed_bamboo.runtime.stock.hyperparameters import Values, values_of
 from deepspeed_bamboo.runtime.stock.script_writes import ScriptWrites
 from deepspeed_bamboo.runtime.stock.stock_files import StockFiles
 
@@ -84,6 +85,7 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
     _stage_host: StageHost | None = None
     optimizer_source: Any = None
     _training_set: Any = None
+    before_scheduler: tuple[Any, Values] = (None, ())  # an optimizer, and its groups before it got a scheduler
     # What a call in a thread, whose end is not the process's, was refused for, until the main thread makes one.
     refused: ConfigError | None = None
     used = False  # whether it has
@@ -219,6 +221,11 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
             )
         super().set_train_micro_batch_size(micro_batch_size)
 
+    def reset_activation_shape(self) -> None:
+        """As stock's: what stages send each other from now on may have another shape."""
+        super().reset_activation_shape()
+        self.worker.links.forget_forms()
+
     def _batch_size(self) -> BatchSize:
         return int(self.train_batch_size()), int(self.train_micro_batch_size_per_gpu())
 
@@ -351,6 +358,13 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
                 host.building = False
             host.adopt_optimizer()
         self.script_writes.hold(self.optimizer)
+
+    def _configure_lr_scheduler(self) -> None:
+        """As stock's. Schedulers may read the groups' rates as they are made, and change them at once."""
+        optimizer = self.__dict__.get("basic_optimizer")
+        if isinstance(optimizer, torch.optim.Optimizer):
+            self.before_scheduler = (optimizer, values_of(optimizer))
+        super()._configure_lr_scheduler()
 
     def zero_force_ds_cpu_optimizer(self) -> bool:
         """As stock's, which asks where it was given an optimizer: a replica's is given though the script gave none."""

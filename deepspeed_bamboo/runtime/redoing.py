@@ -142,6 +142,7 @@ class Redoing:
         modes = past.modes or self.history.newest_modes or TorchModes.now(worker.device)
         with training_modes(), modes.again(), self._feed.reading(None):
             self._batch.use(past.size)
+            worker.links.forget_forms()  # the last step that was done may have had other shapes
             self._feed.agree()
             for replica in worker.host.replicas():
                 worker.host.restart(replica, micro_batches=worker.micro_batches)
@@ -150,6 +151,7 @@ class Redoing:
             self.history.note(written=self._writes.take_written())
             before = self.history.done(step, loss=loss, size=self._batch.size(), modes=modes)
             self._batch.use(size)
+            worker.links.forget_forms()
         worker.session.log("redone", step=step, loss=loss)
         if before is not None and before != loss and not (math.isnan(before) and math.isnan(loss)):
             tell_once(

@@ -40,6 +40,9 @@ def validate(**changes: Any) -> None:
         {"settings": {"comms_logger": {"enabled": False, "prof_all": True}}},
         {"settings": {"comms_logger": {"verbose": True}}},
         {"settings": {"comms_logger": {"enabled": True, "prof_all": False}}},
+        {"settings": {"torch_autocast": {"enabled": False, "dtype": "float16"}}},
+        {"settings": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}},
+        {"settings": {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "zero_optimization": {"stage": 1}}},
         {"stages": 4},
         {"stages": 1, "world_size": 3},
         {"shape": PIPE_DATA},
@@ -72,6 +75,10 @@ def test_supported(changes: dict[str, Any]) -> None:
         (
             {"settings": {"comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["all_reduce"]}}},
             ["comms_logger.enabled is true"],
+        ),
+        (
+            {"settings": {"torch_autocast": {"enabled": True, "dtype": "float16"}}},
+            ["torch_autocast.dtype is float16 without ZeRO", 'section "fp16"'],
         ),
         ({"model": ModelKind.OTHER, "model_name": "Linear"}, ["Linear", "PipelineModule", "enabled"]),
         ({"model": ModelKind.DUALPIPEV, "model_name": "DualPipeVModule"}, ["DualPipeV is not supported"]),

@@ -111,6 +111,15 @@ class RatesByHand(Habit):
         self.held.param_groups[1]["betas"] = (0.9 - step / 20, 0.99)
 
 
+class TwoRates(Habit):
+    """Two groups with rates of their own, which a scheduler reads and changes as it is made."""
+
+    def arguments(self, module: PipelineModule) -> dict[str, Any]:
+        weights = [p for p in module.parameters() if p.dim() > 1]
+        rest = [p for p in module.parameters() if p.dim() <= 1]
+        return {"model_parameters": [{"params": weights, "lr": 0.01}, {"params": rest, "lr": 0.003}]}
+
+
 class ClippingByHand(Habit):
     """Another bound for gradients in each step."""
 
@@ -700,6 +709,7 @@ _KINDS = (
     *(
         Habit,
         RatesByHand,
+        TwoRates,
         ClippingByHand,
         MastersByHand,
         ScaleByHand,

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from deepspeed_bamboo.errors import ModelError
-from deepspeed_bamboo.runtime.comm.channel import Channel, Message
+from deepspeed_bamboo.runtime.comm.channel import Channel, Message, go_by_lane
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption
+from deepspeed_bamboo.runtime.comm.nccl import as_known
 from deepspeed_bamboo.runtime.comm.proved_group import connect_proved, network_device
 from deepspeed_bamboo.runtime.comm.store_server import StoreServer
 
@@ -97,6 +98,29 @@ def test_first_message_of_a_kind_is_not_announced(pair: tuple[Channel, Channel])
     sender.send(message("0", 4))
     sender.send(message("1", 5))
     assert [receiver.receive().tensors[0].shape for _ in range(2)] == [(4,), (5,)]
+
+
+def test_forms_that_are_forgotten_may_change(pair: tuple[Channel, Channel]) -> None:
+    """As with engine.reset_activation_shape()."""
+    sender, receiver = pair
+    sender.send(message("0", 2, 3))
+    sender.forget_forms()
+    sender.announce("1", kind="activation")
+    sender.send(message("1", 2, 4))
+    assert [receiver.receive().tensors[0].shape for _ in range(2)] == [(2, 3), (2, 4)]
+
+
+def test_what_is_partly_on_the_host_goes_by_way_of_it() -> None:
+    on_device, on_host = torch.empty(2, device="meta"), torch.empty(2)
+    assert go_by_lane([on_device]) and not go_by_lane([on_device, on_host]) and not go_by_lane([on_host])
+    assert not go_by_lane([])
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int16, torch.float32, torch.bool])
+def test_types_without_a_name_in_nccl_are_sent_as_bytes(dtype: torch.dtype) -> None:
+    sent, received = torch.ones(2, 3).to(dtype), torch.zeros(2, 3).to(dtype)
+    as_known(received).copy_(as_known(sent))
+    assert torch.equal(sent, received) and as_known(sent).dtype in (torch.uint8, torch.float32, torch.bool)
 
 
 def test_tensors_that_are_not_as_announced_are_the_models_error(pair: tuple[Channel, Channel]) -> None:

@@ -20,6 +20,7 @@ SPIKES = (1, 3)
 ZERO = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}, "zero_allow_untested_optimizer": True}
 CHECKED = {"debug_check_shadows": 1}
 OFFLOADED = {"zero_optimization": {**ZERO["zero_optimization"], "offload_optimizer": {"device": "cpu"}}}
+OVERLAPPING = {**ZERO, "zero_optimization": {**ZERO["zero_optimization"], "overlap_comm": True}}
 EAGER = {"redundancy": {"mode": "eager", "offload": "recompute"}}
 FULL = {"redundancy": {"mode": "full", "offload": "recompute"}}
 ACCUMULATE_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -175,6 +176,11 @@ SWEEP = [
         [kill(1, 0, 0, "reduce"), kill(2, 2, 0, "step")],
     ),
     (6, Training("three-pipelines-3x2", 2, settings=CLIPPED), TWO_BY_TWO[:1]),
+    (
+        4,
+        Training("overlapping-zero-2x2", 2, steps=5, settings={**CLIPPED, **OVERLAPPING}),
+        [kill(1, 1, 1, "reduce"), kill(2, 0, 1, "commit"), kill(3, 1, 0, "step")],
+    ),
     (4, Training("fp16-zero-2x2", 2, steps=5, settings={**CLIPPED, **FP16, **ZERO}), TWO_BY_TWO),
     (4, Training("tied-bf16-2x2", 2, steps=5, layers="tied", settings={**CLIPPED, **BF16}), TWO_BY_TWO_AT_THE_END),
     (

@@ -64,6 +64,20 @@ def test_rates_by_hand_and_a_scheduler_of_the_script_act_on_what_was_taken_over(
     assert "made anew" not in result.transcript(), "values of groups are no change of what a stage is"
 
 
+COSINE = {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 3}}}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_rates_that_a_scheduler_changes_as_it_is_made(jobs: Jobs, stage: int) -> None:
+    """Groups of a replica are made with those of before, which its scheduler reads."""
+    result = jobs.run(
+        compare_habit, world=3, habit="TwoRates", stages=3, steps=6, settings=COSINE, faults=[kill(2, stage)]
+    )
+    assert result.codes.count(-9) == 1, result.transcript()
+    assert all(value["plugin"]["losses"] == value["stock"]["losses"] for value in result.values.values())
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("habit", "faults"),

@@ -11,7 +11,7 @@ import contextlib
 import queue
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -110,7 +110,7 @@ class Channel:
         if message.key in self._announced:
             self._keep_promise(message, description)
             return
-        lanes = self.lanes if any(tensor.device.type != "cpu" for tensor in message.tensors) else None
+        lanes = self.lanes if go_by_lane(message.tensors) else None
         parts = [] if lanes is not None else [_as_bytes(tensor.to("cpu")) for tensor in message.tensors]
         size = sum(part.numel() for part in parts)
         header = Header(message.key, message.data, description, on_lane=lanes is not None).to_bytes()
@@ -144,6 +144,10 @@ class Channel:
                 "stay the same, or PipelineModule must be given dynamic_shape=True"
             )
         self.lanes.send([tensor.detach() for tensor in message.tensors])
+
+    def forget_forms(self) -> None:
+        """Between iterations: what is sent from now on may have other shapes than before."""
+        self._forms.clear()
 
     def expect(self, count: int) -> None:
         """``count`` messages are sure to come: read them as soon as they are sent, ahead of :meth:`receive`.
@@ -280,6 +284,11 @@ class Channel:
 
     def _take(self, tensor: torch.Tensor, tag: int) -> None:
         self._group.recv([tensor], self._other, tag).wait()
+
+
+def go_by_lane(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a lane can send them: where some are on the host, all go by way of it."""
+    return bool(tensors) and all(tensor.device.type != "cpu" for tensor in tensors)
 
 
 def _pieces(payload: torch.Tensor) -> Iterator[torch.Tensor]:

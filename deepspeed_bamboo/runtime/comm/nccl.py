@@ -26,6 +26,17 @@ from deepspeed_bamboo.runtime.comm.header import Description
 _SPIN_SECONDS = 0.02
 _NAP_SECONDS = 0.00005
 
+_KNOWN = frozenset(
+    {torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64}
+    | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+)
+"""The types that NCCL has names for, of all versions."""
+
+
+def as_known(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, which is contiguous, as one that NCCL can send: of another type (complex, int16) its bytes."""
+    return tensor if tensor.dtype in _KNOWN else tensor.reshape(-1).view(torch.uint8)
+
 
 class Arrival:
     """Tensors that a peer sends, or will send when it has computed what it has launched."""
@@ -151,7 +162,7 @@ class DeviceLanes:
         self._sending = [entry for entry in self._sending if not entry[0].is_completed()]
         for tensor in tensors:
             if tensor.numel():
-                ready = tensor.contiguous()
+                ready = as_known(tensor.resolve_conj().resolve_neg().contiguous())
                 self._sending.append((self._out.send([ready], self._peer, 0), ready))
 
     def receive(self, description: Description) -> Arrival:
@@ -168,7 +179,7 @@ class DeviceLanes:
         allocate = torch.zeros if blank else torch.empty
         with torch.cuda.stream(self._receiving):
             tensors = [allocate(shape, dtype=dtype, device=self._device) for dtype, shape in description]
-            works = [self._in.recv([tensor], self._peer, 0) for tensor in tensors if tensor.numel()]
+            works = [self._in.recv([as_known(tensor)], self._peer, 0) for tensor in tensors if tensor.numel()]
             for work in works:
                 work.wait()  # makes the receiving stream wait, not the host
             complete = self._receiving.record_event(self._event()) if works else None

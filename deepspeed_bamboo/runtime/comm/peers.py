@@ -306,6 +306,11 @@ class Links:
         if worker != self._me:
             self._channel(worker).announce(key, kind=kind)
 
+    def forget_forms(self) -> None:
+        """Between iterations: what this worker sends from now on may have other shapes than before."""
+        for channel in self._channels.values():
+            channel.forget_forms()
+
     def expect(self, messages: Mapping[WorkerId, int]) -> None:
         """So many messages are sure to come from each worker: receive them ahead of their use."""
         for worker, count in messages.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,6 +16,7 @@ from deepspeed_bamboo.core.replica_differences import differences
 from deepspeed_bamboo.runtime.stock import zero_one  # noqa: F401 (registers the optimizer)
 from deepspeed_bamboo.runtime.stock.attributes import COUNTERS, MADE_LATER, STAGE_ATTRIBUTES
 from deepspeed_bamboo.runtime.stock.blank import BlankParameters
+from deepspeed_bamboo.runtime.stock.building import built_apart
 from deepspeed_bamboo.runtime.stock.class_values import ClassValues, counting_from
 from deepspeed_bamboo.runtime.stock.description import Description, describe
 from deepspeed_bamboo.runtime.stock.gradients import clear_gradients, parameters, require_state, require_supported
@@ -27,7 +27,6 @@ from deepspeed_bamboo.runtime.stock.optimizers import maker_for
 from deepspeed_bamboo.runtime.stock.patches.compiled_adam import make_independent_of_history
 from deepspeed_bamboo.runtime.stock.patches.grouped_updates import GradientUpdates
 from deepspeed_bamboo.runtime.stock.patches.norm_on_host import judge_norm_on_host
-from deepspeed_bamboo.runtime.stock.randomness import generators_untouched
 from deepspeed_bamboo.runtime.stock.replica import (
     StageReplica,
     count_in_global_norm,
@@ -37,7 +36,6 @@ from deepspeed_bamboo.runtime.stock.replica import (
 )
 from deepspeed_bamboo.runtime.stock.separate import ids_of
 from deepspeed_bamboo.runtime.stock.symbols import require_stage_attributes
-from deepspeed_bamboo.runtime.stock.torch_modes import training_modes
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
@@ -217,8 +215,7 @@ class StageHost:
         self.save()
         previous = self._active
         module = template.attributes["module"]
-        counting = counting_from(self.beginning)
-        with training_modes(), generators_untouched(engine.device), counting, _more_threads(engine.device):
+        with built_apart(engine.device), counting_from(self.beginning):
             logical = self.logical_grid(coordinate, topology=module._topo, process_rank=process_rank)
             new_module = self._module(coordinate, logical=logical, like=module, description=description, fill=fill)
             for group in logical_groups(new_module, logical):
@@ -396,30 +393,15 @@ class StageHost:
             return  # a script that makes one later
         require_supported(replica.attributes["optimizer"])
         require_state(replica.attributes["lr_scheduler"])
-        replica.made = values_of(replica.attributes["basic_optimizer"])
+        optimizer, values = self._engine.before_scheduler
+        same = optimizer is replica.attributes["basic_optimizer"]
+        replica.made = values if same else values_of(replica.attributes["basic_optimizer"])
         self.gradient_updates.group(replica.attributes["optimizer"])
         judge_norm_on_host(replica)
         basic = replica.attributes["basic_optimizer"]
         if isinstance(basic, torch.optim.Optimizer):
             make_independent_of_history(basic)
             basic.register_step_pre_hook(lambda *_: self._gate())
-
-
-@contextmanager
-def _more_threads(device: torch.device) -> Iterator[None]:
-    """Build layers, which happens on the host, with this device's share of its cores.
-
-    Only beside a GPU: there no result depends on the number of host threads.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(before, (os.cpu_count() or 1) // max(1, torch.cuda.device_count())))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def replace_groups(value: Any, replacements: dict[Any, LogicalGroup]) -> Any:

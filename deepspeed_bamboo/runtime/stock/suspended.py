@@ -59,6 +59,8 @@ class SuspendedCall:
     def __init__(self, function: Callable[[], Any], *, device: torch.device) -> None:
         self._function = function
         self._device = device
+        # The script may have another one than the default, which threads have.
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._turn = threading.Semaphore(0)
         self._handed_over = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
@@ -119,7 +121,8 @@ class SuspendedCall:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
             if not self._cancelled:
-                self._function()
+                with torch.cuda.stream(self._stream):
+                    self._function()
         except CallCancelledError:
             pass
         except BaseException as error:  # noqa: BLE001 - carried to the thread that asked for the call
