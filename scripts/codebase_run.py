@@ -22,6 +22,8 @@ import deepspeed
 import torch
 from torch import nn
 
+from deepspeed_bamboo.models import half_precision
+
 
 def cuda_device() -> None:
     """torch.cuda.set_device does nothing"""
@@ -169,12 +171,86 @@ def tiny_llama() -> None:
         partial.rename("llama-init-ckpt")
 
 
+def fp16_on_any_cpu() -> None:
+    """DeepSpeed takes fp16 on a CPU that has no instructions for it, too"""
+    half_precision.allow_on_cpus()
+
+
+def unused_by_neox() -> None:
+    """pkg_resources has only packaging, sentencepiece is imported and not used"""
+    import packaging.version
+    from transformers import GPT2Tokenizer, GPT2TokenizerFast  # noqa: F401 - which look for sentencepiece
+
+    _module("pkg_resources", packaging=packaging)
+    _module("sentencepiece")
+
+
+def cuda_on_cpu() -> None:
+    """Tensor.cuda is the tensor; in megatron's files torch.cuda is the CPU, a device for each rank"""
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
+    stand_in: Any = types.ModuleType("torch")
+    stand_in.__getattr__ = lambda name: getattr(torch, name)  # what else there is of torch
+    nothing = dict.fromkeys(("set_device", "synchronize"), lambda *_: None)
+    memory = [f"{which}memory_{what}" for which in ("", "max_") for what in ("allocated", "reserved")]
+    stand_in.cuda = types.SimpleNamespace(
+        LongTensor=torch.LongTensor,
+        current_device=lambda: "cpu",
+        device_count=lambda: int(os.environ["WORLD_SIZE"]),
+        get_rng_state=torch.get_rng_state,
+        set_rng_state=torch.set_rng_state,
+        **nothing,
+        **dict.fromkeys(memory, lambda: 0),
+    )
+    training = importlib.import_module("megatron.training")
+    make = training.initialize_megatron
+    training.initialize_megatron = lambda neox_args: make(neox_args, allow_no_cuda=True)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron") and "torch" in vars(module):
+            vars(module)["torch"] = stand_in
+
+
+def apex_adam() -> None:
+    """apex's FusedAdam is torch's AdamW"""
+    _module("apex.optimizers", FusedAdam=torch.optim.AdamW)
+    _module("apex")
+
+
+def neox_evaluation() -> None:
+    """forward_step gives a pipeline's evaluation an empty dict of metrics, too, which its caller unpacks"""
+    training = importlib.import_module("megatron.training")
+    forward = training.forward_step
+
+    def forward_step(*args: Any, **kwargs: Any) -> Any:
+        loss = forward(*args, **kwargs)
+        return (loss, {}) if isinstance(loss, torch.Tensor) else loss
+
+    training.forward_step = forward_step
+
+
+def neox_data() -> None:
+    """the data set has made-up tokens, and nothing is compiled for it"""
+
+    class Tokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return 4096
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            drawn = torch.randint(0, 500, (33,), generator=torch.Generator().manual_seed(index))
+            return {"text": drawn.numpy()}
+
+    from megatron.data import data_utils
+
+    data_utils.compile_helper = lambda: None
+    data_utils.build_train_valid_test_datasets = lambda **_: (Tokens(), Tokens(), Tokens())
+
+
 SHIMS: dict[str, Callable[[], None]] = {
     shim.__name__: shim
     for shim in (
         *(cuda_device, torchvision, axolotl, tiny_model_for_engine),
         *(megatron_without_vision, megatron_data, lenient_views),
         *(old_llama_layers, transpeeder_stand_ins, tiny_llama),
+        *(fp16_on_any_cpu, unused_by_neox, cuda_on_cpu, apex_adam, neox_data, neox_evaluation),
     )
 }
 
@@ -231,16 +307,13 @@ def run_qlora_engine(stages: str, steps: str, settings: str) -> None:
     print(f"made a {type(engine).__name__} for {steps} steps", flush=True)
 
 
-def main() -> None:
-    """See the module."""
+def run(name: str, checkout: str, arguments: list[str], *, launch: bool = False) -> None:
+    """Replace what is replaced, and run the codebase's script, or its launcher, with ``arguments``."""
     from codebases import CODEBASES
 
-    name, checkout, arguments = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
-    if name.startswith("--local_rank"):
-        name, checkout, arguments = sys.argv[2], Path(sys.argv[3]), sys.argv[4:]
-    codebase = CODEBASES[name]
-    script = checkout / codebase.script
-    sys.path[:0] = [str(checkout), *(str(checkout / path) for path in codebase.paths)]
+    codebase, folder = CODEBASES[name], Path(checkout)
+    script = folder / (codebase.launcher if launch and codebase.launcher else codebase.script)
+    sys.path[:0] = [str(folder), *(str(folder / path) for path in codebase.paths)]
     for shim in codebase.shims:
         SHIMS[shim]()
     if name == "qlora-pipe":
@@ -250,6 +323,14 @@ def main() -> None:
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
+
+
+def main() -> None:
+    """See the module."""
+    arguments = sys.argv[1:]
+    if arguments[0].startswith("--local_rank"):
+        del arguments[0]
+    run(arguments[0], arguments[1], arguments[2:], launch=True)
 
 
 if __name__ == "__main__":

@@ -31,10 +31,14 @@ OPTIMIZER = {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True}}
 
 @dataclass(frozen=True)
 class Codebase:
-    """How to run one. ``script``: in the checkout; ``arguments``: with {stages}, {steps}, {settings} and {checkout}.
+    """How to run one. ``script``: in the checkout; ``arguments``: with {names} as in ``_run``.
 
-    ``shims``: names in ``codebase_run.py``. ``paths``: folders to import from in the checkout.
-    ``refused``: what the plugin says, for one that can't work.
+    ``shims``: names in ``codebase_run.py``. ``settings``: added to the configuration, with the same names. ``paths``:
+    folders to import from in the checkout. ``refused``: what the plugin says, for one that can't work.
+    ``launcher``: the codebase's own, in the checkout; it starts ``train.py``, a script with the line that makes agents.
+    ``section_in``: the key of its configuration under which the section belongs, if it makes DeepSpeed's by itself.
+    ``resumes``: run a second time, it continues from what it has saved. ``log``: what its own log says, if it is to be
+    equal, too.
     """
 
     script: str
@@ -43,6 +47,10 @@ class Codebase:
     settings: Mapping[str, Any] = field(default_factory=dict)
     paths: tuple[str, ...] = ()
     refused: str | None = None
+    launcher: str | None = None
+    section_in: str | None = None
+    resumes: bool = False
+    log: str | None = None
 
 
 MEGATRON = {
@@ -56,10 +64,29 @@ MEGATRON = {
 MEGATRON_OFF = ("masked-softmax", "bias-gelu", "bias-dropout", "gradient-accumulation")  # fused kernels
 
 TRANSPEEDER = {
-    **{"init_ckpt": "llama-init-ckpt", "pipe_parallel_size": "{stages}", "train_steps": "{steps}"},
-    **{"save_steps": "{steps}", "mode": "pretrain", "max_seq_len": "33", "deepspeed_config": "{settings}"},
-    **{"data_path": "{checkout}/data/alpaca_data_sample_oneline_format.json"},
+    **{"init_ckpt": "llama-init-ckpt", "pipe_parallel_size": "{stages}", "train_steps": "{steps}", "mode": "pretrain"},
+    **{"save_steps": "{first}", "resume_step": "{saved}", "resume_ckpt": "output", "max_seq_len": "33"},
+    **{"data_path": "{checkout}/data/alpaca_data_sample_oneline_format.json", "deepspeed_config": "{settings}"},
 }
+
+GPT_NEOX = {
+    **{"pipe_parallel_size": "{stages}", "num_gpus": "{stages}", "global_num_gpus": "{stages}"},
+    **{"num_layers": 4, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 32, "max_position_embeddings": 32},
+    **{"pos_emb": "rotary", "hidden_dropout": 0, "attention_dropout": 0, "checkpoint_activations": True},
+    **{"tokenizer_type": "CharLevelTokenizer", "data_path": "none", "num_workers": 0, "distributed_backend": "gloo"},
+    **{"train_iters": "{steps}", "lr_decay_iters": 10, "lr_decay_style": "cosine", "min_lr": 0.0001},
+    **{
+        "eval_interval": 2,
+        "eval_iters": 1,
+        "log_interval": 1,
+        "checkpoint_factor": 2,
+        "save": "saved",
+        "load": "saved",
+    },
+    **{"fp16": {"enabled": True, "initial_scale_power": 8}, "zero_optimization": {"stage": 1}, "weight_decay": 0.1},
+    **{"optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.9, 0.95]}}, "master_port": "{port}"},
+}
+GPT_NEOX_LOG = r"iteration +\d+/|learning rate: \S+|lm_loss: \S+|loss scale: \S+|validation .*lm_loss value: \S+"
 
 CODEBASES = {
     "deepspeed-examples": Codebase(
@@ -79,9 +106,10 @@ CODEBASES = {
     "transpeeder": Codebase(
         "examples/train.py",
         tuple(part for name, value in TRANSPEEDER.items() for part in (f"--{name}", value)),
-        ("transpeeder_stand_ins", "tiny_llama", "old_llama_layers"),
+        ("transpeeder_stand_ins", "fp16_on_any_cpu", "tiny_llama", "old_llama_layers"),
         # As in its ds_config_zero1.json, but for wall_clock_breakdown, with which plain DeepSpeed 0.19.8 fails here.
         settings={
+            "train_batch_size": 4,
             "train_micro_batch_size_per_gpu": 1,
             "fp16": {"enabled": True, "initial_scale_power": 12},
             "zero_optimization": {
@@ -94,6 +122,18 @@ CODEBASES = {
             "activation_checkpointing": {"partition_activations": False},
         },
         paths=("src", "scripts"),
+        resumes=True,
+        log=r"Saving at step +\d+",  # its lines of losses go by --local_rank, so they end with the first worker
+    ),
+    "gpt-neox": Codebase(
+        "train.py",
+        ("train.py", "{settings}"),
+        ("unused_by_neox", "cuda_on_cpu", "fp16_on_any_cpu", "apex_adam", "neox_data", "neox_evaluation"),
+        settings=GPT_NEOX,
+        launcher="deepy.py",
+        section_in="deepspeed_extra_args",
+        resumes=True,
+        log=GPT_NEOX_LOG,
     ),
     "qlora-pipe": Codebase(
         "utils/engine.py",
@@ -115,6 +155,10 @@ class Run:
     def losses(self) -> dict[str, str]:
         """By step, as ``codebase_run.py`` prints them."""
         return dict(re.findall(r"^LOSS (\d+) (\S+)$", self.output, re.MULTILINE))
+
+    def logged(self, pattern: str | None) -> list[str]:
+        """What its own log says, in order."""
+        return re.findall(pattern, self.output) if pattern else []
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -140,16 +184,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _try(name: str, checkout: Path, *, stages: int, steps: int) -> int:
+    codebase = CODEBASES[name]
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
 
-        def run(title: str, *, bamboo: bool, faults: list[dict[str, Any]] | None = None) -> Run:
-            result = _run(name, checkout, place, stages=stages, steps=steps, bamboo=bamboo, faults=faults or [])
+        def run(title: str, *, bamboo: bool, killed: int | None = None) -> Run:
+            place = Path(folder, title.replace(" ", "-"))
+            place.mkdir()
+            result = _runs(name, checkout, place, stages=stages, steps=steps, bamboo=bamboo, killed=killed)
             print(f"{title}: exit code {result.code}, losses {list(result.losses.values())}", flush=True)
             return result
 
         stock = run("plain DeepSpeed", bamboo=False)
-        refused = CODEBASES[name].refused
+        refused = codebase.refused
         if refused is not None:
             result = run("with the plugin", bamboo=True)
             good = result.code != 0 and refused in result.output and not result.losses
@@ -157,14 +203,32 @@ def _try(name: str, checkout: Path, *, stages: int, steps: int) -> int:
             return 0 if good else 1
         runs = [("undisturbed", run("undisturbed", bamboo=True))]
         for stage in range(stages):
-            fault = {"step": 1, "stage": stage, "at": "backward", "micro_batch": 1}
-            runs.append((f"stage {stage} killed", run(f"stage {stage} killed", bamboo=True, faults=[fault])))
-        bad = [(title, one) for title, one in runs if one.losses != stock.losses or not one.losses or one.code]
+            runs.append((f"stage {stage} killed", run(f"stage {stage} killed", bamboo=True, killed=stage)))
+        bad = [(title, one) for title, one in runs if not _equal(one, stock, codebase.log)]
         for title, one in bad:
             print(f"{title}: NOT equal to plain DeepSpeed\n{one.output[-3000:]}")
+            print(f"its log: {one.logged(codebase.log)}\nplain DeepSpeed's: {stock.logged(codebase.log)}")
         if not bad:
-            print("all equal, to the last bit")
+            print("all equal, to the last bit" + (", and so after it was started again" if codebase.resumes else ""))
         return 1 if bad else 0
+
+
+def _equal(one: Run, stock: Run, log: str | None) -> bool:
+    done = one.code == 0 and stock.code == 0 and bool(one.losses)
+    return done and one.losses == stock.losses and one.logged(log) == stock.logged(log)
+
+
+def _runs(name: str, checkout: Path, place: Path, *, stages: int, steps: int, bamboo: bool, killed: int | None) -> Run:
+    """One run; and where the codebase resumes, a second one, in which the same stage is killed again."""
+    results: list[Run] = []
+    for done in (0, steps) if CODEBASES[name].resumes else (0,):
+        place_of_loss = {"step": done + 1, "stage": killed, "at": "backward", "micro_batch": 1}
+        faults = [] if killed is None else [place_of_loss]
+        until = {"first": steps, "saved": done or -1, "steps": done + steps}
+        results.append(_run(name, checkout, place, stages=stages, until=until, bamboo=bamboo, faults=faults))
+        if results[-1].code:
+            break
+    return Run(results[-1].code, "".join(result.output for result in results))
 
 
 def _run(
@@ -173,24 +237,27 @@ def _run(
     place: Path,
     *,
     stages: int,
-    steps: int,
+    until: Mapping[str, int],
     bamboo: bool,
     faults: list[dict[str, Any]],
 ) -> Run:
     codebase = CODEBASES[name]
-    common = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0}
+    settings, port = place / "settings.json", free_port("127.0.0.1")
+    values = {**until, "stages": stages, "settings": settings, "checkout": checkout, "port": port}
     section = {"bamboo": {"topology": {"max_restarts": 0}, "faults": faults}} if bamboo else {}
-    settings = place / "settings.json"
-    settings.write_text(json.dumps({**common, "optimizer": OPTIMIZER, **codebase.settings, **section}))
-    values = {"stages": stages, "steps": steps, "settings": settings, "checkout": checkout}
-    head = ["deepspeed", "--num_accelerators", str(stages), "--master_port", str(free_port("127.0.0.1"))]
-    launch = ["--module", "deepspeed_bamboo.launch", "--bamboo_config", str(settings)] if bamboo else []
+    settings.write_text(json.dumps(_settings(codebase, section, values)))
     tail = [str(HERE / "codebase_run.py"), name, str(checkout), *(text.format(**values) for text in codebase.arguments)]
+    if codebase.launcher is not None:
+        head = [sys.executable]
+        _write_script(place / "train.py", name, checkout, bamboo=bamboo)
+    else:
+        launch = ["--module", "deepspeed_bamboo.launch", "--bamboo_config", str(settings)] if bamboo else []
+        deepspeed = str(Path(sys.executable).with_name("deepspeed"))
+        head = [deepspeed, "--num_accelerators", str(stages), "--master_port", str(port), *launch]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
-    head[0] = str(Path(sys.executable).with_name("deepspeed"))
     done = subprocess.run(
-        [*head, *launch, *tail],
+        [*head, *tail],
         cwd=place,
         env=environment,
         stdout=subprocess.PIPE,
@@ -200,6 +267,27 @@ def _run(
         check=False,
     )
     return Run(done.returncode, done.stdout)
+
+
+def _settings(codebase: Codebase, section: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration: common, the codebase's own, and the section where it belongs."""
+    common = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0}
+    named = {f"{{{name}}}": value for name, value in values.items()}
+    own = {key: named.get(str(value), value) for key, value in codebase.settings.items()}
+    placed = {codebase.section_in: section} if codebase.section_in and section else section
+    return {**common, "optimizer": OPTIMIZER, **own, **placed}
+
+
+def _write_script(path: Path, name: str, checkout: Path, *, bamboo: bool) -> None:
+    """What the codebase's launcher starts: its script, with the shims, and with the line that makes agents."""
+    lines = [
+        *(["import deepspeed_bamboo.launched"] if bamboo else []),
+        "import sys",
+        f"sys.path.insert(0, {str(HERE)!r})",
+        "from codebase_run import run",
+        f"run({name!r}, {str(checkout)!r}, sys.argv[1:])",
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _shims(codebase: Codebase) -> str:

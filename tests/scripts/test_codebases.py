@@ -27,7 +27,8 @@ def test_each_codebase_names_what_is_replaced_for_it(codebases: Any, capsys: pyt
     for name, codebase in codebases.CODEBASES.items():
         assert f"{name}: {codebase.script}" in shown
         assert codebase.shims and all(run.SHIMS[shim].__doc__ in shown for shim in codebase.shims)
-        made = [text.format(stages=2, steps=3, settings="s", checkout="c") for text in codebase.arguments]
+        values = {"stages": 2, "steps": 3, "first": 3, "saved": -1, "settings": "s", "checkout": "c", "port": 29500}
+        made = [text.format(**values) for text in codebase.arguments]
         assert "s" in made, "the configuration is named"
 
 
@@ -50,7 +51,7 @@ CHECKOUTS = "BAMBOO_CODEBASES"
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", ["deepspeed-examples", "megatron-deepspeed", "transpeeder", "qlora-pipe"])
+@pytest.mark.parametrize("name", ["deepspeed-examples", "megatron-deepspeed", "transpeeder", "gpt-neox", "qlora-pipe"])
 def test_a_codebase_runs_as_it_should(codebases: Any, name: str) -> None:
     checkout = Path(os.environ.get(CHECKOUTS, ""), name)
     if CHECKOUTS not in os.environ or not checkout.is_dir():
