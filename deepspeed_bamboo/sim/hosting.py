@@ -45,6 +45,11 @@ class Hosting:
         return len(self._hosted) - len(self._draining)
 
     @property
+    def drains(self) -> bool:
+        """Whether somebody is to be emptied."""
+        return bool(self._draining)
+
+    @property
     def most_hosted(self) -> int:
         """Coordinates on the most loaded worker."""
         while len(self._by_load) > 1 and not self._by_load[-1]:

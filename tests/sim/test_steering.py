@@ -36,7 +36,7 @@ def results(policy: str, *, odds: float, mode: str, precision: str, seeds: range
     return [run_one(job, policy="deepspeed-bamboo", seed=seed) for seed in seeds]
 
 
-@pytest.mark.parametrize(("mode", "precision"), [("lazy", "bf16"), ("eager", "fp32"), ("off", "fp32")])
+@pytest.mark.parametrize(("mode", "precision"), [("lazy", "bf16"), ("eager", "fp32")])
 @pytest.mark.parametrize("odds", [0.05, 0.5])
 def test_never_worse_than_fixed_by_more_than_noise(mode: str, precision: str, odds: float) -> None:
     """Over seeds: the mean of the values, to within half a per cent; and where much happens it moves less often."""
@@ -68,6 +68,27 @@ def test_one_machine_too_many_is_not_moved_for() -> None:
     both = run_with("proactive", (1200.0, "add", "late"), (2400.0, "remove", "n2"))
     alone = run_with("proactive", (2400.0, "remove", "n2"))
     assert both.samples > alone.samples
+
+
+@pytest.mark.parametrize("plans", [True, False])
+def test_in_mode_off_machines_come_in_with_a_restart_alone(plans: bool) -> None:
+    """As in the engine. Six more than six are worth one; one more is not, and waits outside."""
+    over = {"policies__live__plans": plans, "policies__live__redundancy": "off"}
+    for added, restarts in ((6, 1), (1, 0)):
+        coming = [(0.0, "add", f"n{index}") for index in range(6)]
+        coming += [(1200.0, "add", f"late{index}") for index in range(added)]
+        runs = [
+            run_one(
+                preset_job("bert", trace=recorded(machines(*changes), hours=2.0), **SMALL, **over),
+                policy="deepspeed-bamboo",
+                seed=1,
+            )
+            for changes in (coming, coming[:6])
+        ]
+        assert [run.reconfigurations for run in runs] == [restarts, 0]
+        paused = [run.paused_hours * 3600.0 for run in runs]
+        assert paused[0] - paused[1] == pytest.approx(74.0 * restarts)
+        assert (runs[0].samples > runs[1].samples) == bool(restarts)
 
 
 def test_the_closed_form_knows_no_policy() -> None:

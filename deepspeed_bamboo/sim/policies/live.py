@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable
 from typing import ClassVar
 
+from ...core.availability import INTERVAL_SECONDS, LOOK_AHEAD
 from ..clock import MILLISECONDS_PER_SECOND, to_milliseconds
 from ..hosting import Hosting
 from ..ledger import Ledger, Mode
@@ -59,6 +60,8 @@ class LivePolicy(AlarmedPolicy):
         self._least_workers = math.ceil(self._grid.size / most)
         self._placed = False
         self._lost: list[str] = []
+        # As the engine: without shadows nobody is taken in while the job runs. These wait until all begin again.
+        self._aside: dict[str, None] = {}
         # Coordinates whose shadow is being rebuilt, until when; and those that may be beside a neighbour.
         self._unprotected: dict[int, int] = {}
         self._suspects: dict[int, None] = {}
@@ -73,16 +76,21 @@ class LivePolicy(AlarmedPolicy):
     def removed(self, now: int, node: str) -> None:
         """See Policy: all losses of one instant are dealt with together, in `settle`."""
         del self._zones[node]
+        self._aside.pop(node, None)
         if node in self._hosting:
             self._lost.append(node)
 
     def _is_member(self, node: str) -> bool:
-        return node in self._hosting
+        return node in self._hosting or node in self._aside
 
     def _copied(self) -> None:
         self.wants_step_end = True
 
     def _register(self, now: int, node: str) -> None:
+        if not self._shadows and self._placed and self._status is not Status.WAITING:
+            self._aside[node] = None
+            self.wants_step_end = True
+            return
         self._hosting.join(node, self._zones[node])
         self.wants_step_end = True
         if self._status is Status.WAITING and self._hosting.workers >= self._least_workers:
@@ -142,10 +150,32 @@ class LivePolicy(AlarmedPolicy):
         self.ledger.fatal_losses += 1
         self.progress.roll_back(now)
         self._hosting.clear()
-        self._placed = False
+        self._begin_anew()
         self._unprotected.clear()
         self._suspects.clear()
         self._pause(now, self._spec.restart_seconds + self._spec.restore_seconds)
+
+    def _begin_anew(self) -> None:
+        for node in self._aside:
+            self._hosting.join(node, self._zones[node])
+        self._aside.clear()
+        self._placed = False
+
+    def _starts_again(self, now: int) -> bool:
+        """Whether the job is started again, from a checkpoint of this moment, since more are there than take part."""
+        workers = self._hosting.workers + len(self._aside)
+        usual, most = self._hosting.most_hosted, -(-self._grid.size // max(1, workers))
+        seconds = [self._steps.hosted_seconds(self._grid, most_hosted=hosted) for hosted in (usual, most)]
+        cost = self._spec.restart_seconds + self._spec.restore_seconds
+        if not self._aside or (1.0 - seconds[1] / seconds[0]) * INTERVAL_SECONDS * LOOK_AHEAD <= cost:
+            return False
+        self.ledger.reconfigurations += 1
+        self.progress.save()
+        self.progress.hold()
+        self._hosting.clear()
+        self._begin_anew()
+        self._pause(now, cost)
+        return True
 
     def _rebuild_shadows(self, now: int, changed: Iterable[int]) -> None:
         """Coordinates that changed workers hold no replica of their successor, nor is their own where it should be."""
@@ -201,7 +231,10 @@ class LivePolicy(AlarmedPolicy):
         """See Policy: at the boundary loads are evened out, and draining workers emptied."""
         self.wants_step_end = False
         hosting = self._hosting
-        moved = hosting.rebalance(self._suspects) if hosting.workers else []
+        if self._starts_again(now):
+            return
+        moves = hosting.workers and (self._shadows or hosting.drains)
+        moved = hosting.rebalance(self._suspects) if moves else []
         self._suspects.clear()
         if now >= self._copying_until:
             self._unprotected.clear()

@@ -20,7 +20,7 @@ from ...core.placement import Placement, WorkerId
 from ...core.placing.sites import Sites, WorkerSite
 from ...core.reconfiguring import LEAST_GAIN, is_safer, transfers
 from ...core.restoring import Site, keepers
-from ...core.steering import Action, Fixed, Outlook, Policy, Standing, options_at
+from ...core.steering import Action, Fixed, Outlook, Policy, Proactive, Standing, options_at
 from ..clock import MILLISECONDS_PER_SECOND, NEVER, to_milliseconds
 from ..ledger import Ledger, Mode
 from ..planned import PlannedGrid
@@ -121,6 +121,14 @@ class PlannedPolicy(AlarmedPolicy):
 
     def _is_member(self, node: str) -> bool:
         return node in self._members
+
+    @property
+    def _admits(self) -> bool:
+        """As the engine: without shadows (mode off) nobody is taken in while a job runs, nor do stages move for speed.
+
+        Somebody then ends the job at a boundary and starts it again, where that is worth it.
+        """
+        return self._planned.protected
 
     def _copied(self) -> None:
         self._protect()
@@ -334,6 +342,8 @@ class PlannedPolicy(AlarmedPolicy):
         before, workers = self._placement, self._next_members()
         self._look = False
         self.progress.hold()
+        if before is not None and not self._admits and self._starts_again(now, before):
+            return
         if workers is None or before is None:
             self._start(now)
             return
@@ -345,9 +355,10 @@ class PlannedPolicy(AlarmedPolicy):
             return
         if action is Action.MOVE:
             self._arrange(workers)
-        joined = bool(self._waiting)
+        joined = bool(self._waiting) and self._admits
         self._members = dict.fromkeys(workers)
-        self._waiting.clear()
+        if joined:
+            self._waiting.clear()
         self._draining.clear()
         self.ledger.reconfigurations += 1
         moving = self._moving_seconds(before, self._placement or before, joined=joined)
@@ -356,6 +367,32 @@ class PlannedPolicy(AlarmedPolicy):
         # State and shadows are where they belong when the pause is over.
         self._copying_until = now
         self._pause(now, self._spec.handover_seconds + moving)
+
+    def _starts_again(self, now: int, before: Placement) -> bool:
+        """Whether the job is started again with all who are there, from a checkpoint of this moment."""
+        workers = len({*self._members, *self._waiting} - set(self._draining))
+        self._put_off_until(now + to_milliseconds(INTERVAL_SECONDS))
+        now_takes, then = self._passes_seconds(), self._planned.shape(workers).seconds
+        if workers == 0 or then >= now_takes * (1.0 - LEAST_GAIN):
+            return False
+        cost = self._spec.restart_seconds + self._spec.restore_seconds
+        options = options_at(
+            Standing.of(before, now_takes),
+            Standing(min(workers, len(before.grid)), then),
+            stays_safe=True,
+            move_seconds=cost,
+            stand_by_seconds=cost,
+        )
+        self._availability = self._availability.at(now / MILLISECONDS_PER_SECOND)
+        outlook = Outlook(workers, self._spec.detect_seconds + self._spec.regroup_seconds, self._availability)
+        if Proactive().decide(options, outlook).action is not Action.MOVE:
+            return False
+        self.ledger.reconfigurations += 1
+        self.progress.save()
+        self._account()
+        self._placement = None
+        self._pause(now, cost)
+        return True
 
     def _decide(self, now: int, before: Placement, workers: list[WorkerId]) -> Action:
         """What of all that can be done is done."""
@@ -385,13 +422,14 @@ class PlannedPolicy(AlarmedPolicy):
 
     def _next_members(self) -> list[WorkerId] | None:
         """Who takes part from now on, if stages are to move; None if nothing changes."""
-        staying = [worker for worker in (*self._members, *self._waiting) if worker not in self._draining]
+        waiting = self._waiting if self._admits else {}
+        staying = [worker for worker in (*self._members, *waiting) if worker not in self._draining]
         if not staying:
             self._draining.clear()
             return None
-        if self._waiting or self._draining:
+        if waiting or self._draining:
             return staying
-        if not self._look or self._placement is None:
+        if not self._look or self._placement is None or not self._admits:
             return None
         best = self._planned.shape(len(staying)).seconds
         if self._planned.least_seconds_of(self._placement) * (1.0 - LEAST_GAIN) < best:
