@@ -58,10 +58,15 @@ def test_who_changes_nothing_is_taken_in_late_and_hosts_nothing() -> None:
 
 def test_what_is_safer_is_done() -> None:
     assert decided(seen(every_seconds=30.0), stays_safe=False) is Action.MOVE
-    assert Proactive().decide(
-        options_at(FOUR, FIVE, stays_safe=False, move_seconds=5.0, stand_by_seconds=1.0),
-        Outlook(5, 4.0, Availability()),
-    ).reason == ""  # there was no choice
+    assert (
+        Proactive()
+        .decide(
+            options_at(FOUR, FIVE, stays_safe=False, move_seconds=5.0, stand_by_seconds=1.0),
+            Outlook(5, 4.0, Availability()),
+        )
+        .reason
+        == ""
+    )  # there was no choice
 
 
 def test_where_losses_are_dear_workers_stand_by() -> None:

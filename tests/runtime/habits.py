@@ -120,6 +120,13 @@ class TwoRates(Habit):
         return {"model_parameters": [{"params": weights, "lr": 0.01}, {"params": rest, "lr": 0.003}]}
 
 
+class OneRate(Habit):
+    """One group, with another rate than the configuration's."""
+
+    def arguments(self, module: PipelineModule) -> dict[str, Any]:
+        return {"model_parameters": [{"params": list(module.parameters()), "lr": 0.003}]}
+
+
 class ClippingByHand(Habit):
     """Another bound for gradients in each step."""
 
@@ -710,6 +717,7 @@ _KINDS = (
         Habit,
         RatesByHand,
         TwoRates,
+        OneRate,
         ClippingByHand,
         MastersByHand,
         ScaleByHand,

@@ -68,12 +68,11 @@ COSINE = {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("habit", ["OneRate", "TwoRates"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_rates_that_a_scheduler_changes_as_it_is_made(jobs: Jobs, stage: int) -> None:
+def test_rates_that_a_scheduler_changes_as_it_is_made(jobs: Jobs, habit: str, stage: int) -> None:
     """Groups of a replica are made with those of before, which its scheduler reads."""
-    result = jobs.run(
-        compare_habit, world=3, habit="TwoRates", stages=3, steps=6, settings=COSINE, faults=[kill(2, stage)]
-    )
+    result = jobs.run(compare_habit, world=3, habit=habit, stages=3, steps=6, settings=COSINE, faults=[kill(2, stage)])
     assert result.codes.count(-9) == 1, result.transcript()
     assert all(value["plugin"]["losses"] == value["stock"]["losses"] for value in result.values.values())
 

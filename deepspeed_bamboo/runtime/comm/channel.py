@@ -100,9 +100,10 @@ class Channel:
         return self._lanes
 
     @lanes.setter
-    def lanes(self, lanes: DeviceLanes) -> None:
+    def lanes(self, lanes: DeviceLanes | None) -> None:
         self._lanes = lanes
-        self._has_lanes.set()
+        if lanes is not None:
+            self._has_lanes.set()
 
     def send(self, message: Message) -> None:
         """Queue ``message``; never blocks on the peer. About its tensors see :meth:`drain`."""

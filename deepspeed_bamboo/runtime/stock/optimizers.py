@@ -42,6 +42,9 @@ def maker_for(source: Any, *, configured: Maker, described: Mapping[str, Any] | 
             return made_again(source, groups)
         made = (configured if source is None else source)(list(parameters))
         if _grouped(made.param_groups) == _grouped(groups):
+            # The owner's may have had values of their own, which a scheduler reads as it is made.
+            for own, group in zip(_filled(made.param_groups), _filled(groups), strict=True):
+                own.update({key: value for key, value in group.items() if key != "params"})
             return made
         if source is None:
             return configured(groups)
@@ -85,5 +88,9 @@ def problem_with(optimizer: Any) -> str | None:
     return None
 
 
+def _filled(groups: Sequence[Group]) -> list[Group]:
+    return [group for group in groups if group["params"]]
+
+
 def _grouped(groups: Sequence[Group]) -> list[list[int]]:
-    return [[id(parameter) for parameter in group["params"]] for group in groups if group["params"]]
+    return [[id(parameter) for parameter in group["params"]] for group in _filled(groups)]
