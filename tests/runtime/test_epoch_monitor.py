@@ -11,6 +11,7 @@ import pytest
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.core.placing.sites import WorkerSite
 from deepspeed_bamboo.core.reconfiguring import Target
 from deepspeed_bamboo.errors import DrainedError, ExpelledError
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, Interruption, JobCompleteError
@@ -160,3 +161,14 @@ def test_who_leaves_and_hears_only_the_epoch_without_it_was_drained(lost: tuple[
     leaving = Target(("w1",), (), ("w0",), placement, "drained: w0")
     with pytest.raises(ExpelledError if lost else DrainedError, match=None if lost else "drained: w0"):
         Reconfiguration(worker, **parts).carry_out(0, leaving)
+
+
+def test_that_all_nodes_are_to_be_left_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """Nobody can be moved then, and whoever drains would wait for it."""
+    worker: Any = SimpleNamespace(session=SimpleNamespace(worker="w0"), is_reporter=True)
+    parts: dict[str, Any] = dict.fromkeys(("transfer", "steering", "modes", "world", "known"), None)
+    reconfiguration = Reconfiguration(worker, balancing=SimpleNamespace(memory=None), **parts)  # type: ignore[arg-type]
+    members = [WorkerSite(name, f"node-{name}", "") for name in ("w0", "w1")]
+    for draining in ((), ("node-w0",), ("node-w0", "node-w1"), ("node-w0", "node-w1"), ()):
+        reconfiguration._say_who_stays(members, draining)
+    assert capfd.readouterr().err.count("all nodes are to be left") == 1

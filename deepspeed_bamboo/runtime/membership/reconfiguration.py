@@ -92,7 +92,7 @@ class Reconfiguration:
         self._taken_in: set[WorkerId] = set()
         self._noticed_at: float | None = None
         self._said_why_not = False
-        self._without_room: tuple[WorkerId, ...] = ()
+        self._staying: tuple[WorkerId, ...] = ()  # though their nodes are to be left
         self.stop_agreed = False
         self.balancing = balancing
         self._steering = steering
@@ -122,8 +122,8 @@ class Reconfiguration:
             return None
         joining = [site_of(member) for member in waiting] if worker.protects else []
         target = self._target(record, members, joining, draining)
-        if target is None and self.balancing.memory is not None:
-            self._say_what_has_no_room(members, draining)
+        if target is None:
+            self._say_who_stays(members, draining)
         return None if target is None else Wish(record.number, target=target)
 
     def _target(
@@ -176,13 +176,17 @@ class Reconfiguration:
                 "iterator) on every rank before training, or pass training_data to initialize"
             )
 
-    def _say_what_has_no_room(self, members: Sequence[WorkerSite], draining: Container[str]) -> None:
+    def _say_who_stays(self, members: Sequence[WorkerSite], draining: Container[str]) -> None:
         leaving = tuple(site.worker for site in members if site.node in draining)
-        if len(leaving) < len(members) and leaving != self._without_room:
-            self._without_room = leaving
-            if leaving:
-                what = f"what {', '.join(leaving)} hold is not moved elsewhere"
-                tell(self._worker, f"{what}: the other workers' devices have no room for it")
+        if leaving == self._staying:
+            return
+        self._staying = leaving
+        if leaving and len(leaving) == len(members):
+            tell(
+                self._worker, "all nodes are to be left, and there is no other to move to: training goes on until then"
+            )
+        elif leaving and self.balancing.memory is not None:
+            tell(self._worker, f"nobody else's device has room for what {', '.join(leaving)} hold: it is not moved")
 
     def _log_notice(self) -> None:
         """Write the event of a notice that this worker's node has been given, once."""
