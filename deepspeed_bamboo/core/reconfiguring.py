@@ -15,7 +15,7 @@ from deepspeed_bamboo.core.placing.balance import balance
 from deepspeed_bamboo.core.placing.holding import Memory
 from deepspeed_bamboo.core.placing.lower_bound import count_pairs
 from deepspeed_bamboo.core.placing.shadowing import with_all_shadows, without_shadows
-from deepspeed_bamboo.core.placing.sites import Sites, WorkerSite
+from deepspeed_bamboo.core.placing.sites import Sites, WorkerSite, in_agreed_zones
 from deepspeed_bamboo.core.placing.solver import decide
 from deepspeed_bamboo.core.timing import Profile, iteration_seconds
 
@@ -83,7 +83,8 @@ def next_target(
 
     Args:
         placement: the current one.
-        members: the workers that take part, in their order; one whose node is in ``draining`` leaves.
+        members: the workers that take part, in their order; one whose node is in ``draining`` leaves. Each says its
+            zone for itself: one that doesn't know it is where the others of its node are.
         joining: workers that want to take part. Those on a draining node are left waiting.
         draining: nodes to be emptied. When no worker would be left, nobody leaves: training where a node may
             vanish beats not training.
@@ -96,11 +97,9 @@ def next_target(
             so. Owners change if that pays; else shadows do if a node or a zone would take fewer with their owners.
         memory: what stages take on devices; what a worker can't hold is never chosen, so that everything stays.
     """
-    leaving = tuple(site.worker for site in members if site.node in draining)
-    new = tuple(site for site in joining if site.node not in draining)
-    staying = tuple(site for site in members if site.worker not in leaving)
-    if not staying and not new:
-        leaving, staying = (), tuple(members)
+    agreed = in_agreed_zones((*members, *joining))
+    members, joining = agreed[: len(members)], agreed[len(members) :]
+    staying, new, leaving = _who_stays(members, joining, draining)
     sites = (*staying, *new)
     if profile is not None and (len(sites) < len(placement.grid) or profile.speeds):
         if not (leaving or new or look):
@@ -116,6 +115,16 @@ def next_target(
             memory=memory,
         )
     return _by_count(placement, members, staying, new, leaving, protected=protected, rearrange=rearrange)
+
+
+def _who_stays(
+    members: Sequence[WorkerSite], joining: Sequence[WorkerSite], draining: Collection[str]
+) -> tuple[tuple[WorkerSite, ...], tuple[WorkerSite, ...], tuple[WorkerId, ...]]:
+    """Who stays, who comes, and who leaves."""
+    leaving = tuple(site.worker for site in members if site.node in draining)
+    new = tuple(site for site in joining if site.node not in draining)
+    staying = tuple(site for site in members if site.worker not in leaving)
+    return (staying, new, leaving) if staying or new else (tuple(members), (), ())
 
 
 def _by_count(

@@ -184,3 +184,8 @@ def test_a_lost_pair_is_copied_where_pipelines_are_alike_and_fatal_elsewhere() -
     assert alike.copied == alone.fatal and not alike.fatal
     one = loss_cost(Placement.of(grid, owners=owners, shadows=shadows), ["w0"])
     assert (one.taken_over, one.unprotected) == ((Coordinate(0, 0),), (Coordinate(0, 1),))
+
+
+def test_one_worker_that_knows_its_zone_knows_that_of_its_node() -> None:
+    sites = Sites.of([WorkerSite("w0", "n0"), WorkerSite("w1", "n0", "a"), WorkerSite("w2", "n1", "a")])
+    assert (sites.zones, sites.zone) == (("a",), (0, 0, 0))

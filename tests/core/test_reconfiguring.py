@@ -70,6 +70,21 @@ def test_nothing_changes_while_nothing_happens() -> None:
     assert next_target(place(Grid(1, 4), members), members=members) is None
 
 
+@pytest.mark.parametrize("other", ["", "b"])
+@pytest.mark.parametrize("rearrange", [True, False])
+def test_a_slot_that_does_not_know_its_zone_or_contradicts_its_node_ends_no_job(other: str, rearrange: bool) -> None:
+    """An unknown zone is that of the node's other workers; of a node in two zones none is known."""
+    said = [("n0", "a"), ("n0", other), ("n1", "c"), ("n1", "c")]
+    counted = [("n0", "a" if other == "" else ""), ("n0", "a" if other == "" else ""), ("n1", "c"), ("n1", "c")]
+    members, same = ([WorkerSite(f"w{n}", *where) for n, where in enumerate(places)] for places in (said, counted))
+    launched = Placement.initial(Grid(1, 4), [site.worker for site in members])
+    target = next_target(launched, members=members, rearrange=rearrange)
+    assert target == next_target(launched, members=same, rearrange=rearrange)
+    joiner = WorkerSite("w4", "n0", "a")
+    joined = next_target(launched, members=members, joining=[joiner], profile=Profile.even(4), micro_batches=4)
+    assert joined is not None and joined.joining == ("w4",)
+
+
 def test_one_that_stands_by_takes_over_from_one_that_hosts_too_much() -> None:
     placement, _ = place(Grid(1, 4), on_nodes("abcd")).without(["w1"])
     assert placement is not None

@@ -22,7 +22,7 @@ class Sites:
     """The same, numbered: workers, nodes and zones by their position, in the order in which they were given.
 
     ``node`` and ``zone`` hold a number for every worker, ``zone_of_node`` one for every node. A node whose zone is
-    not known is a zone of its own: all that is known to fail together is the node.
+    not known is a zone of its own: all that is known to fail together is the node. One worker that knows it is enough.
     """
 
     workers: tuple[WorkerId, ...]
@@ -37,7 +37,7 @@ class Sites:
         """Number ``sites``. Raises ValueError for none, a doubled worker, a nameless node, a node in two zones."""
         given = tuple(sites)
         _refuse_unusable(given)
-        zone_of = {site.node: site.zone for site in given}
+        zone_of = {node: "".join(zones) for node, zones in zones_of_nodes(given).items()}  # none or one
         keys = {name: _zone_key(name, zone) for name, zone in zone_of.items()}
         node_numbers = {name: number for number, name in enumerate(zone_of)}
         zone_numbers = {key: number for number, key in enumerate(dict.fromkeys(keys.values()))}
@@ -62,6 +62,26 @@ class Sites:
         return tuple(worker for worker, its in zip(self.workers, self.zone, strict=True) if its == zone)
 
 
+def zones_of_nodes(given: Iterable[WorkerSite]) -> dict[str, tuple[str, ...]]:
+    """The zones that the workers of each node name: none where no worker knows it, several where they disagree."""
+    found: dict[str, dict[str, None]] = {}
+    for site in given:
+        known = found.setdefault(site.node, {})
+        if site.zone:
+            known[site.zone] = None
+    return {node: tuple(zones) for node, zones in found.items()}
+
+
+def in_agreed_zones(given: Iterable[WorkerSite]) -> list[WorkerSite]:
+    """The same workers in the same order, those of a node all in the zone that one of them knows.
+
+    Where they name several, two machines may have one name: then the node's zone counts as not known.
+    """
+    given = list(given)
+    agreed = {node: zones[0] if len(zones) == 1 else "" for node, zones in zones_of_nodes(given).items()}
+    return [site._replace(zone=agreed[site.node]) for site in given]
+
+
 def _zone_key(node: str, zone: str) -> tuple[str, str]:
     """What tells zones apart: the name, or the node where there is none."""
     return ("", zone) if zone else (node, "")
@@ -76,7 +96,6 @@ def _refuse_unusable(given: Sequence[WorkerSite]) -> None:
 def _problems(given: Sequence[WorkerSite]) -> Iterator[str]:
     if not given:
         yield "no workers; a placement needs at least one: wait for one, or start one"
-    zones: dict[str, str] = {}
     seen: set[WorkerId] = set()
     for site in given:
         if not site.worker or not site.node:
@@ -84,9 +103,9 @@ def _problems(given: Sequence[WorkerSite]) -> Iterator[str]:
         if site.worker in seen:
             yield f"worker {site.worker!r} is listed twice; list every worker once"
         seen.add(site.worker)
-        known = zones.setdefault(site.node, site.zone)
-        if known != site.zone:
+    for node, zones in zones_of_nodes(given).items():
+        if len(zones) > 1:
             yield (
-                f"node {site.node!r} is in zone {known!r} and in zone {site.zone!r}; a node is in one zone: "
+                f"node {node!r} is in zone {zones[0]!r} and in zone {zones[1]!r}; a node is in one zone: "
                 "correct one of them, or give two machines two names"
             )

@@ -28,19 +28,19 @@ from deepspeed_bamboo.core.contributions import merged
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.peers import peers_of, staying_first, tensor_peers, tree_neighbours
 from deepspeed_bamboo.core.placement import WorkerId
-from deepspeed_bamboo.core.placing.sites import WorkerSite
+from deepspeed_bamboo.core.placing.sites import WorkerSite, in_agreed_zones
 from deepspeed_bamboo.core.reconfiguring import Target, next_target, transfers
 from deepspeed_bamboo.core.roles import proposer
 from deepspeed_bamboo.errors import DrainedError, ExpelledError, JobStoppedError
 from deepspeed_bamboo.runtime.iteration.mode_choice import ModeChoice
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell, tell_once
+from deepspeed_bamboo.runtime.job.sites import Contradictions, site_of
 from deepspeed_bamboo.runtime.membership.balancing import Balancing
 from deepspeed_bamboo.runtime.membership.steering import Found, Steering
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 from deepspeed_bamboo.runtime.recovery.world_entry import WorldEntry
 
-_UNKNOWN_ZONE = "unknown"
 _FINAL = "final"
 
 
@@ -92,6 +92,7 @@ class Reconfiguration:
         self._taken_in: set[WorkerId] = set()
         self._noticed_at: float | None = None
         self._said_why_not = False
+        self._contradictions = Contradictions(worker)
         self._staying: tuple[WorkerId, ...] = ()  # though their nodes are to be left
         self.stop_agreed = False
         self.balancing = balancing
@@ -117,6 +118,7 @@ class Reconfiguration:
         members = [site_of(present[member]) for member in record.members if member in present]
         if len(members) < len(record.members):
             return None  # somebody is about to be found lost
+        self._contradictions.tell((*members, *map(site_of, waiting)))
         if worker.confined:
             self._say_why_not(waiting, draining)
             return None
@@ -153,7 +155,9 @@ class Reconfiguration:
                 look=look,
                 memory=balancing.memory,
             )
-        return None if target is None else self._steering.chosen(Found(key, target), sites=(*members, *joining))
+        if target is None:
+            return None
+        return self._steering.chosen(Found(key, target), sites=in_agreed_zones((*members, *joining)))
 
     def contribution(self) -> dict[str, Any]:
         """What this worker adds to the agreement of an iteration: its measurements, and what it wishes."""
@@ -429,11 +433,6 @@ def _drained(final: EpochRecord) -> str:
 
 WELCOME = "welcome"
 """Under which name what those who join have to know is published."""
-
-
-def site_of(member: Member) -> WorkerSite:
-    """Where a worker is, as placement wants it."""
-    return WorkerSite(member.worker, member.node, "" if member.zone == _UNKNOWN_ZONE else member.zone)
 
 
 def expected_coordinate(record: EpochRecord, members: Iterable[Member], me: Member) -> Coordinate:

@@ -23,12 +23,14 @@ from deepspeed_bamboo.coordination import EpochRecord
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.memory_rounds import MemoryNote, MemoryProgress
 from deepspeed_bamboo.core.placement import Placement, WorkerId
+from deepspeed_bamboo.core.placing.sites import in_agreed_zones
 from deepspeed_bamboo.core.restoring import Site, keepers
 from deepspeed_bamboo.errors import BambooError, ExpelledError
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption, PeerLostError
 from deepspeed_bamboo.runtime.comm.peers import Links
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell
+from deepspeed_bamboo.runtime.job.sites import site_of
 from deepspeed_bamboo.runtime.recovery.memory_parts import MemoryPart, MemoryParts, SealedPart, copied_part
 from deepspeed_bamboo.runtime.recovery.part_sending import Pace, begun, receive_part, send_part
 
@@ -38,7 +40,6 @@ NOTE = "memory"
 _GIGABYTE = 2**30
 _SHARE_OF_FREE_MEMORY = 0.25
 _SHARE_OF_TIME = 0.01
-_UNKNOWN_ZONE = "unknown"
 _LOOK_SECONDS = 0.01
 
 
@@ -188,11 +189,8 @@ class MemoryRounds:
     def keepers(self, placement: Placement, record: EpochRecord) -> dict[Coordinate, list[WorkerId]]:
         """Who keeps a copy of each coordinate, besides who owns or shadows it."""
         members = self._worker.links.members
-        sites = {
-            worker: Site(members[worker].node, "" if members[worker].zone == _UNKNOWN_ZONE else members[worker].zone)
-            for worker in record.members
-            if worker in members
-        }
+        found = in_agreed_zones(site_of(members[worker]) for worker in record.members if worker in members)
+        sites = {site.worker: Site(site.node, site.zone) for site in found}
         return keepers(placement, sites, copies=self._settings.memory_copies)
 
     def close(self) -> None:
