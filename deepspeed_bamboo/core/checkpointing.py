@@ -102,7 +102,8 @@ class CheckpointProgress:
 
     ``complete``: the step of one that is written and still has to be named as the last one. ``due``: one is to be
     taken at once. ``failure``: why one was given up just now. ``kept``: the steps of the newest checkpoints that are
-    known to be whole, in order.
+    known to be whole, in order. ``over``: those that were, and are of later steps than the one that training has gone
+    back to since; a job that starts takes the last of them until another is named.
     """
 
     step: int | None = None
@@ -112,6 +113,7 @@ class CheckpointProgress:
     due: bool = False
     failure: str = ""
     kept: tuple[int, ...] = ()
+    over: tuple[int, ...] = ()
 
     @property
     def idle(self) -> bool:
@@ -140,10 +142,21 @@ class CheckpointProgress:
         gone = frozenset(steps)
         return replace(self, kept=tuple(step for step in self.kept if step not in gone))
 
+    def gone_back(self, step: int) -> CheckpointProgress:
+        """When the script has loaded an earlier state, that after ``step`` steps: later checkpoints count no more.
+
+        One that is being written is given up, and the next is due at once.
+        """
+        late = (*self.kept, *(() if self.complete is None else (self.complete,)))
+        over = tuple(sorted({*self.over, *(its for its in late if its > step)}))
+        if self.current is None or self.current <= step:
+            return replace(self, kept=tuple(its for its in self.kept if its <= step), over=over)
+        return replace(self._given_up(due=True), kept=tuple(its for its in self.kept if its <= step), over=over)
+
     def _named(self, notes: Mapping[WorkerId, CheckpointNote], *, keep: int) -> CheckpointProgress:
         if self.complete is None or all(note.named != self.complete for note in notes.values()):
             return self
-        return replace(self, complete=None, files={}, kept=newest((*self.kept, self.complete), keep=keep))
+        return replace(self, complete=None, files={}, kept=newest((*self.kept, self.complete), keep=keep), over=())
 
     def _written(self, notes: Mapping[WorkerId, CheckpointNote], grid: Grid) -> CheckpointProgress:
         if self.step is None:
@@ -173,7 +186,7 @@ class CheckpointProgress:
         return self._given_up(failure="; ".join(reasons)) if reasons else self
 
     def _given_up(self, *, due: bool = False, failure: str = "") -> CheckpointProgress:
-        return CheckpointProgress(due=due, failure=failure, kept=self.kept)
+        return CheckpointProgress(due=due, failure=failure, kept=self.kept, over=self.over)
 
     def _waits_for(self) -> str:
         if self.step is None:
@@ -193,6 +206,7 @@ class CheckpointProgress:
             "due": self.due,
             "failure": self.failure,
             "kept": list(self.kept),
+            "over": list(self.over),
         }
 
     @classmethod
@@ -207,6 +221,7 @@ class CheckpointProgress:
             due=bool(value["due"]),
             failure=str(value["failure"]),
             kept=tuple(map(int, value["kept"])),
+            over=tuple(map(int, value["over"])),
         )
 
 

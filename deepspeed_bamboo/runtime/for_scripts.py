@@ -279,10 +279,16 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
                     STREAMS: self.data_streams.to_json(),
                 },
                 repair=lambda: self.redundancy_repair.repair(),
-                loaded=lambda: self.redoing.forget(),
+                loaded=self._after_load,
                 alike=self.owner_changes.note,
             ),
         )
+
+    def _after_load(self) -> None:
+        """There is no way back to the states of before, and those of later steps count no more."""
+        if self.checkpoints is not None:
+            self.checkpoints.rounds.go_back(self.worker.step)
+        self.redoing.forget()
 
     @at_work
     def save_checkpoint(

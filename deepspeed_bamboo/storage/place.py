@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -139,8 +139,10 @@ class CheckpointPlace:
         if choice.tag is not None and (self._folder.read_text(LATEST) or "").strip() != choice.tag:
             self._folder.write(LATEST, _text(choice.tag))
 
-    def name_last(self, manifest: Manifest, *, kept: Iterable[int], keep: int) -> str:
-        """Make the checkpoint of ``manifest``, whose files are all there, the last one. Never goes back.
+    def name_last(self, manifest: Manifest, *, kept: Iterable[int], keep: int, over: Collection[int] = ()) -> str:
+        """Make the checkpoint of ``manifest``, whose files are all there, the last one.
+
+        Never goes back, but for those of the steps in ``over``, from before the script went back.
 
         Then removes older ones, but for the newest ``keep`` of ``kept`` (the steps of those that are known to be whole)
         and itself. Returns why nothing was removed, if something was to be; "": nothing is wrong. Raises
@@ -157,7 +159,7 @@ class CheckpointPlace:
             self._folder.remove_file(f"{manifest.tag}/{name}")  # of an earlier job that came to this step
         for name in NAMES:
             self._folder.write(f"{manifest.tag}/{name}", _text(manifest.to_text()))
-        if named is not None and named > manifest.step:
+        if named is not None and named > manifest.step and named not in over:
             return ""  # by a reporter that has taken over from this one
         self._folder.write(LATEST, _text(manifest.tag))
         return self._remove_older((*kept, manifest.step), keep=keep)

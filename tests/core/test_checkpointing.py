@@ -282,3 +282,25 @@ def test_a_role_moves_only_when_its_worker_goes(numbers: list[int], data: st.Dat
         left = [worker for worker in members if worker != lost]
         if left and lost != holder:
             assert role(left) == holder
+
+
+def test_after_an_earlier_state_was_loaded_later_checkpoints_count_no_more() -> None:
+    before = CheckpointProgress(kept=(10, 20, 30))
+    assert before.gone_back(30) == before and before.gone_back(31) == before
+    back = before.gone_back(15)
+    assert back == CheckpointProgress(kept=(10,), over=(20, 30))
+    assert back.gone_back(5) == CheckpointProgress(over=(10, 20, 30))
+    assert CheckpointProgress.from_json(json.loads(json.dumps(back.to_json()))) == back
+    written = CheckpointProgress(complete=17, kept=(10,), over=(20, 30))
+    named = written.after({"w0": CheckpointNote(named=17)}, grid=GRID, keep=2)
+    assert named == CheckpointProgress(kept=(10, 17))
+    assert removable([10, 17, 20, 30], kept=named.kept, keep=2) == ()
+
+
+def test_one_that_is_being_written_when_an_earlier_state_is_loaded_is_given_up() -> None:
+    writing = CheckpointProgress(step=30, missing={ALL[0]: "w0"}, kept=(10, 20))
+    assert writing.gone_back(15) == CheckpointProgress(kept=(10,), over=(20,), due=True)
+    assert writing.gone_back(30) == writing
+    assert CheckpointProgress(complete=30, kept=(10, 20)).gone_back(25) == CheckpointProgress(
+        kept=(10, 20), over=(30,), due=True
+    )

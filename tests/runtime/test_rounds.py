@@ -252,3 +252,66 @@ def test_age_of_the_last_good_one(minutes: float) -> None:
     job.iterate(minutes=1, wait=())
     assert len([1 for action, _ in job.workers["w1"].events if action == "overdue"]) == len(overdue)  # told once
     job.folder.go.set()
+
+
+def go_back(job: Job, step: int) -> None:
+    """The script loads a state of its own, that after ``step`` steps."""
+    job.step = step
+    for name in job.members:
+        job.rounds[name].go_back(step)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_after_the_script_went_back_new_checkpoints_count_from_the_first_one(joins: bool) -> None:
+    job = Job({"w0": (FIRST,), "w1": (SECOND,)})
+    for _ in range(9):
+        job.iterate(minutes=10)
+    assert job.latest == "bamboo_step7" and job.rounds["w1"].progress.kept == (4, 7)
+    go_back(job, 2)
+    assert job.rounds["w0"].last_good() == "that of step 7", "a job that starts goes on from there"
+    if joins:
+        job.add("w2")
+        job.lose("w0", heir="w2")
+    job.iterate(minutes=10)
+    assert job.latest == "bamboo_step7" and job.rounds["w1"].progress.step == 3
+    for _ in range(2):
+        job.iterate()
+    assert job.latest == "bamboo_step3" and job.rounds["w1"].progress.kept == (3,)
+    assert job.rounds["w1"].last_good() == "that of step 3"
+    assert job.workers[job.members[0]].told[-1].startswith("checkpoint of step 3 is in place")
+    job.check_whole()
+    for _ in range(9):
+        job.iterate(minutes=10)
+    assert job.rounds["w1"].progress.kept == (9, 12) and "bamboo_step7" not in job.folder.folders()
+    job.check_whole()
+
+
+def test_a_whole_checkpoint_of_before_the_script_went_back_is_not_written_over() -> None:
+    job = Job({"w0": (FIRST,), "w1": (SECOND,)})
+    for _ in range(9):
+        job.iterate(minutes=10)
+    go_back(job, 6)
+    job.iterate(minutes=10)
+    assert job.rounds["w0"].progress.step is None and job.step == 7
+    job.check_whole()
+    job.iterate()
+    assert job.rounds["w0"].progress.step == 8
+
+
+def test_one_that_was_being_written_when_the_script_went_back_is_removed_and_the_next_is_due() -> None:
+    job = Job({"w0": (FIRST,), "w1": (SECOND,)})
+    for _ in range(3):
+        job.iterate(minutes=10)
+    job.folder.slow = "layer_01-model_states.pt"
+    job.iterate(minutes=10)
+    assert job.rounds["w0"].progress.step == 4
+    go_back(job, 1)
+    for _ in range(3):
+        job.iterate(wait=("w0",))  # w1 still writes what was given up
+    assert job.rounds["w0"].progress.step is None and job.rounds["w0"].progress.due
+    job.folder.go.set()
+    for _ in range(4):
+        job.iterate()
+    assert job.latest == "bamboo_step5" and job.rounds["w1"].progress.kept == (1, 5)
+    assert job.folder.folders() == ["bamboo_step1", "bamboo_step5"]
+    job.check_whole()

@@ -198,7 +198,8 @@ class AutomaticCheckpoints:
             def name() -> str:
                 if not worker.leads:
                     return ""
-                return _problem(lambda: self.place.name_last(manifest, kept=kept, keep=self._keep))
+                over = rounds.progress.over
+                return _problem(lambda: self.place.name_last(manifest, kept=kept, keep=self._keep, over=over))
 
             failure = _first(worker.agree_on("last checkpoint named", name))
         if failure:

@@ -101,7 +101,7 @@ class StoredStates:
 
     def forget(self) -> None:
         """The state has become another one otherwise than by training: there is no way back to before."""
-        self._others = frozenset((*self._others, *self._all()))
+        self._others = frozenset(self._all())
 
     def began_from(self, step: int) -> None:
         """The state is that of the checkpoint of ``step``."""

@@ -101,14 +101,18 @@ class CheckpointRounds:
 
     def contribution(self, *, step: int) -> dict[str, Any]:
         """What this worker contributes to the agreement of the iteration that leads to ``step``."""
+        # Looked at before what is written: once nothing is being written, all that was is told.
+        busy = self._writing if self._writing != self.progress.step and self._copier.owned else None
+        # A whole checkpoint of before the script went back is not written over; the next step has another folder.
+        due = self._is_due() and step not in self.progress.over
         note = CheckpointNote(
-            take=step if self._copier.is_reporter and self._is_due() else None,
+            take=step if self._copier.is_reporter and due else None,
             took=self._took,
             written=self._written,
             named=self._named,
             failure=self._failure,
             give_up=self.progress.current if self._copier.is_reporter and self._is_late() else None,
-            busy=self._writing if self._writing != self.progress.step and self._copier.owned else None,
+            busy=busy,
         )
         return {NOTE: note} if note != CheckpointNote() else {}
 
@@ -188,6 +192,15 @@ class CheckpointRounds:
         """The checkpoints of ``steps`` are damaged. They count for nothing when older ones are removed."""
         self.progress = self.progress.without(steps)
 
+    def go_back(self, step: int) -> None:
+        """The script has loaded an earlier state, that after ``step`` steps; on all workers, between iterations."""
+        before, self.progress = self.progress, self.progress.gone_back(step)
+        if before.current != self.progress.current:
+            self._to_take = self._took = self._written = self._named = self._failure = self._naming = None
+        if before.step is not None and self.progress.step is None:
+            self._discarded.add(before.step)
+            self._discard(frozenset({before.step}))
+
     # -- parts -------------------------------------------------------------------------------------
 
     @property
@@ -215,10 +228,10 @@ class CheckpointRounds:
         self._writer.write(files, wanted=lambda: self.progress.current == step, done=done)
 
     def _begin_to_name(self, step: int, files: Mapping[str, FileFact]) -> None:
-        manifest, kept = self.manifest(step, files), self.progress.kept
+        manifest, kept, over = self.manifest(step, files), self.progress.kept, self.progress.over
 
         def name() -> None:
-            self._not_removed = self._place.name_last(manifest, kept=kept, keep=self._keep)
+            self._not_removed = self._place.name_last(manifest, kept=kept, keep=self._keep, over=over)
 
         def done(failure: str) -> None:
             if failure:
@@ -262,7 +275,8 @@ class CheckpointRounds:
 
     def last_good(self) -> str:
         """The last complete checkpoint, in words."""
-        return f"that of step {self.progress.kept[-1]}" if self.progress.kept else "none"
+        last = max((*self.progress.kept, *self.progress.over), default=None)
+        return "none" if last is None else f"that of step {last}"
 
     def _tell_failure(self, failure: str) -> None:
         self._copier.tell(
