@@ -202,8 +202,11 @@ class MemoryRounds:
     def _is_due(self) -> bool:
         if self.progress.step is not None:
             return False
-        if self.progress.due or self._taken_at is None or not self._taken_by.issuperset(self._worker.record.members):
-            return True  # a newcomer may not be able to do again what was before it came
+        if self.progress.due or self._taken_at is None:
+            return True
+        if self._taken_by != frozenset(self._worker.record.members):
+            # A newcomer may not be able to do again what was before it came; who left has taken copies along.
+            return True
         return time.monotonic() - self._taken_at >= self._interval_seconds
 
     def _fail(self, step: int, reason: str) -> None:
