@@ -98,3 +98,27 @@ def test_a_loss_during_an_outage_at_the_boundary_is_not_the_scripts_error(lost_f
     repair.repair()
     assert worker.placement == protected
     assert [made.number for made in proposals] == ([] if lost_first else [5])
+
+
+def test_that_one_worker_is_left_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    placement = Placement.initial(Grid(1, 2), ["a"])
+    worker: Any = SimpleNamespace(
+        links=SimpleNamespace(acquaint=lambda who: None),
+        me="a",
+        record=EpochRecord(4, ("a",), placement, "loss", ("b",), "a", 0.0),
+        placement=placement,
+        protects=True,
+        protected=lambda members: placement,
+        activity=SimpleNamespace(index=4),
+        session=SimpleNamespace(worker="a", config=SimpleNamespace(waits_seconds=0.0)),
+        is_reporter=True,
+    )
+    repair = RedundancyRepair(
+        worker,
+        shadow_rebuild=SimpleNamespace(end=lambda: None),  # type: ignore[arg-type]
+        transfer=SimpleNamespace(),  # type: ignore[arg-type]
+        last_loss=lambda: SimpleNamespace(activity=3, kind="train"),  # type: ignore[arg-type, return-value]
+    )
+    for _ in range(3):
+        repair.repair()
+    assert capsys.readouterr().err.count("one worker is left") == 1

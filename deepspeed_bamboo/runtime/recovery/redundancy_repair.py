@@ -43,6 +43,7 @@ class RedundancyRepair:
         self._transfer = transfer
         self._last_loss = last_loss
         self._acquaintances = Acquaintances(worker.links, me=worker.me)
+        self._said_alone = -1  # the epoch in which it was said that one worker is left
 
     def _strike(self, at: str) -> None:
         for replica in self._worker.host.owners():
@@ -73,7 +74,8 @@ class RedundancyRepair:
         if worker.protected(record.members) == worker.placement:
             if beside is not None:
                 self._say(record, seconds=beside[0], waited_seconds=beside[1])
-            elif len(record.members) == 1 and self._last_loss() is not None:
+            elif len(record.members) == 1 and self._last_loss() is not None and self._said_alone != record.number:
+                self._said_alone = record.number
                 tell_once(worker, f"one worker is left, and {_after_its_loss(worker)}, unless another one joins before")
             return
         copied: list[tuple[EpochRecord, Placement]] = []
