@@ -123,7 +123,7 @@ class Failover:
         self._restoring.interrupt()
         record, conclusion, clock = self._recovery.recover(cause, placement=before)
         if record.restoring >= 0:
-            self._clock = None
+            self._clock, self._to_copy = None, []  # what an earlier loss left to do comes back with the state
             self._modes.lost(len(clock.lost))
             self._abandon()
             self._restoring.attempt(record, conclusion)
