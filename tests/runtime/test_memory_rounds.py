@@ -71,3 +71,13 @@ def test_a_round_is_due_after_anybody_came_or_left() -> None:
     for members in (("a", "b"), ("a", "b", "d"), ("a", "d"), ("a", "e")):
         job.enter(*members)
         assert [job.iterate() for _ in range(4)] == [True, False, False, False], members
+
+
+def test_channels_of_an_epoch_have_other_names_each_time_though_steps_come_again() -> None:
+    job = Alone("a", "b", "c")
+    job.iterate()
+    for _ in range(2):  # the script loads an earlier state, in the same epoch
+        job.memory.forget()
+        job.step = 0
+        assert job.iterate()
+    assert len(set(job.channels)) == len(job.channels) == 3

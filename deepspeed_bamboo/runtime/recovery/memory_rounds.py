@@ -64,12 +64,12 @@ class _Round:
 class _Beside:
     """Channels for the thread, kept for as long as the epoch lasts."""
 
-    def __init__(self, links: Links, record: EpochRecord, *, step: int) -> None:
-        """``step``: of the first checkpoint that uses them; no other channels of the epoch have the same name."""
+    def __init__(self, links: Links, record: EpochRecord, *, activity: int) -> None:
+        """``activity``: at whose end they are made, the same on all workers. A step may come twice in an epoch."""
         self.epoch = record.number
         self._interruption = Interruption()
         self._interruption.enter(record)
-        self.links = links.beside(self._interruption, name=f"memory/{step}")
+        self.links = links.beside(self._interruption, name=f"memory/{activity}")
 
     def close(self) -> None:
         """All waits of the thread end."""
@@ -226,7 +226,7 @@ class MemoryRounds:
         self._check_memory(own, arriving=len(arriving))
         if self._beside is None or self._beside.epoch != record.number:
             self._end_round()
-            self._beside = _Beside(self._worker.links, record, step=step)
+            self._beside = _Beside(self._worker.links, record, activity=self._worker.activity.index)
         sending = {c: workers for c, workers in chosen.items() if placement.owner(c) == me and workers}
         return _Round(step, own, self._beside.links, sending, arriving)
 
