@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from deepspeed_bamboo import news
 from deepspeed_bamboo.config.section import BambooConfig
 from deepspeed_bamboo.coordination import (
     Change,
@@ -39,6 +40,10 @@ from deepspeed_bamboo.runtime.job.start import Start
 from deepspeed_bamboo.runtime.job.status import StatusTeller
 
 T = TypeVar("T")
+
+START_SECONDS = 1800.0
+"""How long workers wait for each other at the start: as long as torch's collectives wait by default."""
+_SAY_AFTER_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -165,14 +170,25 @@ class WorkerSession:
             in_charge=is_left_alone(os.environ),
         )
 
-    def members(self, *, expected: int, timeout_seconds: float = 60.0) -> dict[str, Member]:
-        """All registered workers, once there are ``expected`` of them. Raises BambooError after the time-out."""
-        deadline = time.monotonic() + timeout_seconds
+    def members(self, *, expected: int, timeout_seconds: float = START_SECONDS) -> dict[str, Member]:
+        """All registered workers, once there are ``expected`` of them. Raises BambooError after the time-out.
+
+        The scripts of some may prepare data first. A worker that is lost meanwhile ends the wait.
+        """
+        began, said = time.monotonic(), False
         while True:
             members = self.coordinator.members()
             if len(members) >= expected:
                 return members
-            if time.monotonic() > deadline:
+            waited_seconds = time.monotonic() - began
+            if waited_seconds > min(_SAY_AFTER_SECONDS, timeout_seconds) and not said:
+                said = True
+                if self.worker == min(members, default=""):
+                    here = f"{len(members)} of {expected} workers have come to deepspeed.initialize so far"
+                    news.tell(
+                        f"{here}: {sorted(members)}; they wait {timeout_seconds:.0f} s for the others", who=self.worker
+                    )
+            if waited_seconds > timeout_seconds:
                 raise BambooError(
                     f"{len(members)} of {expected} workers registered within {timeout_seconds:.0f} s: "
                     f"{sorted(members)}; look at the output of the missing ones"
