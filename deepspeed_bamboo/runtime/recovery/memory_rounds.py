@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ _GIGABYTE = 2**30
 _SHARE_OF_FREE_MEMORY = 0.25
 _SHARE_OF_TIME = 0.01
 _LOOK_SECONDS = 0.01
+_LEAST_SAID_SECONDS = 10.0
 
 
 @dataclass
@@ -92,6 +93,8 @@ class MemoryRounds:
         """That copying may take, whatever the interval."""
         self.limit_bytes = limit_bytes(settings.memory_limit_gigabytes)
         self._interval_seconds = settings.memory_interval_seconds or 0.0
+        self._said_how_often = False
+        self._sizes: dict[Coordinate, int] = {}  # of the last copies that were seen here
         self.parts = MemoryParts()
         self.progress = MemoryProgress()
         self._round: _Round | None = None
@@ -146,8 +149,7 @@ class MemoryRounds:
             self._fail(step, str(error))
             return
         self._taken_at, self._taken_by = time.monotonic(), frozenset(record.members)
-        copying = (self._taken_at - started) / self.share_of_time
-        self._interval_seconds = max(self._interval_seconds, copying)
+        self._set_interval(self._taken_at - started)
         self._round = work
         threading.Thread(target=self._spread, args=(work,), name="bamboo-memory", daemon=True).start()
 
@@ -223,17 +225,36 @@ class MemoryRounds:
         placement, me = self._worker.placement, self._worker.me
         chosen = self.keepers(placement, record)
         arriving = {c: placement.owner(c) for c, workers in chosen.items() if me in workers}
-        self._check_memory(own, arriving=len(arriving))
+        self._sizes.update({part.coordinate: part.size for part in own})
+        self._check_memory(own, arriving=arriving)
         if self._beside is None or self._beside.epoch != record.number:
             self._end_round()
             self._beside = _Beside(self._worker.links, record, activity=self._worker.activity.index)
         sending = {c: workers for c, workers in chosen.items() if placement.owner(c) == me and workers}
         return _Round(step, own, self._beside.links, sending, arriving)
 
-    def _check_memory(self, own: list[MemoryPart], *, arriving: int) -> None:
+    def _set_interval(self, copying_seconds: float) -> None:
+        """By what copying took this time: the next may be quicker. What failed before is no reason any more."""
+        configured = self._settings.memory_interval_seconds or 0.0
+        self._interval_seconds = max(configured, copying_seconds / self.share_of_time)
+        longer = self._interval_seconds > max(2 * configured, _LEAST_SAID_SECONDS)
+        if longer and self._worker.leads and not self._said_how_often:
+            self._said_how_often = True
+            tell(
+                self._worker,
+                f"copying stages for a memory checkpoint took {copying_seconds:.2f} s, so the next one is made after "
+                f"{self._interval_seconds:.0f} s, not {configured:g} (checkpoint.memory_interval_seconds): it may take "
+                "a hundredth of the time",
+            )
+
+    def _check_memory(self, own: list[MemoryPart], *, arriving: Collection[Coordinate]) -> None:
+        """Copies of stages that were never here may be as large as the largest that was."""
         size = sum(part.size for part in own)
-        others = arriving * max((part.size for part in own), default=0)
-        needed = 2 * (size + others)
+        largest = max((part.size for part in own), default=max(list(self._sizes.values()), default=0))
+        others = sum(self._sizes.get(coordinate, largest) for coordinate in arriving)
+        self._check_limit(2 * (size + others))
+
+    def _check_limit(self, needed: int) -> None:
         if needed > self.limit_bytes:
             raise BambooError(
                 f"two of them would take about {needed / _GIGABYTE:.2f} GB of this worker's host memory, and "
@@ -285,14 +306,19 @@ class MemoryRounds:
         self.parts.put(sealed)
 
     def _receive_all(self, work: _Round) -> None:
+        size = sum(part.size for part in work.own)
         for coordinate, owner in work.arriving.items():
-            self._receive(work, coordinate, owner)
+            size += self._receive(work, coordinate, owner)
+            self._check_limit(2 * size)  # what arrives may be larger than what was expected
 
-    def _receive(self, work: _Round, coordinate: Coordinate, owner: WorkerId) -> None:
+    def _receive(self, work: _Round, coordinate: Coordinate, owner: WorkerId) -> int:
+        """Returns its size."""
         sealed = receive_part(work.links, owner, f"{work.step}/{coordinate}")
         if not sealed.is_of(work.step, coordinate):
             raise PeerLostError(owner, f"its copy of {coordinate} arrived damaged")
+        self._sizes[coordinate] = sealed.part.size
         self._put(work, sealed)
+        return sealed.part.size
 
 
 def limit_bytes(gigabytes: float | None) -> float:
