@@ -81,6 +81,7 @@ def validate_deepspeed_settings(
         *parallel_problems(settings),
         *logging_problems(settings),
         *autocast_problems(settings),
+        *data_problems(settings),
         *_size_problems(stages, world_size=world_size),
         *(() if shape is None else shape_problems(shape)),
         *further,
@@ -136,6 +137,8 @@ def parallel_problems(settings: Mapping[str, Any]) -> Iterator[str]:
     size = section.get("autotp_size", 0) if isinstance(section, Mapping) else 0
     if isinstance(size, int) and size > 1:
         yield f"tensor_parallel.autotp_size is {size}, and tensor parallelism is not supported; set it to 0"
+    if _enabled(settings, "expert_parallel"):
+        yield "expert_parallel.enabled is true, and experts spread over workers are not supported; set it to false"
 
 
 def logging_problems(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -162,6 +165,28 @@ def autocast_problems(settings: Mapping[str, Any]) -> Iterator[str]:
             "torch_autocast.dtype is float16 without ZeRO, for which DeepSpeed keeps one loss scale in each process, "
             'whatever stages and shadows it has; use the section "fp16" in its place, or dtype bfloat16, or ZeRO 1'
         )
+
+
+def data_problems(settings: Mapping[str, Any]) -> Iterator[str]:
+    """What in a DeepSpeed configuration chooses samples or tokens, and counts for itself how far it is."""
+    if _enabled(settings, "data_efficiency", "data_sampling", "curriculum_learning"):
+        yield (
+            "data_efficiency.data_sampling.curriculum_learning.enabled is true, and DeepSpeed's sampler keeps "
+            "its position in training_data for itself, so who takes a pipeline over can't continue there; set it to "
+            "false, and choose samples by the step in a source of your own (engine.set_data_source)"
+        )
+    if _enabled(settings, "data_efficiency", "data_routing", "random_ltd"):
+        yield (
+            "data_efficiency.data_routing.random_ltd.enabled is true, and shadows know neither its scheduler nor the "
+            "tokens that its layers drop; set it to false"
+        )
+
+
+def _enabled(settings: Any, *names: str) -> bool:
+    """Whether the section that ``names`` lead to has a true ``enabled``."""
+    for name in names:
+        settings = settings.get(name) if isinstance(settings, Mapping) else None
+    return isinstance(settings, Mapping) and bool(settings.get("enabled", False))
 
 
 def _size_problems(stages: int | None, *, world_size: int) -> Iterator[str]:

@@ -37,6 +37,11 @@ def test_check_shows_all_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[
         ('{"bamboo": {"mode": "eager"}}', 1, "unknown key bamboo.mode"),
         ('{"bambo": {}}', 1, "did you mean 'bamboo'"),
         ('{"bamboo": {}, "comms_logger": {"enabled": true}}', 1, "comms_logger.enabled is true"),
+        (
+            '{"bamboo": {}, "data_efficiency": {"data_routing": {"random_ltd": {"enabled": true}}}}',
+            1,
+            "random_ltd.enabled is true",
+        ),
     ],
 )
 def test_check_says_what_it_finds(
