@@ -22,6 +22,7 @@ from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.protocol import CONFIG
 from deepspeed_bamboo.runtime.job.session import WorkerIdentity, WorkerSession
 from deepspeed_bamboo.runtime.job.standalone import is_standalone, standalone_job
+from deepspeed_bamboo.runtime.stock.meeting_layers import meeting_layers
 from deepspeed_bamboo.runtime.stock.patches.entry_points import engine_class
 from deepspeed_bamboo.runtime.stock.patches.full_values import count_full_values
 from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
@@ -158,6 +159,7 @@ def _validate(
         shape=_shape(model) if isinstance(model, PipelineModule) else None,
         further=(
             *_problems_with_pipelines(model, config),
+            *_problems_with_layers(model),
             *_problems_with_optimizer(arguments.get("optimizer"), seat, configured=bool(settings.get("optimizer"))),
         ),
     )
@@ -182,6 +184,11 @@ def _problems_with_pipelines(model: Any, config: BambooConfig) -> Iterator[str]:
         "in the configuration that the launcher finds: name its file by --deepspeed_config, or by --bamboo_config "
         "before the script"
     )
+
+
+def _problems_with_layers(model: Any) -> list[str]:
+    """Where layers of different workers meet within an iteration."""
+    return meeting_layers(model, ranks=model._topo.world_size()) if isinstance(model, PipelineModule) else []
 
 
 def _problems_with_optimizer(optimizer: Any, seat: Seat | None, *, configured: bool) -> Iterator[str]:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.pipe import PipelineModule
+from deepspeed.moe.experts import Experts
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import LayerSpec, PipelineModule
 
 from deepspeed_bamboo.config.section import parse_bamboo_section
 from deepspeed_bamboo.core.grid import Grid
@@ -15,6 +17,7 @@ from deepspeed_bamboo.core.seating import Seat
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.runtime import initialize
 from deepspeed_bamboo.runtime.membership import starting
+from deepspeed_bamboo.runtime.stock.meeting_layers import meeting_layers
 from deepspeed_bamboo.runtime.stock.recounting import counts_twice
 from deepspeed_bamboo.runtime.stock.sparse_gradients import has_sparse, sparse_layers
 
@@ -111,6 +114,23 @@ def test_layers_with_sparse_gradients_are_refused_by_name_on_every_worker() -> N
     assert flushed and len(raised.value.problems) == 2
     for part in ("layer 0 (Embedding)", "sparse=False", '"off"'):
         assert part in str(raised.value)
+
+
+def test_layers_that_meet_other_workers_within_an_iteration_are_refused_on_every_rank() -> None:
+    def found(own: torch.nn.Module, *listed: object, ranks: int = 2) -> list[str]:
+        module: Any = torch.nn.Sequential(own)
+        module._layer_specs = listed
+        return meeting_layers(module, ranks=ranks)
+
+    linear, synced = torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2)
+    assert not found(linear, LayerSpec(torch.nn.BatchNorm1d, 2), torch.nn.ReLU(), len)
+    assert not found(synced, ranks=1)
+    for told in (found(synced), found(linear, torch.nn.Sequential(synced)), found(linear, LayerSpec(type(synced), 2))):
+        (problem,) = told
+        assert "a layer SyncBatchNorm" in problem and "use BatchNorm" in problem
+    for told in (found(Experts(linear)), found(linear, LayerSpec(MoE, 2, linear))):
+        (problem,) = told
+        assert "of deepspeed.moe." in problem and "without the plugin" in problem
 
 
 def _speaker(me: str) -> Any:
