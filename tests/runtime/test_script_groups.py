@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from typing import Any
@@ -11,13 +12,17 @@ import torch
 import torch.distributed as td
 
 from deepspeed_bamboo.coordination import Member
-from deepspeed_bamboo.errors import BambooError, MessageError
+from deepspeed_bamboo.core.grid import Grid
+from deepspeed_bamboo.errors import BambooError, ConfigError, MessageError
 from deepspeed_bamboo.runtime.comm import board, frames
 from deepspeed_bamboo.runtime.comm.board import pack, unpack
 from deepspeed_bamboo.runtime.comm.encoding import encode
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption
 from deepspeed_bamboo.runtime.comm.peers import Links
 from deepspeed_bamboo.runtime.comm.store_server import StoreServer
+from deepspeed_bamboo.runtime.iteration.activity import ActivityState
+from deepspeed_bamboo.runtime.iteration.worker import Worker
+from deepspeed_bamboo.runtime.recovery.script_server import ScriptServer
 from tests.runtime import models
 from tests.runtime.jobs import Jobs
 from tests.runtime.scenarios import Training, build, fresh_process_group
@@ -159,6 +164,30 @@ def one_of_four(said: dict[str, Any]) -> dict[str, Any]:
     assert said["total"] == said["world"] == len(said["objects"])
     assert said["ends"] == [1.0, 1.0], "one worker hosts the first stage, and one the last"
     return {**said, "world": 4, "total": 4.0, "objects": said["objects"][:1] * 4}
+
+
+@pytest.mark.parametrize(("kind", "inside"), [("train", "an iteration"), ("data", "an iteration"), ("save", "'save'")])
+def test_calls_inside_an_activity_are_refused_but_for_groups_of_one(kind: str, inside: str) -> None:
+    """Each would be made by whoever hosts the stage; in a group of one rank nobody else takes part."""
+    server = ScriptServer.__new__(ScriptServer)
+    worker = Worker(**dict.fromkeys(field.name for field in dataclasses.fields(Worker)))  # type: ignore[arg-type]
+    worker = dataclasses.replace(worker, activity=ActivityState(kind=kind), grid=Grid(1, 2))
+    server._worker = worker
+    value = torch.ones(2)
+    for call in (
+        lambda: server.gather_world(value),
+        lambda: server.gather("group", [0, 1], None, value),
+        lambda: server.leave_for("group", 1, value, 0),
+        lambda: server.take_from("group", 1, 0),
+        lambda: worker.agree_on("barrier", lambda: None),
+    ):
+        with pytest.raises(ConfigError, match=f"was called inside {inside}, at {__file__}:"):
+            call()
+    (part,) = server.gather("group", [1], None, value)
+    assert part.ranks == (1,) and torch.equal(part.tensor, value) and part.tensor is not value
+    server._worker = dataclasses.replace(worker, grid=Grid(1, 1))
+    (part,) = server.gather_world(value)
+    assert part.ranks == (0,) and torch.equal(part.tensor, value)
 
 
 def test_what_is_laid_out_comes_back_as_it_was() -> None:

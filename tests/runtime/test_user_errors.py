@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from deepspeed_bamboo.runtime.main import EXIT_JOB_FAILED, EXIT_USER_ERROR
 from tests.runtime.jobs import Jobs
@@ -83,6 +84,22 @@ def make_two_engines(*, early: bool) -> None:
     build(training, module_class=Module)
     second = modules[-1] if early else PipelineModule(layers=models.plain(6), num_stages=2)
     deepspeed.initialize(model=second, model_parameters=list(second.parameters()), config=settings_of(training))
+
+
+def test_a_collective_inside_an_iteration_is_refused_at_the_first_one(jobs: Jobs) -> None:
+    """After a loss it would be of fewer workers, and called again by a repeated forward."""
+    result = jobs.run(train, world=2, training=Training("inside", 2, module={"loss_fn": average_error}, faults=[]))
+    assert result.codes[1] == EXIT_USER_ERROR and result.codes[0] == EXIT_JOB_FAILED, result.transcript()
+    said = f"all_reduce was called inside an iteration, at {__file__}:"
+    assert said in result.outputs[1] and "Call it between iterations" in result.outputs[1], result.transcript()
+    assert said in result.outputs[0] and "the job failed on worker w1" in result.outputs[0], result.transcript()
+
+
+def average_error(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """As a script that would see the mean over all ranks."""
+    error = ((outputs - labels) ** 2).mean()
+    torch.distributed.all_reduce(error.detach().clone())
+    return error
 
 
 def train_without_source() -> None:

@@ -23,6 +23,7 @@ from deepspeed_bamboo.runtime.iteration.activity import ActivityState, Round
 from deepspeed_bamboo.runtime.job.session import WorkerSession
 from deepspeed_bamboo.runtime.job.view import CurrentView
 from deepspeed_bamboo.runtime.stock.hosting import StageHost
+from deepspeed_bamboo.runtime.stock.script_call import refuse_inside
 
 Perform = Callable[[str, Callable[[], None]], None]
 
@@ -143,8 +144,10 @@ class Worker:
     def agree_on(self, kind: str, value: Callable[[], Any]) -> Round:
         """As the next activity: an all-gather of what ``value`` returns.
 
-        After a loss ``value`` is called again, unless somebody has seen the result already.
+        After a loss ``value`` is called again, unless somebody has seen the result already. Raises ConfigError within
+        another activity, where a layer or an iterator of the script may have called it.
         """
+        refuse_inside(self.activity.kind, call=kind)
 
         def body() -> None:
             if not self.activity.rounds:

@@ -23,7 +23,8 @@ from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerL
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.stock.collectives import combine
 from deepspeed_bamboo.runtime.stock.logical import GATHER, GroupKey
-from deepspeed_bamboo.runtime.stock.served_group import Part, alone
+from deepspeed_bamboo.runtime.stock.script_call import refuse_inside
+from deepspeed_bamboo.runtime.stock.served_group import Part, alone, alone_as
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.coordination import EpochRecord
@@ -73,7 +74,9 @@ class ScriptServer:
 
     def gather_world(self, tensor: torch.Tensor) -> list[Part]:
         """Everybody's tensor, with the ranks that each stood for when it handed in."""
-        _require_main_thread()
+        if len(self._worker.grid) == 1:
+            return alone(tensor, 1)
+        self._require_between_iterations()
         if self._alone():
             return alone(tensor, len(self._worker.grid))  # the others did this before it came
 
@@ -92,9 +95,11 @@ class ScriptServer:
         self, name: str, ranks: Sequence[int], holders: frozenset[str] | None, tensor: torch.Tensor
     ) -> list[Part]:
         """See the protocol. Raises what ends the job."""
-        _require_main_thread()
+        if len(ranks) == 1:
+            return alone_as(ranks, tensor)  # what a layer that can be cut in parts calls where it is whole
+        self._require_between_iterations()
         if self._alone():
-            return [Part((rank,), tensor.detach().clone()) for rank in ranks]
+            return alone_as(ranks, tensor)
         index = self._worker.activity.seen
         key = f"script/{index}/{name}/{self._calls[index, name]}"
         self._calls[index, name] += 1
@@ -142,7 +147,7 @@ class ScriptServer:
 
     def leave_for(self, name: str, rank: int, tensor: torch.Tensor, tag: int) -> None:
         """See the protocol."""
-        _require_main_thread()
+        self._require_between_iterations()
         if self._alone():
             return
         receiver = self._owner(rank)
@@ -153,7 +158,7 @@ class ScriptServer:
 
     def take_from(self, name: str, rank: int, tag: int) -> torch.Tensor:
         """See the protocol. Raises BambooError when the worker that would have sent was lost, or is this one itself."""
-        _require_main_thread()
+        self._require_between_iterations()
         if self._alone():
             raise BambooError("a message between ranks can't be received for a step that was done before this worker")
         keys: dict[WorkerId, str] = {}
@@ -189,6 +194,12 @@ class ScriptServer:
             self._board.take_in([key for at, key in self._laid_out if at < index])
             self._laid_out = [(at, key) for at, key in self._laid_out if at >= index]
             self._calls = Counter({call: count for call, count in self._calls.items() if call[0] >= index})
+
+    def _require_between_iterations(self) -> None:
+        """Raise what says where the script's call belongs, and what to do."""
+        refuse_inside(self._worker.activity.kind)
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("collectives of torch.distributed belong to the main thread, which also trains")
 
     def _through_losses(self, attempt: Callable[[bool], T]) -> T:
         """What ``attempt`` returns, made again after every loss; told whether it is made again."""
@@ -237,8 +248,3 @@ class ScriptServer:
 def _pairs(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """``tensors`` two by two."""
     return zip(tensors[::2], tensors[1::2], strict=True)
-
-
-def _require_main_thread() -> None:
-    if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("collectives of torch.distributed belong to the main thread, which also trains")

@@ -6,8 +6,11 @@ import inspect
 import traceback
 from typing import NamedTuple
 
+from deepspeed_bamboo.errors import ConfigError
+
 _LIBRARIES = ("torch", "deepspeed", "deepspeed_bamboo")
 _DISTRIBUTED = "torch.distributed.distributed_c10d"
+_INSIDE = {"train": "an iteration", "evaluate": "an evaluation", "data": "an iteration"}
 _WITHOUT_RESULT = ("barrier", "monitored_barrier")
 
 
@@ -34,3 +37,21 @@ def script_call() -> ScriptCall:
             where = f"{frame.f_code.co_filename}:{line}"
             break
     return ScriptCall(name, where)
+
+
+def refuse_inside(activity: str | None, *, call: str = "") -> None:
+    """Raise ConfigError where the script calls something collective within an ``activity`` of the plugin.
+
+    There it would be called by whoever hosts a stage, for each of its stages, and once more where a forward is done
+    again. ``call``: its name, where it is none of ``torch.distributed``.
+    """
+    if activity is None:
+        return
+    name, where = script_call()
+    raise ConfigError(
+        f"{call or name} was called inside {_INSIDE.get(activity, repr(activity))}{where and f', at {where}'}: in a "
+        "layer, the loss function, a hook or the data iterator. After a loss fewer workers would take part in it than "
+        "before, so results would be others. Call it between iterations (before or after train_batch and eval_batch), "
+        "let each stage do with its own values (BatchNorm in place of SyncBatchNorm), or run this model without the "
+        'plugin ("bamboo": {"enabled": false})'
+    )

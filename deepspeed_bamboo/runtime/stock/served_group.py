@@ -183,7 +183,12 @@ class ServedGroup(ProcessGroup):
 
 def alone(tensor: torch.Tensor, ranks: int) -> list[Part]:
     """What a worker gathers that is alone, as if it stood for everybody."""
-    return [Part((rank,), tensor.detach().clone()) for rank in range(ranks)]
+    return alone_as(range(ranks), tensor)
+
+
+def alone_as(ranks: Sequence[int], tensor: torch.Tensor) -> list[Part]:
+    """As :func:`alone`, in a group of these ``ranks``."""
+    return [Part((rank,), tensor.detach().clone()) for rank in ranks]
 
 
 class _Receiving(FinishedWork):
