@@ -354,6 +354,7 @@ class Late(Habit):
                 parameter.mul_(0.5)
         engine._configure_optimizer(lambda listed: torch.optim.AdamW(listed, lr=0.02), list(engine.module.parameters()))
         engine.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.7)
+        engine._support_torch_style_backward = True  # as scripts set it for a pipeline without an optimizer
         for parameter in engine.module.parameters():
             parameter.register_post_accumulate_grad_hook(halve_gradient)
 

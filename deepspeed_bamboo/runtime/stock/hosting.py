@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.utils import groups as deepspeed_groups
 
@@ -358,7 +359,8 @@ class StageHost:
             engine._configure_lr_scheduler()
         if description is None:
             engine.using_bf16_optimizer = isinstance(engine.optimizer, BF16_Optimizer)
-        if engine._support_torch_style_backward:
+        # Scripts set the flag by hand, too, where stock fails without; only ZeRO's optimizers take the hook.
+        if engine._support_torch_style_backward and isinstance(engine.optimizer, ZeROOptimizer):
             engine.optimizer.register_grad_acc_post_hook(engine._backward_post_hook)
         if module.activation_checkpoint_interval > 0:
             module._precompute_checkpointable_values()
