@@ -137,10 +137,16 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
         return self._hosts(self.num_stages - 1, stock=super().is_last_stage)
 
     def _hosts(self, stage: int, *, stock: Callable[[], bool]) -> bool:
-        asks_for_all = in_thread_of_script() or not self._working
-        if self._stage_host is None or self.host.building or not self.view.entered or not asks_for_all:
-            return bool(stock())
-        return any(coordinate.stage == stage for coordinate in self.host.owned)
+        return any(c.stage == stage for c in self.host.owned) if self._script_asks() else bool(stock())
+
+    def _script_asks(self) -> bool:
+        """Whether whoever asks now is the script, of a worker in training, and not the engine's own work."""
+        asks = in_thread_of_script() or not self._working
+        return asks and self._stage_host is not None and not self.host.building and self.view.entered
+
+    def stages_to_script(self, pipeline: int) -> tuple[int, ...]:
+        """The stages of ``pipeline`` that this worker hosts, if the script asks, as by ``grid.get_stage_id()``."""
+        return tuple(c.stage for c in self.host.owned if c.pipeline == pipeline) if self._script_asks() else ()
 
     def hosted_modules(self) -> dict[Coordinate, PipelineModule]:
         """The modules of all stages that this worker hosts now, by coordinate (pipeline, stage), in grid order.

@@ -176,6 +176,7 @@ class StageHost:
             coordinate=coordinate,
             exchange=self._exchange,
             process_rank=process_rank,
+            stages_here=lambda: self._engine.stages_to_script(coordinate.pipeline),
         )
 
     def own(self, coordinate: Coordinate, *, process_rank: int, fill: Callable[[Any], None]) -> None:

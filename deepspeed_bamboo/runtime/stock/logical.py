@@ -7,7 +7,7 @@ collectives: DeepSpeed's own groups while the engine is being built, the plugin'
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.runtime.comm.c10d import ProcessGroup, c10d
+from deepspeed_bamboo.runtime.stock.several_ranks import as_rank
 
 
 class GroupKey(NamedTuple):
@@ -151,8 +152,17 @@ class LogicalGrid(PipelineParallelGrid):
     """
 
     def __init__(
-        self, *, topology: Any, grid: Grid, coordinate: Coordinate, exchange: Callable[[], Exchange], process_rank: int
+        self,
+        *,
+        topology: Any,
+        grid: Grid,
+        coordinate: Coordinate,
+        exchange: Callable[[], Exchange],
+        process_rank: int,
+        stages_here: Callable[[], Sequence[int]] = tuple,
     ) -> None:
+        """``stages_here``: returns the stages of this pipeline that a script may be told of, besides its own."""
+        self._stages_here = stages_here
         self._topo = topology
         self.global_rank = grid.rank(coordinate)
         self.world_size = len(grid)
@@ -184,3 +194,7 @@ class LogicalGrid(PipelineParallelGrid):
         self.p2p_groups = self._build_p2p_groups()
         for logical_group in (self.ds_model_proc_group, self.dp_proc_group, self.pp_proc_group, self.slice_proc_group):
             logical_group.name_ranks(process_rank)
+
+    def get_stage_id(self) -> int:
+        """The stage; to a script whose worker hosts several of this pipeline, a number that is equal to each."""
+        return as_rank([self.stage_id, *(stage for stage in self._stages_here() if stage != self.stage_id)])

@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 
 from deepspeed_bamboo.runtime.stock.logical import FinishedWork
 from deepspeed_bamboo.runtime.stock.served_group import Part, ServedGroup, Tensors, alone
+from deepspeed_bamboo.runtime.stock.several_ranks import SeveralRanks, as_rank
 
 
 class Server(Protocol):
@@ -43,35 +44,6 @@ class Server(Protocol):
 
     def take_from(self, name: str, rank: int, tag: int) -> torch.Tensor:
         """The next message from the worker of that rank of the world."""
-
-
-class SeveralRanks(int):
-    """The rank of a worker that stands for several: a number, its own, which is equal to each of them.
-
-    So ``if rank == 0:`` is true on the worker that stands for rank 0, and ``if rank == 3:`` is, too, if it also stands
-    for that. Everything else goes by its own.
-    """
-
-    ranks: tuple[int, ...]
-
-    def __new__(cls, ranks: Sequence[int]) -> SeveralRanks:
-        """``ranks``: its own first."""
-        made = super().__new__(cls, ranks[0])
-        made.ranks = tuple(ranks)
-        return made
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, int) and int(other) in self.ranks
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __hash__ = int.__hash__
-
-
-def as_rank(ranks: Sequence[int]) -> int:
-    """The rank of a worker that stands for ``ranks``, its own first."""
-    return ranks[0] if len(ranks) == 1 else SeveralRanks(ranks)
 
 
 class ScriptGroup(ServedGroup):
