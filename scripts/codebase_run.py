@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import itertools
 import os
+import re
 import runpy
 import sys
 import types
@@ -20,6 +21,10 @@ from typing import Any
 
 import deepspeed
 import torch
+from codebase_collie import COLLIE_SHIMS, run_collie_engine
+from codebase_diffusion import DIFFUSION_SHIMS
+from codebase_mpp import MPP_SHIMS
+from codebase_parts import made_module as _module
 from torch import nn
 
 from deepspeed_bamboo.models import half_precision
@@ -251,15 +256,9 @@ SHIMS: dict[str, Callable[[], None]] = {
         *(megatron_without_vision, megatron_data, lenient_views),
         *(old_llama_layers, transpeeder_stand_ins, tiny_llama),
         *(fp16_on_any_cpu, unused_by_neox, cuda_on_cpu, apex_adam, neox_data, neox_evaluation),
+        *(*MPP_SHIMS, *COLLIE_SHIMS, *DIFFUSION_SHIMS),
     )
 }
-
-
-def _module(name: str, **contents: Any) -> types.ModuleType:
-    made = types.ModuleType(name)
-    made.__dict__.update(contents, __path__=[])
-    sys.modules[name] = made
-    return made
 
 
 def print_losses() -> None:
@@ -316,13 +315,28 @@ def run(name: str, checkout: str, arguments: list[str], *, launch: bool = False)
     sys.path[:0] = [str(folder), *(str(folder / path) for path in codebase.paths)]
     for shim in codebase.shims:
         SHIMS[shim]()
-    if name == "qlora-pipe":
-        run_qlora_engine(*arguments)
+    engines = {"qlora-pipe": run_qlora_engine, "collie": run_collie_engine}
+    if name in engines:
+        engines[name](*arguments)
         return
     print_losses()
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
-    runpy.run_path(str(script), run_name="__main__")
+    if codebase.changed is None:
+        runpy.run_path(str(script), run_name="__main__")
+    else:
+        run_changed(script, *codebase.changed)
+
+
+def run_changed(script: Path, pattern: str, replacement: str) -> None:
+    """Run the script with the one line changed that ``docs/ways-in.md`` names; the file itself stays as it is."""
+    text, count = re.subn(pattern, replacement, script.read_text(encoding="utf-8"))
+    if count != 1:
+        raise SystemExit(f"{script}: {count} places are like {pattern!r}, and one has to be changed")
+    module = types.ModuleType("__main__")
+    module.__file__ = str(script)
+    sys.modules["__main__"] = module
+    exec(compile(text, str(script), "exec"), module.__dict__)
 
 
 def main() -> None:

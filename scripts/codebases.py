@@ -37,8 +37,10 @@ class Codebase:
     folders to import from in the checkout. ``refused``: what the plugin says, for one that can't work.
     ``launcher``: the codebase's own, in the checkout; it starts ``train.py``, a script with the line that makes agents.
     ``section_in``: the key of its configuration under which the section belongs, if it makes DeepSpeed's by itself.
-    ``resumes``: run a second time, it continues from what it has saved. ``log``: what its own log says, if it is to be
-    equal, too.
+    ``resumes``: run a second time, with the arguments ``to_resume`` added, it continues from what it has saved.
+    ``log``: what its own log says, if it is to be equal, too; ``saved``: a folder whose tensors are to be, too.
+    ``own_configuration``: it makes DeepSpeed's by itself, so BAMBOO_CONFIG names the section. ``changed``: one line
+    that has to be changed, as docs/ways-in.md says: a pattern, and what takes its place.
     """
 
     script: str
@@ -50,7 +52,11 @@ class Codebase:
     launcher: str | None = None
     section_in: str | None = None
     resumes: bool = False
+    to_resume: tuple[str, ...] = ()
     log: str | None = None
+    saved: str | None = None
+    own_configuration: bool = False
+    changed: tuple[str, str] | None = None
 
 
 MEGATRON = {
@@ -87,6 +93,24 @@ GPT_NEOX = {
     **{"optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.9, 0.95]}}, "master_port": "{port}"},
 }
 GPT_NEOX_LOG = r"iteration +\d+/|learning rate: \S+|lm_loss: \S+|loss scale: \S+|validation .*lm_loss value: \S+"
+
+# Its YAML has the DeepSpeed configuration: bf16, ZeRO-1 with offload_optimizer, AdamW. An epoch is one step here.
+MPP_OPTIONS = {
+    **{"run.max_epoch": "{steps}", "run.num_workers": "0", "run.output_dir": "out", "run.init_lr": "0.001"},
+    **{"model.load_finetuned": "False", "model.load_pretrained": "False", "model.num_query_token": "2"},
+    **{"model.max_txt_len": "96", "run.deepspeed_config.gradient_accumulation_steps": "4"},
+    "run.deepspeed_config.train_micro_batch_size_per_gpu": "2",
+}
+
+# Its own TOML file; the section is in the same file.
+DIFFUSION = {
+    **{"output_dir": "out", "dataset": "data.toml", "epochs": 100, "max_steps": "{steps}", "save_every_n_steps": 2},
+    **{"model": {"type": "flux", "dtype": "float32"}, "pipeline_stages": "{stages}", "partition_method": "uniform"},
+    **{"adapter": {"type": "lora", "rank": 4, "dtype": "float32"}, "warmup_steps": 2, "lr_scheduler": "cosine"},
+    **{"micro_batch_size_per_gpu": 2, "activation_checkpointing": True, "gradient_clipping": 0.1},
+    **{"optimizer": {"type": "adamw", "lr": 0.01, "betas": [0.9, 0.99], "weight_decay": 0.01}},
+    **{"eval_datasets": [{"name": "held-out", "config": "data.toml"}], "eval_every_n_steps": 2},
+}
 
 CODEBASES = {
     "deepspeed-examples": Codebase(
@@ -135,6 +159,39 @@ CODEBASES = {
         resumes=True,
         log=GPT_NEOX_LOG,
     ),
+    "mpp-llava": Codebase(
+        "train_pipeline.py",
+        (
+            *("--cfg-path", "{checkout}/lavis/projects/pp_qwen14b/sft_100k_pp.yaml", "--num-stages", "{stages}"),
+            *("--options", *(f"{name}={value}" for name, value in MPP_OPTIONS.items())),
+        ),
+        ("omegaconf", "mpp_absent", "cuda_is_the_cpu", "tiny_qwen", "mpp_conversations"),
+        changed=(r"if \S+:(\s+wandb\.init)", r"if True:\1"),  # on each rank: any may become rank 0
+        log=r"OWN LOG [^\r\n]+",
+        own_configuration=True,
+        saved="out",
+    ),
+    "diffusion-pipe": Codebase(
+        "train.py",
+        ("--config", "{settings}"),
+        (
+            *("diffusion_absent", "scalars_are_printed", "tensors_stay_on_the_cpu"),
+            *("tiny_diffusion", "diffusion_latents"),
+        ),
+        settings=DIFFUSION,
+        changed=(r"(?m)^(\s*tb_writer = \S+) if .*$", r"\1"),  # each rank has the writer: any may become rank 0
+        log=r"OWN LOG [^\r\n]+",
+        own_configuration=True,
+        saved="out",
+        resumes=True,
+        to_resume=("--resume_from_checkpoint",),
+    ),
+    "collie": Codebase(
+        "collie/utils/dist_utils.py",
+        ("{stages}", "{steps}", "{settings}"),
+        ("collie_absent", "four_linear_layers"),
+        refused="which is not the plugin's engine",
+    ),
     "qlora-pipe": Codebase(
         "utils/engine.py",
         ("{stages}", "{steps}", "{settings}"),
@@ -150,6 +207,7 @@ class Run:
 
     code: int
     output: str
+    folder: Path = Path()
 
     @property
     def losses(self) -> dict[str, str]:
@@ -198,13 +256,16 @@ def _try(name: str, checkout: Path, *, stages: int, steps: int) -> int:
         refused = codebase.refused
         if refused is not None:
             result = run("with the plugin", bamboo=True)
-            good = result.code != 0 and refused in result.output and not result.losses
+            good = result.code != 0 and result.output.count(refused) >= stages and not result.losses
             print("refused at its start" if good else f"NOT refused:\n{result.output[-3000:]}")
             return 0 if good else 1
+        if stock.code or not stock.losses:
+            print(f"plain DeepSpeed does not run it\n{stock.output[-3000:]}")
+            return 1
         runs = [("undisturbed", run("undisturbed", bamboo=True))]
         for stage in range(stages):
             runs.append((f"stage {stage} killed", run(f"stage {stage} killed", bamboo=True, killed=stage)))
-        bad = [(title, one) for title, one in runs if not _equal(one, stock, codebase.log)]
+        bad = [(title, one) for title, one in runs if not _equal(one, stock, codebase)]
         for title, one in bad:
             print(f"{title}: NOT equal to plain DeepSpeed\n{one.output[-3000:]}")
             print(f"its log: {one.logged(codebase.log)}\nplain DeepSpeed's: {stock.logged(codebase.log)}")
@@ -213,9 +274,21 @@ def _try(name: str, checkout: Path, *, stages: int, steps: int) -> int:
         return 1 if bad else 0
 
 
-def _equal(one: Run, stock: Run, log: str | None) -> bool:
+def _equal(one: Run, stock: Run, codebase: Codebase) -> bool:
     done = one.code == 0 and stock.code == 0 and bool(one.losses)
-    return done and one.losses == stock.losses and one.logged(log) == stock.logged(log)
+    logs = one.logged(codebase.log) == stock.logged(codebase.log)
+    return (
+        done and one.losses == stock.losses and logs and (codebase.saved is None or _saved(one, stock, codebase.saved))
+    )
+
+
+def _saved(one: Run, stock: Run, folder: str) -> bool:
+    from codebase_files import differences, saved_tensors
+
+    expected = saved_tensors(stock.folder / folder)
+    wrong = differences(expected, saved_tensors(one.folder / folder))
+    print(f"{one.folder.name}: {len(expected)} saved tensors{''.join(f', {text}' for text in wrong[:10]) or ', equal'}")
+    return bool(expected) and not wrong
 
 
 def _runs(name: str, checkout: Path, place: Path, *, stages: int, steps: int, bamboo: bool, killed: int | None) -> Run:
@@ -228,7 +301,7 @@ def _runs(name: str, checkout: Path, place: Path, *, stages: int, steps: int, ba
         results.append(_run(name, checkout, place, stages=stages, until=until, bamboo=bamboo, faults=faults))
         if results[-1].code:
             break
-    return Run(results[-1].code, "".join(result.output for result in results))
+    return Run(results[-1].code, "".join(result.output for result in results), folder=place)
 
 
 def _run(
@@ -246,16 +319,21 @@ def _run(
     values = {**until, "stages": stages, "settings": settings, "checkout": checkout, "port": port}
     section = {"bamboo": {"topology": {"max_restarts": 0}, "faults": faults}} if bamboo else {}
     settings.write_text(json.dumps(_settings(codebase, section, values)))
-    tail = [str(HERE / "codebase_run.py"), name, str(checkout), *(text.format(**values) for text in codebase.arguments)]
+    more = codebase.to_resume if until["saved"] > 0 else ()
+    arguments = [text.format(**values) for text in (*codebase.arguments, *more)]
+    tail = [str(HERE / "codebase_run.py"), name, str(checkout), *arguments]
     if codebase.launcher is not None:
         head = [sys.executable]
         _write_script(place / "train.py", name, checkout, bamboo=bamboo)
     else:
-        launch = ["--module", "deepspeed_bamboo.launch", "--bamboo_config", str(settings)] if bamboo else []
+        named = [] if codebase.own_configuration else ["--bamboo_config", str(settings)]
+        launch = ["--module", "deepspeed_bamboo.launch", *named] if bamboo else []
         deepspeed = str(Path(sys.executable).with_name("deepspeed"))
         head = [deepspeed, "--num_accelerators", str(stages), "--master_port", str(port), *launch]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
+    if bamboo and codebase.own_configuration:
+        environment["BAMBOO_CONFIG"] = str(settings)
     done = subprocess.run(
         [*head, *tail],
         cwd=place,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.scripts.loading import SCRIPTS, load_script
 
@@ -15,7 +16,7 @@ from tests.scripts.loading import SCRIPTS, load_script
 @pytest.fixture
 def codebases(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    for name in ("codebases", "codebase_run"):
+    for name in [path.stem for path in SCRIPTS.glob("codebase*.py")]:
         monkeypatch.delitem(sys.modules, name, raising=False)
     return load_script("codebases")
 
@@ -29,7 +30,7 @@ def test_each_codebase_names_what_is_replaced_for_it(codebases: Any, capsys: pyt
         assert codebase.shims and all(run.SHIMS[shim].__doc__ in shown for shim in codebase.shims)
         values = {"stages": 2, "steps": 3, "first": 3, "saved": -1, "settings": "s", "checkout": "c", "port": 29500}
         made = [text.format(**values) for text in codebase.arguments]
-        assert "s" in made, "the configuration is named"
+        assert {"s", "--cfg-path"} & set(made), "the configuration is named, or a file of its own that has it"
 
 
 def test_a_folder_without_the_codebase_is_refused(
@@ -47,11 +48,54 @@ def test_losses_are_read_by_step(codebases: Any) -> None:
     assert run.losses == {"1": "2.5", "2": "0.25"}
 
 
+def test_what_runs_have_saved_is_compared_bit_by_bit(codebases: Any, tmp_path: Path) -> None:
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    files = load_script("codebase_files")
+    weight = torch.tensor([0.0, 1.5], dtype=torch.bfloat16)
+    saved = [
+        {"w": weight, "moments": [torch.zeros(()), torch.tensor(True)]},
+        {"w": weight, "moments": [torch.zeros(()), torch.tensor(False)]},
+        {"w": weight * -1, "more": torch.ones(1)},
+    ]
+    runs = []
+    for number, (date, state) in enumerate(zip(("20260101_01-02-03", "20260101_01-02-04", "x"), saved, strict=True)):
+        folder = tmp_path / str(number) / date
+        folder.mkdir(parents=True)
+        torch.save(state, folder / "state.pt")
+        save_file({"only": weight}, folder / "a.safetensors")
+        runs.append(files.saved_tensors(tmp_path / str(number)))
+    assert files.differences(runs[0], runs[0]) == []
+    assert files.differences(runs[0], runs[1]) == ["DATE/state.pt moments 1 differs"]
+    assert "x/state.pt more is in one of them only" in files.differences(runs[0], runs[2])
+    assert files.differences({"w": weight}, {"w": -weight}) == ["w differs"], "the sign of a zero, too"
+    assert files.differences({"w": weight}, {"w": weight.float()}) == ["w differs"]
+
+
+def test_a_line_is_changed_only_where_there_is_exactly_one(
+    codebases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # which the script's takes the place of
+    run = load_script("codebase_run")
+    script = tmp_path / "train.py"
+    script.write_text("made = 1 if False else None\nraise SystemExit(made or 0)\n", encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        run.run_changed(script, r"(?m)^(made = \S+) if .*$", r"\1")
+    assert ended.value.code == 1
+    with pytest.raises(SystemExit, match="0 places are like"):
+        run.run_changed(script, "writer", "")
+
+
 CHECKOUTS = "BAMBOO_CODEBASES"
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", ["deepspeed-examples", "megatron-deepspeed", "transpeeder", "gpt-neox", "qlora-pipe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("deepspeed-examples", "megatron-deepspeed", "transpeeder", "gpt-neox", "mpp-llava", "diffusion-pipe"),
+        *("collie", "qlora-pipe"),
+    ],
+)
 def test_a_codebase_runs_as_it_should(codebases: Any, name: str) -> None:
     checkout = Path(os.environ.get(CHECKOUTS, ""), name)
     if CHECKOUTS not in os.environ or not checkout.is_dir():
