@@ -34,7 +34,7 @@ from deepspeed_bamboo.runtime.iteration.offload import HostOffload
 from deepspeed_bamboo.runtime.iteration.pass_times import PassTimes
 from deepspeed_bamboo.runtime.membership.reconfiguration import Reconfiguration
 from deepspeed_bamboo.runtime.recovery.memory_parts import MemoryParts
-from tests.runtime import late_arrivals, models
+from tests.runtime import late_arrivals, models, sets_by_hand
 from tests.runtime.jobs import AWAITED
 
 ADAM = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
@@ -206,6 +206,7 @@ def train_remembering(
     shared_iterator: bool = False,
     writes: bool = False,
     anneals: bool = False,
+    sets: str | None = None,
     damages: tuple[int, str] | None = None,
     stored: str | None = None,
     modes: bool = False,
@@ -216,12 +217,14 @@ def train_remembering(
 
     ``waits``: as in :func:`train_with_joiners`; the script then goes by the engine's step. ``shared_iterator``: it has
     no other source of data. ``writes``: it sets its learning rate itself before each step. ``anneals``: it sets
-    attributes of its layers before each step. ``damages``: before which step each worker damages its newest copy of
-    stage 1, if it has one, and how. ``modes``: it trains under autocast, and evaluates in inference mode without it.
+    attributes of its layers before each step. ``sets``: what it does before each, see :mod:`sets_by_hand`.
+    ``damages``: before which step each worker damages its newest copy of stage 1, if it has one, and how. ``modes``: it
+    trains under autocast, and evaluates in inference mode without it.
     """
     how_often = {"memory_interval_seconds": 1e-9} if stored is None else {"dir": stored, "interval_minutes": 1e-9}
     checkpoint = {**how_often, **training.bamboo.get("checkpoint", {})}
-    engine = build(dataclasses.replace(training, bamboo={**training.bamboo, "checkpoint": checkpoint}))
+    training = dataclasses.replace(training, bamboo={**training.bamboo, "checkpoint": checkpoint})
+    engine = build(training, module_class=PipelineModule if sets is None else sets_by_hand.Scaled)
     make = models.tokens if training.layers.startswith("tied") else functools.partial(models.spiked, training.spikes)
 
     def source(pipeline: int, step: int) -> Any:
@@ -260,6 +263,8 @@ def train_remembering(
         for layer in engine.module.modules() if anneals else ():
             if isinstance(layer, models.AnnealedLayer):
                 layer.strength, layer.shifts = 1 / (1 + 0.1 * step), [torch.full((), 0.1 * step)]
+        if sets is not None:
+            sets_by_hand.SETS[sets](engine, step)
         started = time.monotonic()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=modes):
             losses[str(step)] = float(engine.train_batch(iterator))

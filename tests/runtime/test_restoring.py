@@ -252,6 +252,45 @@ def test_what_the_script_sets_in_layers_before_steps_that_are_done_again(
     assert result.common("sources") == [source]
 
 
+# SGD, unlike Adam, does not even out how gradients are scaled.
+SLOW = {"optimizer": {"type": "SGD", "params": {"lr": 0.3}}}
+FP16_SET = {"fp16": {"enabled": True, "loss_scale": 64}}
+BY_HAND = [
+    *((kind, {**CLIPPED, **SLOW, **BF16}) for kind in ("clip once", "clip")),
+    ("clip once", {**CLIPPED, **SLOW, **ZERO, **BF16}),
+    *((kind, {**CLIPPED, **SLOW, **FP16_SET}) for kind in ("scale", "scale once", "override", "override once")),
+    ("scale once", {**CLIPPED, **SLOW, **FP16, **ZERO}),
+    *((kind, CLIPPED) for kind in ("root", "root once", "number", "late")),
+]
+
+
+WHERE_BY_HAND = [(at, source) for source in ("memory", "store") for at in ("idle", "forward", "step")]
+BY_HAND_CASES = [(*case, *where) for case in BY_HAND for where in WHERE_BY_HAND]
+
+
+@pytest.mark.parametrize(
+    ("sets", "settings", "at", "source"),
+    [BY_HAND_CASES[0], *(pytest.param(*case, marks=pytest.mark.sweep) for case in BY_HAND_CASES[1:])],
+)
+def test_what_the_script_sets_by_hand_is_set_again_before_steps_that_are_done_again(
+    jobs: Jobs,
+    undisturbed: Undisturbed,
+    tmp_path: Path,
+    sets: str,
+    settings: dict[str, Any],
+    at: str,
+    source: str,
+) -> None:
+    """Beside parameter groups: how gradients are clipped, the scale of the loss, attributes of the PipelineModule."""
+    training = Training("by-hand", 4, steps=10, settings=settings, faults=[], bamboo=CHECKED)
+    whole = undisturbed(training, world=4, body=train_remembering, sets=sets)
+    killed = dataclasses.replace(training, faults=pair(7, at, 2 if at == "forward" else None))
+    folder = str(tmp_path / "kept") if source == "store" else None
+    result = jobs.run(train_remembering, world=4, training=killed, sets=sets, stored=folder)
+    check(result, whole, training, lost=2, world=4)
+    assert result.common("sources") == [source]
+
+
 STORED_VARIANTS = [case for case in VARIANTS if case[0].name not in ("eager", "paced")]
 
 

@@ -11,6 +11,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed_bamboo.runtime.stock.plain_values import MovingValues, accept_plain_values
 from deepspeed_bamboo.runtime.stock.root_values import RootByHand
 from deepspeed_bamboo.runtime.stock.script_writes import ScriptWrites
+from deepspeed_bamboo.runtime.stock.written import NOTHING
 
 
 class Own(PipelineModule):
@@ -66,15 +67,22 @@ def test_what_forwards_of_the_running_step_have_set_is_not_taken_for_the_scripts
     """Writes are followed before a step, and before its gradients are mirrored, when its forwards are done."""
     followed: list[Any] = []
 
-    def nothing(*_: Any) -> None: ...
+    def nothing(*_: Any) -> tuple[()]:
+        return ()
+
+    def follow(module: Any, modules: Any) -> tuple[()]:
+        followed.append(module)
+        return ()
 
     writes: Any = SimpleNamespace(
         _of_the_job=False,
+        _written=NOTHING,
         _detached=lambda: False,
         _sources=list,
         _wrappers=list,
-        _host=SimpleNamespace(owners=list, replicas=list, shown=lambda: SimpleNamespace(module="shown")),
-        _roots=SimpleNamespace(follow=lambda module, modules: followed.append(module)),
+        _host=SimpleNamespace(owners=list, replicas=list),
+        _root=lambda: "shown",
+        _roots=SimpleNamespace(follow=follow),
         **dict.fromkeys(("_refuse_replaced_scheduler", "_find_scheduler", "_place_scheduler"), nothing),
         **dict.fromkeys(("_clipping", "_scale"), SimpleNamespace(follow=nothing)),
     )

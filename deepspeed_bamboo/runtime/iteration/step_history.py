@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from deepspeed_bamboo.runtime.stock.noted_values import NotedValues
-from deepspeed_bamboo.runtime.stock.script_writes import Written
 from deepspeed_bamboo.runtime.stock.torch_modes import TorchModes
+from deepspeed_bamboo.runtime.stock.written import NOTHING, Written
 
 BatchSize = tuple[int, int]
 """How many samples an iteration has, of all pipelines, and how many a micro-batch."""
@@ -15,12 +15,12 @@ BatchSize = tuple[int, int]
 
 @dataclass
 class PastStep:
-    """``written``: by the script into its optimizers before it; ``values``: set in layers and hooks; ``evaluated``: how
+    """``written``: by hand, by the script, before it; ``values``: set in layers and hooks; ``evaluated``: how
     many micro-batches were evaluated since the step before; ``loss``: what it had, nothing while it is yet to be done;
     ``size``: of its batch, and ``modes`` in which it was done, likewise.
     """
 
-    written: Written = ()
+    written: Written = NOTHING
     values: tuple[NotedValues, ...] = ()
     evaluated: int = 0
     loss: float | None = None
@@ -64,9 +64,9 @@ class StepHistory:
     def kept_bytes(self) -> int:
         """How much memory the tensors take that are kept."""
         past = (*self._steps.values(), self.coming)
-        return sum(values.nbytes for own in past for values in own.values)
+        return sum(own.written.nbytes + sum(values.nbytes for values in own.values) for own in past)
 
-    def note(self, *, written: Written = (), values: Iterable[NotedValues] = (), evaluated: int = 0) -> None:
+    def note(self, *, written: Written = NOTHING, values: Iterable[NotedValues] = (), evaluated: int = 0) -> None:
         """Before the next step."""
         self.coming.written += written
         self.coming.values += tuple(values)
@@ -86,6 +86,10 @@ class StepHistory:
     def of(self, step: int) -> PastStep:
         """What was before ``step``, done before or coming; nothing where others did it, before this worker came."""
         return self.coming if step == self.following else self._steps.get(step, PastStep())
+
+    def written_from(self, step: int) -> tuple[Written, ...]:
+        """What the script has written before ``step`` and each one after it, in order."""
+        return tuple(self.of(its).written for its in range(step, self.following + 1))
 
     def begin_at(self, step: int) -> None:
         """No step before ``step`` can be done again, or will be."""

@@ -148,7 +148,7 @@ class Restoring:
         self._world.enter(record)
         worker.activity.adopt(conclusion.agreed)
         if first and worker.activity.kind is None:  # later what optimizers hold is no more what the script left
-            self._way_back.writes.follow()
+            self._way_back.writes.follow(modules=True)
         self._way_back.history.note(written=self._way_back.writes.take_written())
         while not self._bring_newest(record, conclusion, started):
             self._give_up(record, before)
@@ -304,7 +304,7 @@ class Restoring:
             self._memory.forget()
         back.data().rewind(way.step)
         back.history.begin_at(way.step)
-        back.writes.restored()
+        back.writes.restored(back.history.written_from(way.step))
         back.look_alike()
         way.outer = replace(worker.activity)
         worker.activity.become(ActivityState(index=way.first_index))

@@ -57,7 +57,6 @@ def pack_state(replica: StageReplica) -> PackedState:
         "masters": [master.detach() for master in master_weights(optimizer)],
         "gradients": [gradient.detach().clone() for gradient in kept_gradients(optimizer)],
         "optimizer": None if optimizer is None else attributes["basic_optimizer"].state_dict(),
-        "scale": scale_state(optimizer),
         **rest,
     }
     tensors: list[torch.Tensor] = []
@@ -79,6 +78,7 @@ def pack_rest(replica: StageReplica) -> dict[str, Any]:
         "hooks": hook_state(module),
         "attributes": replica.moving_attributes.state(module, moving_only=False),
         "clip": clipping_of(attributes["optimizer"]),
+        "scale": scale_state(attributes["optimizer"]),
         "own": [plain_of_the_script(holder) for holder in (attributes["basic_optimizer"], scheduler)],
         "tied": dict(_beside_tied_weights(module)),
         "kept": [optimizer_values(holder, module) for holder in (attributes["basic_optimizer"], scheduler)],
@@ -125,6 +125,7 @@ def unpack_rest(replica: StageReplica, state: dict[str, Any]) -> None:
     replica.moving_attributes.accept(attributes["module"], state.get("attributes"))
     if state["clip"] is not None:
         attributes["optimizer"].clip_grad = state["clip"]
+    accept_scale_state(attributes["optimizer"], state.get("scale") or {})
     holders = (attributes["basic_optimizer"], attributes["lr_scheduler"] or replica.script_scheduler)
     for holder, own in zip(holders, state["own"], strict=True):
         accept_plain_of_the_script(holder, own)
@@ -182,7 +183,6 @@ def unpack_state(replica: StageReplica, packed: PackedState) -> None:
     if hasattr(optimizer, "_hp_optimizer_states_linked"):
         # Stock's links from parameters to optimizer state point to what was there before; it makes them anew.
         optimizer._hp_optimizer_states_linked = False
-    accept_scale_state(optimizer, state["scale"])
     unpack_rest(replica, state)
 
 

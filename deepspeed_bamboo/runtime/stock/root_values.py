@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from deepspeed.pipe import PipelineModule
@@ -17,11 +18,12 @@ from deepspeed.pipe import PipelineModule
 from deepspeed_bamboo.runtime.stock.description import is_torchs
 from deepspeed_bamboo.runtime.stock.rebinding import rebound
 from deepspeed_bamboo.runtime.stock.script_hooks import LOSS
+from deepspeed_bamboo.runtime.stock.written import SetOnRoot
 
 _PLAIN = (bool, int, float, str)
+_INTERVAL = "activation_checkpoint_interval"
 _SETTABLE = frozenset(
-    {"activation_checkpoint_interval", "activation_checkpoint_func", "checkpointable_layers"}
-    | {"seed_layers", "seed_fn", "base_seed"}
+    {_INTERVAL, "activation_checkpoint_func", "checkpointable_layers"} | {"seed_layers", "seed_fn", "base_seed"}
 )
 """What a script may set of what every PipelineModule has. All else of that belongs to a stage, or is followed apart."""
 _GROWING = (list, dict, set, deque)
@@ -41,17 +43,44 @@ class RootByHand:
         self._sizes: dict[str, int] = {}
         self._moved: set[str] = set()  # by forwards
 
-    def follow(self, source: Any, modules: Iterable[Any]) -> None:
-        """Before a step. ``source``: the module that the script has."""
+    def follow(self, source: Any, modules: Iterable[Any]) -> tuple[SetOnRoot, ...]:
+        """Before a step. ``source``: the module that the script has. Returns what the script has set since."""
         now = _settable(source)
-        changed = self._changed(source, now)
+        changed, left = self._changed(source, now), self._left
         for module in modules if changed else ():
             if module is not source:
                 for name, value in changed.items():
                     module.__dict__[name] = rebound(value, old=source, new=module)
-                if source.is_checkpointable_results_interval == changed.get("activation_checkpoint_interval", -1):
+                if source.is_checkpointable_results_interval == changed.get(_INTERVAL, -1):
                     module._precompute_checkpointable_values()
         self._note(source, now)
+        return tuple(
+            SetOnRoot(weakref.ref(source), name, (left[name],) if name in left else (), value)
+            for name, value in changed.items()
+        )
+
+    def write_again(self, source: Any, modules: Iterable[Any], changes: Sequence[SetOnRoot]) -> None:
+        """What :meth:`follow` has returned, before a step that is done again."""
+        self._set(modules, [(change, (change.now,)) for change in changes])
+        self._note(source, _settable(source))
+
+    def restored(self, source: Any, modules: Iterable[Any], changes: Sequence[SetOnRoot]) -> None:
+        """The stages have a state of before ``changes``."""
+        self._set(modules, [(change, change.before) for change in reversed(changes)])
+        self._note(source, _settable(source))
+
+    def _set(self, modules: Iterable[Any], changes: Sequence[tuple[SetOnRoot, tuple[Any, ...]]]) -> None:
+        for module in modules:
+            for change, values in changes:
+                if change.name in self._moved:
+                    continue
+                if not values:
+                    module.__dict__.pop(change.name, None)
+                for value in values:
+                    old = change.source()
+                    module.__dict__[change.name] = value if old is None else rebound(value, old=old, new=module)
+                if change.name == _INTERVAL:
+                    module._precompute_checkpointable_values()
 
     def leave(self, source: Any) -> None:
         """After a step, in which forwards may have changed something."""

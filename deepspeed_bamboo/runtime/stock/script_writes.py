@@ -23,7 +23,7 @@ and with what the script of its new worker has written since that step.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from deepspeed_bamboo.errors import ConfigError
@@ -42,9 +42,7 @@ from deepspeed_bamboo.runtime.stock.hyperparameters import (
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 from deepspeed_bamboo.runtime.stock.root_values import RootByHand
 from deepspeed_bamboo.runtime.stock.scale_by_hand import ScaleByHand
-
-Written = tuple[tuple[Any, Values], ...]
-"""What a script has written before a step: optimizers, None for the one that it holds, and what their groups held."""
+from deepspeed_bamboo.runtime.stock.written import NOTHING, SetOnRoot, Written
 
 
 class ScriptWrites:
@@ -71,7 +69,7 @@ class ScriptWrites:
         self._of_the_job: list[tuple[StageReplica, Values]] = []
         self._shows: int | None = None  # the optimizer, by id, whose values the script's shows
         self._left: dict[int, Values] = {}  # by source, by id: what it held when nobody but the script could change it
-        self._written: list[tuple[Any, Values]] = []  # since the last step: sources, and what they held then
+        self._written = NOTHING  # since the last step
         self._clipping = ClippingByHand()
         self._scale = ScaleByHand()
         self._roots = RootByHand(self._say)
@@ -88,6 +86,7 @@ class ScriptWrites:
         built = self._host.built()
         its = next((own for own in built if own.attributes["basic_optimizer"] is self._optimizer), None)
         self._held = None if its is None or self._optimizer is None else HeldObjects(its)
+        self._leave_wrappers()
 
     def note(self, replica: StageReplica) -> None:
         """``replica`` has got its owner's values just now."""
@@ -95,6 +94,8 @@ class ScriptWrites:
         if target is None:
             return
         self._made[target] = replica.made
+        self._clipping.note(replica.attributes["optimizer"])
+        self._scale.note(replica.attributes["optimizer"])
         for source in self._sources():
             self._followed[id(source), id(target)] = values_of(source)
         state, replica.scheduler_state = replica.scheduler_state, None
@@ -138,31 +139,45 @@ class ScriptWrites:
         for source in self._sources():
             self._note_written(source)
             self._used[id(source)] = self._carry_from(source)
-        self._clipping.follow(self._wrappers(), self._host.owners())
-        replicas, shown = self._host.replicas(), self._host.shown()
-        self._scale.follow(self._wrappers(), [replica.attributes["optimizer"] for replica in replicas])
-        if shown is not None and modules:
-            self._roots.follow(shown.module, [replica.module for replica in replicas])
+        clip = self._clipping.follow(self._wrappers(), self._host.owners())
+        replicas, root_module = self._host.replicas(), self._root()
+        scale = self._scale.follow(self._wrappers(), [replica.attributes["optimizer"] for replica in replicas])
+        root: tuple[SetOnRoot, ...] = ()
+        if root_module is not None and modules:
+            root = self._roots.follow(root_module, [replica.module for replica in replicas])
+        self._written += Written(clip=clip, scale=scale, root=root)
 
     def take_written(self) -> Written:
         """What the script has written since the last call, for :meth:`write_again`."""
-        written, self._written = self._written, []
-        return tuple(written)
+        written, self._written = self._written, NOTHING
+        return written
 
     def write_again(self, written: Written) -> None:
         """As the script did before a step that is done again."""
-        for noted, values in written:
+        for noted, values in written.groups:
             source = self._optimizer if noted is None else noted
             accept_values(source, values)
             self._left[id(source)] = values_of(source)
+        self._clipping.write_again(self._wrappers(), written.clip)
+        self._scale.write_again(self._wrappers(), written.scale)
+        root, modules = self._root(), [replica.module for replica in self._host.replicas()]
+        if root is not None and written.root:
+            self._roots.write_again(root, modules, written.root)
 
-    def restored(self) -> None:
-        """The stages have a state of before: what their optimizers hold now is nothing that the script has written."""
+    def restored(self, past: Sequence[Written]) -> None:
+        """The stages have a state of before: what their optimizers hold now is nothing that the script has written.
+
+        ``past``: what the script has written since that state, in order.
+        """
         self._shows = None
         for replica in self._host.replicas():
             self.note(replica)
         if self._detached():
             self._show()
+        self._clipping.restored(self._wrappers(), self._host.replicas())
+        root, modules = self._root(), [replica.module for replica in self._host.replicas()]
+        if root is not None:
+            self._roots.restored(root, modules, [change for written in past for change in written.root])
         self._leave()
 
     def stepped(self) -> None:
@@ -215,19 +230,28 @@ class ScriptWrites:
 
     def _leave(self) -> None:
         self._left = {id(source): values_of(source) for source in self._sources()}
-        self._scale.leave(self._wrappers())
+        self._leave_wrappers()
         self._leave_root()
 
+    def _leave_wrappers(self) -> None:
+        self._clipping.leave(self._wrappers())
+        self._scale.leave(self._wrappers())
+
     def _leave_root(self) -> None:
-        shown = self._host.shown()
-        if shown is not None:
-            self._roots.leave(shown.module)
+        root = self._root()
+        if root is not None:
+            self._roots.leave(root)
+
+    def _root(self) -> Any:
+        """The PipelineModule that the script has, also on a worker that stands by."""
+        shown = self._host.shown() or self._host.active
+        return None if shown is None else shown.module
 
     def _note_written(self, source: Any) -> None:
         now, left = values_of(source), self._left.get(id(source))
         if left is not None and not same_values(left, now):
             # The one that it holds may stand for another one when this is written again.
-            self._written.append((None if source is self._optimizer else source, now))
+            self._written += Written(groups=((None if source is self._optimizer else source, now),))
             self._left[id(source)] = now
 
     def _note_made(self, optimizer: Any) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed_bamboo.runtime.stock.clipping import clipping_of
-from deepspeed_bamboo.runtime.stock.gradients import masters_of, scale_state
+from deepspeed_bamboo.runtime.stock.gradients import masters_of
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
 
 def versions_of(replica: StageReplica) -> tuple[int, str]:
-    """Another value once the script has changed weights, buffers, optimizer state, schedule, clipping or loss scale."""
+    """Another value once the script has changed weights, buffers, optimizer state or schedule.
+
+    How gradients are clipped and the loss scaled is none of that: shadows get it with each step.
+    """
     tensors = (*replica.module.parameters(), *replica.module.buffers())
     return sum(tensor._version for tensor in tensors), beside_weights(replica)
 
@@ -21,7 +23,7 @@ def touched(replica: StageReplica) -> tuple[int, str]:
 
 
 def beside_weights(replica: StageReplica) -> str:
-    """The scheduler's state, how gradients are clipped and the loss scaled, and what the optimizer keeps."""
+    """The scheduler's state, and what the optimizer keeps."""
     return f"{_schedule(replica)} {_optimizer_state(replica)}"
 
 
@@ -36,8 +38,6 @@ def _optimizer_state(replica: StageReplica) -> str:
 
 
 def _schedule(replica: StageReplica) -> str:
-    """The state of the stage's scheduler, which a script may set back or step, how gradients are clipped, and the loss
-    scaled."""
-    scheduler, optimizer = replica.attributes["lr_scheduler"], replica.attributes["optimizer"]
-    schedule = None if scheduler is None else scheduler.state_dict()
-    return repr((schedule, clipping_of(optimizer), scale_state(optimizer)))
+    """The state of the stage's scheduler, which a script may set back or step."""
+    scheduler = replica.attributes["lr_scheduler"]
+    return repr(None if scheduler is None else scheduler.state_dict())

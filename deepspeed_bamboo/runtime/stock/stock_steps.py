@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed_bamboo.runtime.stock.buffers import BufferName, accept_buffers, named_buffers
+from deepspeed_bamboo.runtime.stock.clipping import clipping_of
 from deepspeed_bamboo.runtime.stock.gradients import (
     accept_gradients,
     gradient_flags,
@@ -103,12 +104,12 @@ class StockSteps:
             if state is not None and state["tensors"] is not None:
                 tensors += [tensor.to(engine.device) for tensor in state["tensors"]]
                 state["tensors"] = len(state["tensors"])
-        return (trained, flags, groups, [*buffers], values, held), tensors
+        return (trained, flags, (groups, clipping_of(engine.optimizer)), [*buffers], values, held), tensors
 
     def accept(self, replica: StageReplica, data: Mirrored, tensors: Sequence[torch.Tensor]) -> None:
         """Put what an owner has mirrored where the step of ``replica``, the active one, looks for it."""
         engine = self._engine
-        trained, flags, values_now, names, replica.pending_values, held = data
+        trained, flags, (values_now, clip), names, replica.pending_values, held = data
         values = [tensor.to(engine.device) for tensor in tensors]
         replica.pending_attributes, replica.pending_hooks = (_with_tensors(state, values) for state in reversed(held))
         count = len(values) - len(names)
@@ -118,6 +119,8 @@ class StockSteps:
         accept_gradients(engine.optimizer, engine.module, values[:count], flags)
         if len(values_now) == len(engine.basic_optimizer.param_groups):  # else this shadow is about to be made anew
             accept_values(engine.basic_optimizer, values_now)
+        if clip is not None:
+            engine.optimizer.clip_grad = clip
         replica.pending_buffers = dict(zip(names, values[count:], strict=True))
         replica.mirrored = True
 

@@ -1,0 +1,71 @@
+"""What scripts set by hand before a step, beside parameter groups; by name, for ``train_remembering``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.pipe import PipelineModule
+
+ONCE = 6
+"""Before which step those that do it once do it."""
+
+
+class Scaled(PipelineModule):
+    """Its forward multiplies by what the script sets on it, of several kinds."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.factors, self.mask, self.shift = (1.0,), torch.ones(1), 0.0
+        self.bend = functools.partial(torch.mul, other=1.0)
+
+    def forward(self, x: Any) -> Any:
+        return (
+            self.bend(super().forward(x * self.factors[0] * self.mask) + self.shift) * getattr(self, "late", (1.0,))[0]
+        )
+
+
+def clip(engine: Any, step: int) -> None:
+    engine.optimizer.clip_grad = 0.01 * (1 + step % 4)
+
+
+def scale(engine: Any, step: int) -> None:
+    engine.optimizer.cur_scale = (0.3, 500.7, 0.1, 77.7, 0.013)[step % 5]
+
+
+def override(engine: Any, step: int) -> None:
+    engine.optimizer.override_loss_scale((0.3, 500.7, 0.1, 77.7, 0.013)[step % 5])
+
+
+def root(engine: Any, step: int) -> None:
+    module = engine.module
+    module.factors, module.mask = (1 - 0.05 * step,), torch.full((1,), 1 - 0.02 * step)
+    module.bend = functools.partial(torch.mul, other=1 + 0.03 * step)
+    module.set_checkpoint_interval(step % 3)
+
+
+def number(engine: Any, step: int) -> None:
+    engine.module.shift = 0.1 * step
+
+
+def late(engine: Any, step: int) -> None:
+    if step >= ONCE:
+        engine.module.late = (0.5 + 0.1 * step,)
+
+
+def once(sets: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
+    """Only before one step."""
+
+    def only(engine: Any, step: int) -> None:
+        if step == ONCE:
+            sets(engine, step)
+
+    return only
+
+
+SETS: dict[str, Callable[[Any, int], None]] = {
+    **{each.__name__: each for each in (clip, scale, override, root, number, late)},
+    **{f"{each.__name__} once": once(each) for each in (clip, scale, override, root)},
+}
