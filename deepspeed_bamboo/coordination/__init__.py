@@ -13,7 +13,7 @@ from deepspeed_bamboo.coordination.errors import (
 )
 from deepspeed_bamboo.coordination.guard import EtcdGuard
 from deepspeed_bamboo.coordination.job import DEFAULT_PREFIX, JobCoordinator, running_jobs
-from deepspeed_bamboo.coordination.losing import fatal_loss
+from deepspeed_bamboo.coordination.losing import fatal_loss, lost_data
 from deepspeed_bamboo.coordination.memory import MemoryStore
 from deepspeed_bamboo.coordination.records import AgentRecord, Change, Drain, EpochRecord, JobFailure, Member, Roster
 from deepspeed_bamboo.coordination.registration import Registration
@@ -49,6 +49,7 @@ __all__ = [
     "WatchHandle",
     "connect",
     "fatal_loss",
+    "lost_data",
     "parse_endpoints",
     "running_jobs",
 ]

@@ -75,10 +75,18 @@ def fatal_loss(worker: WorkerId, coordinates: Sequence[Coordinate], why: str, *,
     ``stores``: there are checkpoints in a store.
     """
     names = ", ".join(map(str, coordinates))
-    again = (
+    message = f"no live worker holds the state of {names} (pipeline.stage) {why}; {_again(stores)}"
+    return JobFailure(worker=worker, kind="fatal_loss", message=message, traceback="")
+
+
+def lost_data(worker: WorkerId, why: str, *, stores: bool) -> JobFailure:
+    """Nobody has the data any more that ``worker`` had, and was lost with. The rest as with :func:`fatal_loss`."""
+    return JobFailure(worker=worker, kind="fatal_loss", message=f"{why}; {_again(stores)}", traceback="")
+
+
+def _again(stores: bool) -> str:
+    return (
         "start the same command again, it goes on from the last checkpoint in bamboo.checkpoint.dir"
         if stores
         else "bamboo.checkpoint.dir is not set, so the same command begins at the first step"
     )
-    message = f"no live worker holds the state of {names} (pipeline.stage) {why}; {again}"
-    return JobFailure(worker=worker, kind="fatal_loss", message=message, traceback="")

@@ -13,7 +13,7 @@ import pytest
 from deepspeed_bamboo.eventlog.files import read_worker_files
 from deepspeed_bamboo.testing.fork_server import ForkServer
 from deepspeed_bamboo.testing.harness import Machine, Outcome
-from tests.runtime.anew_script import worker
+from tests.runtime.anew_script import AT_THE_ENDS, worker
 from tests.runtime.scenarios import Training
 from tests.runtime.test_checkpoints import SCHEDULE
 from tests.runtime.test_losses import CLIPPED, kill
@@ -26,12 +26,23 @@ EVERYWHERE = ("idle", "forward", "backward", "reduce", "commit", "step")
 
 
 def trained(
-    server: ForkServer, folder: Path, training: Training, *, world: int, vanish: Sequence[str] = (), **machine: Any
+    server: ForkServer,
+    folder: Path,
+    training: Training,
+    *,
+    world: int,
+    vanish: Sequence[str] = (),
+    memory: bool = False,
+    **machine: Any,
 ) -> tuple[Outcome, list[dict[str, Any]], list[dict[str, Any]]]:
     """How it ended, what its workers have seen, and the events of all. On nodes that ``vanish`` faults take agents."""
     folder.mkdir()
     bamboo = {
-        "checkpoint": {"dir": str(folder / "kept"), "interval_minutes": 1e-9},
+        "checkpoint": {
+            "dir": str(folder / "kept"),
+            "interval_minutes": 1e-9,
+            **({"memory_interval_seconds": 1e-9} if memory else {}),
+        },
         "event_log": str(folder / "events"),
     }
     argv = [json.dumps(asdict(replace(training, bamboo={**bamboo, **training.bamboo}))), str(folder), *vanish]
@@ -160,3 +171,25 @@ def test_without_redundancy_one_loss_has_all_start_anew(
     check(found, whole)
     assert found[0].exit_codes == {0: 0, 1: 0} and [one["members"] for one in found[1]] == [2, 2]
     check_restored(found[2], after=3)
+
+
+ENDS = replace(ONE_BY_FOUR, name=f"{AT_THE_ENDS}-1x4", steps=9)
+LOST = {
+    "at once": [kill(5, 0, stage, "forward", 1) for stage in (0, 3)],
+    "one by one": [kill(3, 0, 3, "forward", 1), kill(6, 0, 0, "backward", 1)],
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("how", LOST)
+@pytest.mark.parametrize("memory", [False, True])
+def test_all_start_anew_once_nobody_has_data(
+    fork_server: ForkServer, undisturbed: Undisturbed, tmp_path: Path, how: str, memory: bool
+) -> None:
+    """First and last stages alone have iterators; those who are left have all stages, and nothing to train with."""
+    whole = undisturbed(ENDS, world=4)
+    killed = replace(ENDS, faults=LOST[how])
+    found = trained(fork_server, tmp_path / "job", killed, world=4, memory=memory, max_restarts=2)
+    check(found, whole)
+    assert set(found[0].exit_codes.values()) == {0}
+    check_restored(found[2], after=5)

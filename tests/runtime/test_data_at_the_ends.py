@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deepspeed_bamboo.protocol import EXIT_EXPELLED
 from deepspeed_bamboo.runtime.main import EXIT_JOB_FAILED, EXIT_USER_ERROR
 from tests.runtime import models
 from tests.runtime.jobs import Jobs
@@ -32,8 +35,12 @@ def train_at_the_ends(training: Training, halves: bool = False, only_first: bool
             yield (x if first or not halves else None, y if last or not halves else None)
 
     data, evaluated = source(0), source(100)
+    if getattr(engine, "memory", None) is not None:
+        engine.memory.share_of_time = math.inf  # on a loaded machine copying takes long
     losses, evaluations = [], []
     for _ in range(training.steps):
+        if getattr(engine, "memory", None) is not None:
+            engine.memory.wait()
         losses.append(float(engine.train_batch(data)))
         evaluations.append(float(engine.eval_batch(evaluated)))
     result = {"losses": losses, "evaluations": evaluations}
@@ -91,3 +98,29 @@ def test_too_little_for_any_loss_is_refused_at_the_first_step(jobs: Jobs, more: 
     result = jobs.run(train_at_the_ends, world=3, training=training, **more)
     assert result.survivors == [] and set(result.codes) <= {EXIT_USER_ERROR, EXIT_JOB_FAILED}, result.transcript()
     assert message in result.transcript()
+
+
+ENDS = {
+    # What is lost: one worker after the other, or both at once with the last copy of the first stage.
+    "one by one": [kill(1, 0, 2, "backward", 1), kill(3, 0, 0, "backward", 1)],
+    "in an evaluation": [kill(1, 0, 2, "backward", 1), kill(3, 0, 0, "forward", 1)],  # the first ones of that step
+    "at once": [kill(4, 0, stage, "forward", 1) for stage in (0, 2)],
+}
+
+
+@pytest.mark.parametrize(
+    "how", ["one by one", *(pytest.param(how, marks=pytest.mark.sweep) for how in ENDS if how != "one by one")]
+)
+@pytest.mark.parametrize("waits", [False, pytest.param(True, marks=pytest.mark.sweep)])
+def test_the_loss_of_all_that_have_data_ends_the_job_as_a_loss(
+    jobs: Jobs, tmp_path: Path, how: str, waits: bool
+) -> None:
+    """It is no fault of the script's: with checkpoints all start anew, else the same command can be started again."""
+    store = {"dir": str(tmp_path / "kept")} if waits else {}
+    checkpoint = {"memory_interval_seconds": 1e-9, "memory_copies": 2, **store}
+    training = Training(f"no-data-{len(how)}-{waits}", 3, steps=6, faults=ENDS[how], bamboo={"checkpoint": checkpoint})
+    result = jobs.run(train_at_the_ends, world=3, training=training)
+    assert result.codes == [-9, EXIT_EXPELLED if waits else EXIT_JOB_FAILED, -9], result.transcript()
+    told, what = result.transcript(), "evaluation data" if how == "in an evaluation" else "data"
+    assert f"nobody is left who has the {what} of 0.0 (pipeline.stage)" in told, told
+    assert ("all workers start anew since nobody is left" in told) == waits

@@ -13,7 +13,7 @@ import torch
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.supplying import Claim
-from deepspeed_bamboo.errors import ConfigError
+from deepspeed_bamboo.errors import ConfigError, ExpelledError, JobFailedError
 from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData, checksum_of
 from deepspeed_bamboo.runtime.iteration.step_history import StepHistory
 from deepspeed_bamboo.runtime.iteration.supply import DataSupply
@@ -79,6 +79,65 @@ def test_a_step_is_done_again_with_its_own_number_of_samples() -> None:
     assert history.plain_from == 2, "who has not seen the steps before can't know their size"
 
 
+def failing_session() -> Any:
+    """One in which the failure that is recorded is raised, as it is in a job."""
+    said: list[Any] = []
+
+    def check() -> None:
+        if said:
+            raise (
+                ExpelledError(said[-1])
+                if isinstance(said[-1], str)
+                else JobFailedError(said[-1].message, origin=said[-1].worker)
+            )
+
+    coordinator = SimpleNamespace(
+        fail=said.append,
+        wait_for_machines=lambda record, *, reason, proposer: said.append(reason),
+        epoch=lambda: SimpleNamespace(trains=False, reason=said[-1]),
+    )
+    interruption = SimpleNamespace(announce_failure=said.append, announce_expulsion=said.append, check=check)
+    return SimpleNamespace(
+        worker="a", coordinator=coordinator, interruption=interruption, with_retries=lambda call: call()
+    )
+
+
+@pytest.mark.parametrize("waits", [0.0, 60.0])
+def test_the_loss_of_the_last_one_with_data_is_a_loss_and_no_fault_of_the_script(waits: float) -> None:
+    """Where nobody ever had them it is one. A record that says for how long agents wait: all start anew."""
+    grid, members = Grid(1, 2), ["a", "b"]
+    record = SimpleNamespace(members=["a"], waits_seconds=waits, stores=bool(waits))
+    worker: Any = SimpleNamespace(
+        me="a",
+        protects=True,
+        record=record,
+        grid=grid,
+        session=failing_session(),
+        placement=Placement.initial(grid, ["a"]),
+    )
+    given: dict[str, Any] = {"data": lambda: PipelineData(home=0), "transform": lambda: None}
+    lost = DataSupply(worker, **given, table={"a": (), "b": (0,)})
+    with pytest.raises(ExpelledError if waits else JobFailedError) as failed:
+        lost.deliver(micro_batches=1, beforehand=False)
+    assert "nobody is left who has the data of 0.0 (pipeline.stage): b, whose iterators had them, was lost" in str(
+        failed.value
+    )
+    assert ("all workers start anew since" in str(failed.value)) == bool(waits)
+    never = DataSupply(worker, **given, table=dict.fromkeys(members, ()))
+    with pytest.raises(ConfigError, match=r"nobody has the data of 0\.0"):
+        never.deliver(micro_batches=1, beforehand=False)
+    had = {0: frozenset("a")}  # and passes none this time
+    with pytest.raises(ConfigError, match=r"nobody has the evaluation data of 0\.0"):
+        DataSupply(worker, **given, table={"a": ()}, evaluation=set(), had=had).deliver(
+            micro_batches=1, beforehand=False
+        )
+    had = {0: frozenset("b")}  # and was lost between two evaluations
+    with pytest.raises(ExpelledError if waits else JobFailedError):
+        DataSupply(worker, **given, table={"a": ()}, evaluation=set(), had=had).deliver(
+            micro_batches=1, beforehand=False
+        )
+
+
 @pytest.mark.parametrize("zeros", [False, True])
 def test_iterators_that_differ_at_the_first_step_are_told(zeros: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """As those that yield zeros in place of what their stage doesn't need."""
@@ -88,7 +147,7 @@ def test_iterators_that_differ_at_the_first_step_are_told(zeros: bool, capsys: p
         data = PipelineData(home=0)
         data.set_iterator(iter([batch]))
         claims[me] = Claim((0,), (), data.first(step=0)).to_json()
-    record = SimpleNamespace(members=members, placement=Placement.initial(Grid(1, 2), members))
+    record = SimpleNamespace(members=members, placement=Placement.initial(Grid(1, 2), members), waits_seconds=0.0)
     worker: Any = SimpleNamespace(
         me="a",
         is_reporter=True,
@@ -106,9 +165,11 @@ def test_iterators_that_differ_at_the_first_step_are_told(zeros: bool, capsys: p
 
 def test_who_has_an_evaluations_data_is_told_before_the_last_one_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
     members = ["a", "b", "c", "d"]
-    record = SimpleNamespace(members=members, placement=Placement.initial(Grid(2, 2), members))
+    record = SimpleNamespace(
+        members=members, waits_seconds=0.0, stores=False, placement=Placement.initial(Grid(2, 2), members)
+    )
     worker: Any = SimpleNamespace(
-        me="a", is_reporter=True, session=SimpleNamespace(worker="a"), protects=True, record=record, grid=Grid(2, 2)
+        me="a", is_reporter=True, session=failing_session(), protects=True, record=record, grid=Grid(2, 2)
     )
     given: dict[str, Any] = {"data": lambda: PipelineData(home=0), "transform": lambda: None}
     said: set[tuple[int, int]] = set()
@@ -128,7 +189,8 @@ def test_who_has_an_evaluations_data_is_told_before_the_last_one_is_lost(capsys:
     supply = DataSupply(worker, **given, table=each_its_own, evaluation=said)
     worker.placement = Placement.initial(Grid(2, 2), members)
     worker.me = "b"
-    with pytest.raises(ConfigError, match=r"nobody is left who has the evaluation data of .*evaluation="):
+    with pytest.raises(JobFailedError, match=r"nobody is left who has the evaluation data of .*evaluation=") as failed:
         supply.deliver(micro_batches=1, beforehand=False)
+    assert "c, d, whose iterators had them, were lost" in str(failed.value)
     everybody = dict.fromkeys(members, (0, 1))
     assert told(everybody) == ""

@@ -70,7 +70,8 @@ def data_as_others(engine: EvaluatedEngine, iterator: Iterator[Any] | None) -> E
     told = engine.worker.agree_on("evaluation position", lambda: (own, supply.own()))
     engine.evaluated.skip(iterator, max(position for position, _ in told.values()) - own)
     table = {worker: has for worker, (_, has) in told.items()}
-    supply = DataSupply(engine.worker, **given, table=table, evaluation=engine.feed.said_of_evaluations)
+    given |= {"evaluation": engine.feed.said_of_evaluations, "had": engine.feed.had_for_evaluations}
+    supply = DataSupply(engine.worker, **given, table=table)
     if engine.worker.protects:
         supply.say_who_is_the_last()
     return EvaluationData(data, supply)

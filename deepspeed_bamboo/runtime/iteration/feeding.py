@@ -91,6 +91,7 @@ class Feed:
         self._training: TrainingData | None = None
         self._said_confined = False
         self.said_of_evaluations: set[tuple[int, int]] = set()
+        self.had_for_evaluations: dict[int, frozenset[str]] = {}
         self.data = data
         self.supply = DataSupply(worker, data=lambda: data, transform=transform)
         self.next_micro_batch = 0

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deepspeed_bamboo.coordination import lost_data
+from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.supplying import Claim, Delivery, Table, deliveries, feeders, trusted, unlike, unsafe_ends
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.runtime.comm.channel import Message
 from deepspeed_bamboo.runtime.comm.layout import in_layout, layout_of
 from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData, missing_data
 from deepspeed_bamboo.runtime.iteration.worker import Worker
+from deepspeed_bamboo.runtime.job.giving_up import give_up
 from deepspeed_bamboo.runtime.job.news import tell, tell_once
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ class DataSupply:
         transform: returns what the script has the engine do to each batch, or None.
         table: the pipelines that each worker has the data of, where that is known.
         evaluation: what was said of evaluations' data before; None: it is that of training.
+        had: by pipeline who had its data when anybody did last, kept from one evaluation to the next.
     """
 
     def __init__(
@@ -42,12 +46,15 @@ class DataSupply:
         transform: Callable[[], Callable[[Any], Any] | None],
         table: Table | None = None,
         evaluation: set[tuple[int, int]] | None = None,
+        had: dict[int, frozenset[str]] | None = None,
     ) -> None:
         self._evaluates = evaluation is not None
         self._worker = worker
         self._data = data
         self._transform = transform
-        self._table: dict[str, Any] = dict(table or {})
+        self._had: dict[int, frozenset[str]] = {} if had is None else had
+        self._table: dict[str, Any] = {}
+        self._note_table(table or {})
         self._expected: dict[int, Delivery] = {}
         self._taken: dict[tuple[int, int], Any] = {}
         # A pipeline, and how many had its data.
@@ -68,13 +75,20 @@ class DataSupply:
             return
         if not set(record.members) <= self._table.keys():
             claims = {w: Claim.from_json(its) for w, its in self._worker.agree_on("data", self._claim).items()}
-            self._table = dict(trusted(claims))
+            self._note_table(trusted(claims))
             self._learn_who_is_trusted(claims)
             if not any(claim.known for claim in claims.values()):  # the job begins
                 self._check(self._worker.record)
                 self._say_what_is_unlike(claims)
         self._distrust_what_begins_late()
         self.say_who_is_the_last()
+
+    def _note_table(self, table: Table) -> None:
+        self._table = dict(table)
+        for pipeline in range(self._worker.grid.pipelines):
+            self._had[pipeline] = frozenset(w for w, its in table.items() if pipeline in its) or self._had.get(
+                pipeline, frozenset()
+            )
 
     def _claim(self) -> tuple[object, ...]:
         data = self._data()
@@ -150,7 +164,8 @@ class DataSupply:
     def deliver(self, *, micro_batches: int, beforehand: bool) -> None:
         """At the beginning of every attempt: send what others need, and know what this worker gets.
 
-        Raises BambooError's ConfigError where nobody is left who has what somebody needs.
+        Where nobody is left who has what somebody needs, this is what :func:`give_up` says; raises ConfigError where
+        nobody ever had it.
         """
         worker, me = self._worker, self._worker.me
         self._expected, self._taken = {}, {}
@@ -160,11 +175,11 @@ class DataSupply:
         try:
             planned = deliveries(worker.placement, self._table, members=record.members, beforehand=beforehand)
         except LookupError as error:
-            what, source = ("evaluation data", "(..., evaluation=...)") if self._evaluates else ("data", "")
+            self._give_up(record, error.args[0])
+            what, source = self._words
             raise ConfigError(
-                f"nobody is left who has the {what} of {error.args[0]} (pipeline.stage): the workers whose iterators "
-                f"had them were lost. Pass an iterator on every rank, or call engine.set_data_source{source} on every "
-                "rank, and a job goes on as long as one worker is left"
+                f"nobody has the {what} of {error.args[0]} (pipeline.stage): pass an iterator on every rank, or call "
+                f"engine.set_data_source{source} on every rank"
             ) from error
         # All channels at once, by those at both ends: one by one, workers could wait for each other in a circle.
         worker.links.meet(
@@ -176,6 +191,27 @@ class DataSupply:
                 self._expected[delivery.pipeline] = delivery
             elif delivery.feeder == me:
                 self._send(delivery, micro_batches)
+
+    @property
+    def _words(self) -> tuple[str, str]:
+        return ("evaluation data", "(..., evaluation=...)") if self._evaluates else ("data", "")
+
+    def _give_up(self, record: EpochRecord, coordinate: Coordinate) -> None:
+        """The last one that had the data of ``coordinate`` was lost: no fault of the script's, as another loss is none.
+
+        Nothing where nobody ever had them, or somebody here has had them. Else raises what :func:`give_up` raises.
+        """
+        lost = sorted(self._had[coordinate.pipeline])
+        if not lost or not set(lost).isdisjoint(record.members):
+            return
+        what, source = self._words
+        why = (
+            f"nobody is left who has the {what} of {coordinate} (pipeline.stage): {', '.join(lost)}, whose iterators "
+            f"had them, {'was' if len(lost) == 1 else 'were'} lost. Pass an iterator on every rank, or call "
+            f"engine.set_data_source{source} on every rank, and a job goes on as long as one worker is left"
+        )
+        failure = lost_data(lost[0], why, stores=record.stores)
+        give_up(self._worker.session, record, failure=failure, why=f"since {why}")
 
     def _send(self, delivery: Delivery, micro_batches: int) -> None:
         worker, data = self._worker, self._data()
@@ -206,18 +242,19 @@ class DataSupply:
 def _worth_saying(left: Sequence[str], pipeline: int, record: EpochRecord, *, evaluates: bool) -> str | None:
     """Which loss would take the last one that has the data of ``pipeline``, though its stages would survive it."""
     others = len(record.members) > len(left)
+    ends = "has all workers start anew" if record.waits_seconds else "ends the job"
     # Of several pipelines each has its own; the first one stands for all.
     if evaluates and others and (len(left) == 1 or (left and pipeline == 0 and record.placement.grid.pipelines > 1)):
         return (
             f"only {' and '.join(left)} {'has' if len(left) == 1 else 'have'} the evaluation data of pipeline "
-            f"{pipeline}: once no worker has them, the next eval_batch ends the job. Give each rank those of all "
+            f"{pipeline}: once no worker has them, the next eval_batch {ends}. Give each rank those of all "
             "pipelines: engine.set_data_source(..., evaluation=lambda pipeline, step: iterator)"
         )
     if len(left) == 1 and others:
-        return f"only {left[0]} has the data of pipeline {pipeline}: its loss ends the job"
+        return f"only {left[0]} has the data of pipeline {pipeline}: its loss {ends}"
     if len(left) == 2 and others and record.placement.copies > 1:
         return (
-            f"only {' and '.join(left)} have the data of pipeline {pipeline}: the loss of both at once ends the job, "
+            f"only {' and '.join(left)} have the data of pipeline {pipeline}: the loss of both at once {ends}, "
             "whatever shadows there are. Pass an iterator on every rank, or call engine.set_data_source"
         )
     return None

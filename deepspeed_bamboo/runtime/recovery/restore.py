@@ -23,6 +23,7 @@ from deepspeed_bamboo.runtime.iteration.activity import ActivityState
 from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
 from deepspeed_bamboo.runtime.iteration.step_history import StepHistory
 from deepspeed_bamboo.runtime.iteration.worker import Worker
+from deepspeed_bamboo.runtime.job.giving_up import give_up
 from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.recovery.memory_rounds import MemoryRounds
 from deepspeed_bamboo.runtime.recovery.sources import (
@@ -220,10 +221,7 @@ class Restoring:
         )
 
     def _give_up(self, record: EpochRecord, before: Placement) -> None:
-        """Nobody has what was lost: all start anew, where agents wait for that (then ExpelledError), or the job ends.
-
-        Then JobFailedError.
-        """
+        """Nobody has what was lost; raises what :func:`give_up` raises."""
         session = self._worker.session
         gone = [c for c in before.grid if not set(before.copies_of(c)) & set(record.members)]
         store = self._way_back.store()
@@ -233,24 +231,7 @@ class Restoring:
             "left could go back to"
         )
         failure = fatal_loss(record.lost[0], gone or tuple(before.grid), why, stores=record.stores)
-        if record.waits_seconds:
-            self._start_anew(record, why)
-        session.with_retries(lambda: session.coordinator.fail(failure))
-        session.interruption.announce_failure(failure)
-        session.interruption.check()
-
-    def _start_anew(self, record: EpochRecord, why: str) -> None:
-        """Raises ExpelledError: this worker ends, and its agent starts another. EpochChangedError if there is news."""
-        session = self._worker.session
-        reason = f"all workers start anew {why}"
-        wait = session.coordinator.wait_for_machines
-        session.with_retries(lambda: wait(record, reason=reason, proposer=session.worker))
-        newest = session.with_retries(session.coordinator.epoch)
-        if newest is not None and not newest.trains:
-            session.interruption.announce_expulsion(newest.reason)
-        elif newest is not None:
-            session.interruption.announce_epoch(newest)
-        session.interruption.check()
+        give_up(session, record, failure=failure, why=why)
 
     # -- the epoch that ends it --------------------------------------------------------------------
 
