@@ -18,8 +18,9 @@ from torch.distributed import distributed_c10d
 
 from deepspeed_bamboo.runtime.comm.c10d import c10d
 from deepspeed_bamboo.runtime.stock.logical import FinishedWork
-from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroup, ScriptGroups, Server, as_rank
+from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroup, ScriptGroups, Server
 from deepspeed_bamboo.runtime.stock.served_group import Part, ServedGroup, alone
+from deepspeed_bamboo.runtime.stock.several_ranks import as_rank
 
 BACKEND = "bamboo"
 _WORLD = "world"
