@@ -127,6 +127,22 @@ class OneRate(Habit):
         return {"model_parameters": [{"params": list(module.parameters()), "lr": 0.003}]}
 
 
+class CompiledBlock(Block):
+    """A layer that compiles itself, and one of its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.compile(self.inner, backend="eager")
+        self.compile(backend="eager")
+
+
+class Compiled(Habit):
+    """Layers that torch compiles."""
+
+    def layers(self) -> list[Any]:
+        return [*(LayerSpec(CompiledBlock) for _ in range(5)), LayerSpec(Last)]
+
+
 class ClippingByHand(Habit):
     """Another bound for gradients in each step."""
 
@@ -719,6 +735,7 @@ _KINDS = (
         RatesByHand,
         TwoRates,
         OneRate,
+        Compiled,
         ClippingByHand,
         MastersByHand,
         ScaleByHand,

@@ -64,6 +64,14 @@ def test_rates_by_hand_and_a_scheduler_of_the_script_act_on_what_was_taken_over(
     assert "made anew" not in result.transcript(), "values of groups are no change of what a stage is"
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("stage", [0, 1])
+def test_layers_that_torch_compiles(jobs: Jobs, stage: int) -> None:
+    result = jobs.run(compare_habit, world=3, habit="Compiled", stages=3, faults=[kill(2, stage)])
+    assert result.codes.count(-9) == 1, result.transcript()
+    assert all(value["plugin"]["losses"] == value["stock"]["losses"] for value in result.values.values())
+
+
 COSINE = {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 3}}}
 
 

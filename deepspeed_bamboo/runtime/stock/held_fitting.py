@@ -197,8 +197,8 @@ class Fitting:
         its = existing if isinstance(existing, types.FunctionType) else None
         same = its is not None and _where(its) == (module, name, line, checksum)
         old = self._reused(its, same)
-        if old is None and defaults == ["plain", None]:
-            return self._at_the_top(node)
+        if defaults == ["plain", None]:  # a library's, of which no cells are sent
+            return self._at_the_top(node) if old is None else old
         own = (old.__closure__ or ()) if old is not None else ()
         cells = tuple(self.value(cell, _at(own, index)) for index, cell in enumerate(held))
         made = old
