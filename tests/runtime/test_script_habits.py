@@ -18,7 +18,7 @@ from deepspeed_bamboo.runtime.checkpoint.stage_files import wrong_stages
 from deepspeed_bamboo.runtime.main import EXIT_JOB_FAILED, EXIT_USER_ERROR
 from deepspeed_bamboo.runtime.stock.patches.tied_weights import _saved_name
 from deepspeed_bamboo.runtime.stock.rebinding import rebound
-from deepspeed_bamboo.runtime.stock.script_groups import SeveralRanks, as_rank
+from deepspeed_bamboo.runtime.stock.several_ranks import SeveralRanks, as_rank
 from tests.runtime import models
 from tests.runtime.jobs import Jobs
 from tests.runtime.scenarios import Training, build

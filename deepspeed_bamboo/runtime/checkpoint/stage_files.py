@@ -139,7 +139,8 @@ class StageFiles:
 
     def _save_replica(self, replica: StageReplica, folder: str, tag: str, **options: Any) -> None:
         self._worker.strike_if_scripted(replica.coordinate, "save")
-        with self._worker.host.hosting(replica):
+        # The script's own scheduler is with one stage of its worker; a checkpoint has its state in each stage's file.
+        with self._worker.host.hosting(replica), self._stock.scheduler_or(replica.script_scheduler):
             self._stock.save_stage(folder, tag, **options)
 
     def capture(self, replica: StageReplica, tag: str, *, client_state: dict[str, Any]) -> dict[str, Fill]:

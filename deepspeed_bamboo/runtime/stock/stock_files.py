@@ -93,6 +93,16 @@ class StockFiles:
         if self._attributes["save_zero_checkpoint"]:
             self._engine._save_zero_checkpoint(folder, tag)
 
+    @contextmanager
+    def scheduler_or(self, other: Any) -> Iterator[None]:
+        """Inside, stock writes the state of the scheduler ``other`` where the active stage has none of its own."""
+        before = self._attributes["lr_scheduler"]
+        self._attributes["lr_scheduler"] = other if before is None else before
+        try:
+            yield
+        finally:
+            self._attributes["lr_scheduler"] = before
+
     def load_stage(self, module: Any, folder: str, *arguments: Any, **options: Any) -> tuple[str | None, Any]:
         """Stock's ``load_checkpoint`` for the active stage, whose layers are in ``module``."""
         with tied_weights_from_files(module, folder=lambda: self._attributes["_curr_ckpt_path"], read=self._read):

@@ -39,6 +39,7 @@ SYMBOLS: Mapping[str, Mapping[str, str]] = {
         "initialize": "replaced in a worker, so that a script stays unmodified",
     },
     "deepspeed.ops": {"__compatible_ops__": "the shared-memory op is marked as not to be built"},
+    "deepspeed.runtime.base_optimizer": {"ZeROOptimizer": "those that take the hook of torch's backward"},
     "deepspeed.utils.groups": {
         "_WORLD_GROUP": "forgotten with the default group that it was made from",
         "mpu": "stock looks up the active stage's grid there",
@@ -56,6 +57,7 @@ SYMBOLS: Mapping[str, Mapping[str, str]] = {
         "_reserve_pipe_buffers": "makes a buffer for every micro-batch",
         "_scale_loss_by_gas": "the mean loss of a stage",
         "_take_model_step": "the step of every other replica",
+        "reset_activation_shape": "the script says that shapes change",
         "zero_force_ds_cpu_optimizer": "not asked of replicas of a configured optimizer",
         "get_global_grad_norm": "not known while a script catches up",
         "is_first_stage": "of the active stage",
