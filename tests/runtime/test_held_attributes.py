@@ -15,6 +15,7 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
+from deepspeed_bamboo.models.huggingface.skeleton import Skeleton
 from deepspeed_bamboo.runtime.comm.encoding import decode, encode
 from deepspeed_bamboo.runtime.stock.class_values import ClassValues
 from deepspeed_bamboo.runtime.stock.held_attributes import (
@@ -23,12 +24,13 @@ from deepspeed_bamboo.runtime.stock.held_attributes import (
     given_objects,
     global_values,
 )
+from deepspeed_bamboo.runtime.stock.held_values import Reader
 from deepspeed_bamboo.runtime.stock.optimizer_values import (
     accept_optimizer_values,
     optimizer_values,
     unfollowed_hooks,
 )
-from deepspeed_bamboo.runtime.stock.plain_forms import differs_by_machine
+from deepspeed_bamboo.runtime.stock.plain_forms import Parts, differs_by_machine
 from tests.runtime.habits import KeepingBlock, Lookahead, warming_up
 
 SEEN: list[float] = []
@@ -293,3 +295,14 @@ def test_class_values_are_not_touched_by_reading() -> None:
     before = repr(ClassValues.now())
     global_values(Stage(LayerSpec(Given, {})))
     assert repr(ClassValues.now()) == before
+
+
+def test_what_a_run_of_a_models_frame_finds_is_each_workers_own() -> None:
+    """Layers of a Hugging Face decoder share it, and each of their forwards runs it."""
+    frame = Skeleton.__new__(Skeleton)
+    reader = Reader(Parts({}, {}))
+    before = reader.graph.content(reader.item({"frame": frame}), [])
+    frame.__dict__["_kept"] = [1, 2]
+    reader = Reader(Parts({}, {}))
+    assert reader.graph.content(reader.item({"frame": frame}), []) == before
+    assert not reader.graph.unknown(["ref", 0])

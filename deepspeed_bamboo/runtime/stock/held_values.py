@@ -106,6 +106,10 @@ def _items(node: Form) -> Iterator[Form]:
             yield from (item for item in value if isinstance(item, list) and len(item) == 2 and item[0] == "ref")
 
 
+# The frame of a model of transformers keeps what one run of it has found: every worker has its own.
+_OWN = ("deepspeed_bamboo.runtime", "deepspeed_bamboo.models.huggingface")
+
+
 class Names(Protocol):
     """Finds modules and tensors of a stage; :class:`Parts` is one."""
 
@@ -270,8 +274,7 @@ def is_plain_class(kind: type) -> bool:
 
 
 def _is_of_a_library(module: str | None) -> bool:
-    own = "deepspeed_bamboo.runtime"
-    return module is None or module.partition(".")[0] in _LIBRARIES or module.startswith(own)
+    return module is None or module.partition(".")[0] in _LIBRARIES or module.startswith(_OWN)
 
 
 def is_data(value: Any) -> bool:
