@@ -9,13 +9,7 @@ from functools import partial
 from typing import Any
 
 from deepspeed_bamboo.cloud.scripted import load_script
-from deepspeed_bamboo.config.requirements import (
-    autocast_problems,
-    data_problems,
-    logging_problems,
-    parallel_problems,
-    zero_problems,
-)
+from deepspeed_bamboo.config.requirements import settings_problems
 from deepspeed_bamboo.config.section import SECTION, BambooConfig
 from deepspeed_bamboo.coordination.guard import EtcdGuard
 from deepspeed_bamboo.elastic.settings_source import hjson_value, load_section
@@ -53,9 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return 0
     settings = hjson_value(arguments.configuration)
-    found = [*zero_problems(settings), *parallel_problems(settings), *logging_problems(settings)]
-    found += [*autocast_problems(settings), *data_problems(settings)]
-    problems = [ConfigError(problem) for problem in found] if config.enabled else []
+    problems = [ConfigError(problem) for problem in settings_problems(settings)] if config.enabled else []
     problems += _problems(config)
     if problems:
         raise problems[0] if len(problems) == 1 else ConfigError(*map(str, problems), where=arguments.configuration)

@@ -77,11 +77,7 @@ def validate_deepspeed_settings(
     """
     problems = [
         *_model_problems(model, model_name=model_name),
-        *zero_problems(settings),
-        *parallel_problems(settings),
-        *logging_problems(settings),
-        *autocast_problems(settings),
-        *data_problems(settings),
+        *settings_problems(settings),
         *_size_problems(stages, world_size=world_size),
         *(() if shape is None else shape_problems(shape)),
         *further,
@@ -100,10 +96,18 @@ def _model_problems(model: ModelKind, *, model_name: str) -> Iterator[str]:
         )
 
 
+def settings_problems(settings: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with a DeepSpeed configuration, whatever the model is."""
+    yield from zero_problems(settings)
+    yield from parallel_problems(settings)
+    yield from logging_problems(settings)
+    yield from autocast_problems(settings)
+    yield from data_problems(settings)
+
+
 def zero_problems(settings: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with ZeRO in a DeepSpeed configuration."""
-    zero = settings.get("zero_optimization")
-    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    zero, stage = settings.get("zero_optimization"), _zero_stage(settings)
     if stage in (2, 3):
         yield (
             f"zero_optimization.stage is {stage}, and DeepSpeed's pipelines work with ZeRO stages 0 and 1 only; "
@@ -143,9 +147,9 @@ def parallel_problems(settings: Mapping[str, Any]) -> Iterator[str]:
 
 def logging_problems(settings: Mapping[str, Any]) -> Iterator[str]:
     """What in a DeepSpeed configuration times collectives, several of which run at once under the plugin."""
-    section = settings.get("comms_logger")
-    if not isinstance(section, Mapping) or not section.get("enabled", False):
+    if not _enabled(settings, "comms_logger"):
         return
+    section = settings["comms_logger"]
     if section.get("prof_all", True) or section.get("prof_ops"):
         yield (
             "comms_logger.enabled is true, and DeepSpeed's timer of collectives can't run twice at once, as it has to "
@@ -155,12 +159,9 @@ def logging_problems(settings: Mapping[str, Any]) -> Iterator[str]:
 
 def autocast_problems(settings: Mapping[str, Any]) -> Iterator[str]:
     """What in a DeepSpeed configuration keeps one loss scale for all that a worker hosts, and sends it to nobody."""
-    section = settings.get("torch_autocast")
-    if not isinstance(section, Mapping) or not section.get("enabled", False):
+    if not _enabled(settings, "torch_autocast") or _zero_stage(settings):
         return
-    zero = settings.get("zero_optimization")
-    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
-    if not stage and section.get("dtype") in ("torch.float16", "fp16", "float16", "half"):
+    if settings["torch_autocast"].get("dtype") in ("torch.float16", "fp16", "float16", "half"):
         yield (
             "torch_autocast.dtype is float16 without ZeRO, for which DeepSpeed keeps one loss scale in each process, "
             'whatever stages and shadows it has; use the section "fp16" in its place, or dtype bfloat16, or ZeRO 1'
@@ -180,6 +181,11 @@ def data_problems(settings: Mapping[str, Any]) -> Iterator[str]:
             "data_efficiency.data_routing.random_ltd.enabled is true, and shadows know neither its scheduler nor the "
             "tokens that its layers drop; set it to false"
         )
+
+
+def _zero_stage(settings: Mapping[str, Any]) -> Any:
+    zero = settings.get("zero_optimization")
+    return zero.get("stage", 0) if isinstance(zero, Mapping) else 0
 
 
 def _enabled(settings: Any, *names: str) -> bool:

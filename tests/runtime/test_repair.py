@@ -18,34 +18,47 @@ from deepspeed_bamboo.runtime.recovery.redundancy_repair import RedundancyRepair
 MEMBERS = ("a", "b", "c")
 
 
-@pytest.mark.parametrize("problems", [(), ("0.1 (of b, its shadow on a): layer 3 has another class",)])
-def test_a_shadow_that_is_not_what_its_owner_is_is_an_error_for_all(problems: tuple[str, ...]) -> None:
-    grid, placed, events = Grid(1, 3), list[Placement](), list[str]()
-    protected = Placement.initial(grid, MEMBERS)
-    worker: Any = SimpleNamespace(
-        links=SimpleNamespace(acquaint=lambda who: None, connect=lambda peers, with_lanes: None),
-        me="c",
-        record=SimpleNamespace(members=MEMBERS),
-        placement=Placement.initial(grid, MEMBERS, protected=False),
-        view=SimpleNamespace(place=placed.append),
-        protects=True,
-        protected=lambda members: protected,
-        activity=SimpleNamespace(index=4),
-        host=SimpleNamespace(shadows={}, owners=list),
-        agree_on=lambda kind, value: {"a": problems, "b": (), "c": value()},
-        log_event=lambda event, **fields: events.append(event),
-        session=SimpleNamespace(worker="c"),
-        leads=False,
-        is_reporter=False,
-        step=5,
-        news=SimpleNamespace(),
-    )
-    repair = RedundancyRepair(
+def worker_c(*, protected: Placement, **own: Any) -> Any:
+    """One of three, whose stages have no shadows yet; ``own``: what a test needs of it besides."""
+    parts: dict[str, Any] = {
+        "links": SimpleNamespace(acquaint=lambda who: None, connect=lambda peers, with_lanes: None),
+        "me": "c",
+        "placement": Placement.initial(protected.grid, MEMBERS, protected=False),
+        "protects": True,
+        "protected": lambda members: protected,
+        "activity": SimpleNamespace(index=4),
+        "host": SimpleNamespace(shadows={}, owners=list),
+        "is_reporter": False,
+        "step": 5,
+        "news": SimpleNamespace(),
+    }
+    return SimpleNamespace(**parts, **own)
+
+
+def repair_of(worker: Any) -> RedundancyRepair:
+    """Its part; copies come without any transfer."""
+    return RedundancyRepair(
         worker,
         shadow_rebuild=SimpleNamespace(end=lambda: None),  # type: ignore[arg-type]
         transfer=SimpleNamespace(copy_shadows=lambda placement, shadows, label: ()),  # type: ignore[arg-type]
         last_loss=lambda: None,
     )
+
+
+@pytest.mark.parametrize("problems", [(), ("0.1 (of b, its shadow on a): layer 3 has another class",)])
+def test_a_shadow_that_is_not_what_its_owner_is_is_an_error_for_all(problems: tuple[str, ...]) -> None:
+    grid, placed, events = Grid(1, 3), list[Placement](), list[str]()
+    protected = Placement.initial(grid, MEMBERS)
+    worker = worker_c(
+        protected=protected,
+        record=SimpleNamespace(members=MEMBERS),
+        view=SimpleNamespace(place=placed.append),
+        agree_on=lambda kind, value: {"a": problems, "b": (), "c": value()},
+        log_event=lambda event, **fields: events.append(event),
+        session=SimpleNamespace(worker="c"),
+        leads=False,
+    )
+    repair = repair_of(worker)
     if problems:
         with pytest.raises(ShadowError, match="layer 3 has another class"):
             repair.repair()
@@ -71,30 +84,16 @@ def test_a_loss_during_an_outage_at_the_boundary_is_not_the_scripts_error(lost_f
         proposals.append(made)
         return True
 
-    worker: Any = SimpleNamespace(
-        links=SimpleNamespace(acquaint=lambda who: None, connect=lambda peers, with_lanes: None),
-        me="c",
+    worker = worker_c(
+        protected=protected,
         record=record,
-        placement=Placement.initial(grid, MEMBERS, protected=False),
         view=SimpleNamespace(place=lambda placement: setattr(worker, "placement", placement)),
-        protects=True,
-        protected=lambda members: protected,
-        activity=SimpleNamespace(index=4),
-        host=SimpleNamespace(shadows={}, owners=list),
         agree_on=lambda kind, value: {"a": (), "b": (), "c": value()},
         log_event=lambda event, **fields: None,
         session=SimpleNamespace(worker="c", with_retries=with_retries, coordinator=SimpleNamespace(propose=propose)),
         leads=True,
-        is_reporter=False,
-        step=5,
-        news=SimpleNamespace(),
     )
-    repair = RedundancyRepair(
-        worker,
-        shadow_rebuild=SimpleNamespace(end=lambda: None),  # type: ignore[arg-type]
-        transfer=SimpleNamespace(copy_shadows=lambda placement, shadows, label: ()),  # type: ignore[arg-type]
-        last_loss=lambda: None,
-    )
+    repair = repair_of(worker)
     repair.repair()
     assert worker.placement == protected
     assert [made.number for made in proposals] == ([] if lost_first else [5])
