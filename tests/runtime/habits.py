@@ -6,6 +6,7 @@ A habit is a class with what it does at each point of a script. Nothing in one k
 from __future__ import annotations
 
 import os
+import random
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -667,6 +668,41 @@ def clip(part: nn.Module) -> None:
         part.weight.data.clamp_(-0.3, 0.3)
 
 
+class Helper:
+    """An object of the script's own that draws."""
+
+    def __init__(self) -> None:
+        self.drawing, self.old = random.Random(3), numpy.random.RandomState(4)
+
+    def draw(self) -> float:
+        return self.drawing.random() + float(self.old.random_sample())
+
+
+class DrawingBlock(Block):
+    """Draws from generators that it makes in its first forward, and that it has in a list and in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy: numpy.random.Generator | None = None
+        self.listed, self.helper = (
+            [numpy.random.default_rng(1), numpy.random.Generator(numpy.random.MT19937(2))],
+            Helper(),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.lazy is None:
+            self.lazy = numpy.random.default_rng(5)
+        drawn = self.lazy.random() + sum(its.random() for its in self.listed) + self.helper.draw()
+        return super().forward(x) * (1 + 0.1 * drawn)
+
+
+class Drawing(Habit):
+    """Layers that draw random numbers from generators of numpy's and Python's."""
+
+    def layers(self) -> list[Any]:
+        return [*(LayerSpec(DrawingBlock) for _ in range(5)), LayerSpec(Last)]
+
+
 class Shifting(Habit):
     """Buffers that grow, layers frozen in every other step, ``apply``, a loader that uses its memory again."""
 
@@ -752,7 +788,7 @@ _KINDS = (
         Unknown,
         UncallableObject,
     ),
-    *(Moving, Keeping, Hidden, Shifting, Wrapped, HookedOptimizer, Pruned, Rescheduled),
+    *(Moving, Keeping, Drawing, Hidden, Shifting, Wrapped, HookedOptimizer, Pruned, Rescheduled),
 )
 HABITS: dict[str, type[Habit]] = {kind.__name__: kind for kind in _KINDS}
 

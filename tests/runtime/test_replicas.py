@@ -43,6 +43,15 @@ def test_what_the_script_did_to_its_stage_is_there_after_losses(
         assert value["plugin"]["losses"] == value["stock"]["losses"]
 
 
+def test_generators_of_layers_are_where_they_were_after_losses(jobs: Jobs) -> None:
+    """Not as with stock's engine: what is an attribute of a layer itself is seeded for each forward."""
+    case = {"habit": "Drawing", "stages": 3, "section": {"debug_check_shadows": 1}}
+    plain = jobs.run(train_habit, world=3, faults=[], **case)
+    killed = jobs.run(train_habit, world=3, faults=[kill(0, 1), kill(4, 2)], **case)
+    assert killed.codes.count(-9) == 2, killed.transcript()
+    assert killed.common("losses") == plain.common("losses")
+
+
 @pytest.mark.parametrize(
     ("habit", "message"),
     [

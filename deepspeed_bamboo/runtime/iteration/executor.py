@@ -185,14 +185,15 @@ class Executor:
         self._generators.give_back()
 
     def _seed_generators(self, replica: StageReplica, micro_batch: int, context: IterationContext) -> None:
+        step = context.step if context.training else replica.micro_offset
         seed = forward_seed(
             self._seed(),
-            step=context.step if context.training else replica.micro_offset,
+            step=step,
             coordinate=replica.coordinate,
             micro_batch=micro_batch,
             training=context.training,
         )
-        self._generators.seed(seed, module=self._engine.module)
+        self._generators.seed(seed, module=self._engine.module, activity=(context.training, step))
 
     def _replica(self, instruction: Instruction) -> StageReplica:
         """The replica whose state the instruction uses: the shadow for redundant work and what feeds it."""

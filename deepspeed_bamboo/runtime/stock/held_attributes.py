@@ -26,10 +26,12 @@ import torch
 from deepspeed.pipe import LayerSpec
 
 from deepspeed_bamboo.runtime.stock.description import is_foreign
+from deepspeed_bamboo.runtime.stock.generator_forms import KINDS
 from deepspeed_bamboo.runtime.stock.held_fitting import Examples, Fitting
 from deepspeed_bamboo.runtime.stock.held_values import ATOMS, MUTABLE, Graph, Reader, is_data
 from deepspeed_bamboo.runtime.stock.plain_forms import Form, Parts, device_of
 from deepspeed_bamboo.runtime.stock.plain_values import PLAIN
+from deepspeed_bamboo.runtime.stock.random_sources import source_for
 from deepspeed_bamboo.runtime.stock.script_hooks import LOSS, is_of_stage, source_of
 
 Key = tuple[str, str]
@@ -148,7 +150,10 @@ class AttributeReading:
 
     def hidden(self) -> list[tuple[Key, str]]:
         """The attributes that hold what may differ on another worker, where nobody sees it move; and why."""
-        others = (place for place, node in enumerate(self.graph.nodes) if node[0] == "other")
+        own = {
+            item[1] for item in self.graph.roots if item[0] == "ref" and source_for(self.objects[item[1]]) is not None
+        }
+        others = (place for place, node in enumerate(self.graph.nodes) if node[0] == "other" and place not in own)
         odd = {place: why for place in others if (why := _hides(self.objects[place])) is not None}
         items = ((key, item) for key, item in zip(self.keys, self.graph.roots, strict=True) if self._looks_into(item))
         found = ((key, odd.get(place)) for key, item in items if odd for place in self.graph.places(item))
@@ -380,6 +385,8 @@ def _hides(value: Any) -> str | None:
     if isinstance(value, torch.nn.Module):
         return "modules that are not registered" if next(value.parameters(), None) is not None else None
     kind = type(value)
+    if isinstance(value, KINDS):
+        return f"a generator of the class {kind.__name__}"
     if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
         return f"an iterator: {kind.__name__}"
     slots = any(vars(base).get("__slots__") for base in kind.__mro__[:-1])

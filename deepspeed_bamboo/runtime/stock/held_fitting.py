@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from deepspeed_bamboo.runtime.stock import generator_forms
 from deepspeed_bamboo.runtime.stock.held_values import CONTAINERS, MAPPINGS, NAMED_IN, is_plain_class
 from deepspeed_bamboo.runtime.stock.plain_forms import (
     CodeOfTheScript,
@@ -189,6 +190,32 @@ class Fitting:
         target.set_state(torch.frombuffer(bytearray(node[2]), dtype=torch.uint8))
         return target
 
+    def plain_generator(self, place: int, node: Form, existing: Any) -> Any:
+        """A generator of Python's, or one of numpy's that is its state."""
+        _, name, state = node
+        fits = type(existing) is generator_forms.PLAIN[name] and generator_forms.takes(existing, state)
+        target = self._reused(existing, fits)
+        target = generator_forms.new_plain(name, state) if target is None else target
+        generator_forms.set_state(target, state)
+        return target
+
+    def bits(self, place: int, node: Form, existing: Any) -> Any:
+        """What generators of numpy draw from."""
+        _, name, state, family = node
+        fits = type(existing) is generator_forms.BITS.get(name) and generator_forms.family_bytes(existing) == family
+        target = self._reused(existing, fits)
+        target = generator_forms.new_bits(name, family) if target is None else target
+        generator_forms.set_state(target, state)
+        return target
+
+    def drawing(self, place: int, node: Form, existing: Any) -> Any:
+        """A generator of numpy, whose bits others may draw from, too."""
+        old = existing if type(existing) is np.random.Generator else None
+        bits = self.value(node[1], None if old is None else old.bit_generator)
+        if old is not None and old.bit_generator is bits and self._reused(old, True) is not None:
+            return old
+        return np.random.Generator(bits)
+
     # -- code ------------------------------------------------------------------------------------------
 
     def function(self, place: int, node: Form, existing: Any) -> Any:
@@ -303,6 +330,9 @@ _MAKE: Mapping[str, Callable[[Fitting, int, Form, Any], Any]] = {
     "tensor": Fitting.tensor,
     "array": Fitting.array,
     "generator": Fitting.generator,
+    "random": Fitting.plain_generator,
+    "bits": Fitting.bits,
+    "drawing": Fitting.drawing,
     "function": Fitting.function,
     "cell": Fitting.cell,
     "method": Fitting.method,

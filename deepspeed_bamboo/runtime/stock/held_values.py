@@ -11,6 +11,8 @@ names others by their place, and ``tensors`` beside it. An item is ``["plain", v
 - ``["function", module, name, line, checksum, defaults, cells]``, ``["cell", item]``, ``["method", item, name]``,
   ``["bound", function, item]``,
   ``["partial", items...]``, ``["object", class, items]``, ``["class", name]``, ``["named", module, name]`` and others;
+- ``["random", class, state]``, ``["bits", class, state, family]``, ``["drawing", bits]``: generators of random numbers
+  (``generator_forms.py``);
 - ``["other", class]``: what can't be sent.
 
 ``held_fitting.py`` is the inverse.
@@ -18,10 +20,12 @@ names others by their place, and ``tensors`` beside it. An item is ``["plain", v
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import math
 import operator
+import random
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +35,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from deepspeed_bamboo.runtime.stock import generator_forms
 from deepspeed_bamboo.runtime.stock.plain_forms import Form, checksum_of, class_name, differs_by_machine
 
 ATOMS = frozenset({type(None), bool, int, float, str, bytes, torch.dtype})
@@ -39,9 +44,15 @@ CONTAINERS: Mapping[str, type] = {
     "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque, **MAPPINGS,
 }  # fmt: skip
 _NAMES = {kind: name for name, kind in CONTAINERS.items()}
-NAMED_IN = {"torch": torch, "torch.nn.functional": torch.nn.functional, "math": math, "operator": operator}
-"""Where functions without code of their own are looked for, by name."""
-MUTABLE = frozenset({"list", "set", "deque", *MAPPINGS, "tensor", "array", "generator", "cell", "object"})
+NAMED_IN = {
+    "torch": torch, "torch.nn.functional": torch.nn.functional, "math": math, "operator": operator,
+    "random": random, "numpy.random.mtrand": np.random.mtrand,
+}  # fmt: skip
+"""Where functions without code of their own, and the generators that a process has one of, are looked for, by name."""
+_OF_THE_PROCESS = (("torch", "default_generator"), ("random", "_inst"), ("numpy.random.mtrand", "_rand"))
+MUTABLE = frozenset(
+    {"list", "set", "deque", *MAPPINGS, "tensor", "array", "generator", "random", "bits", "cell", "object"}
+)
 """Kinds of nodes that can be changed where they are."""
 _LIBRARIES = frozenset({"torch", "deepspeed", "numpy"})
 _MOST_NODES = 20_000
@@ -232,6 +243,20 @@ class Reader:
             return ["other", class_name(type(value))]
         return ["array", value.dtype.str, list(value.shape), value.tobytes() if self._contents else b""]
 
+    def generator(self, value: Any) -> Form:
+        """A generator of torch's or Python's, or one of numpy's that is its state."""
+        name = _name_in_process(value)
+        if name is not None:
+            return ["named", *name]
+        if isinstance(value, torch.Generator):
+            return ["generator", value.device.type, bytes(value.get_state().numpy())]
+        return ["random", type(value).__name__, generator_forms.state_bytes(value) if self._contents else b""]
+
+    def bits(self, value: Any) -> Form:
+        """What generators of numpy draw from."""
+        known = [generator_forms.state_bytes(value), generator_forms.family_bytes(value)] if self._contents else []
+        return ["bits", type(value).__name__, *known]
+
     def _object(self, value: Any) -> Form:
         kind = type(value)
         if _is_of_a_library(kind.__module__):
@@ -252,11 +277,32 @@ _READ: Mapping[type, Callable[[Reader, Any], Form]] = {
     types.BuiltinFunctionType: lambda reader, value: _named(value),
     type(torch.tanh): lambda reader, value: _named(value),
     torch.device: lambda reader, value: ["device", value.type],
-    torch.Generator: lambda reader, value: ["generator", value.device.type, bytes(value.get_state().numpy())],
+    torch.Generator: Reader.generator,
+    np.random.Generator: lambda reader, value: ["drawing", reader.item(value.bit_generator)],
+    np.random.RandomState: Reader.generator,
+    random.Random: Reader.generator,
+    **dict.fromkeys(generator_forms.BITS.values(), Reader.bits),
     logging.Logger: lambda reader, value: ["logger", value.name],
     np.ndarray: lambda reader, value: reader.array(value),
     complex: lambda reader, value: ["complex", value.real, value.imag],
 }
+
+
+def _name_in_process(value: Any) -> tuple[str, str] | None:
+    """Of a generator that every process has one of."""
+    return next((it for it in _OF_THE_PROCESS if value is getattr(NAMED_IN[it[0]], it[1], None)), None)
+
+
+def own_generator(value: Any) -> Any:
+    """A copy of ``value``, where that is a generator of which a stage may have its own; else ``value``."""
+    known = type(value) in (torch.Generator, np.random.Generator, *generator_forms.PLAIN.values())
+    if not known or _name_in_process(value) is not None:
+        return value
+    if not isinstance(value, torch.Generator):
+        return copy.deepcopy(value)
+    made = torch.Generator(value.device)
+    made.set_state(value.get_state())
+    return made
 
 
 def _named(value: Any) -> Form:
@@ -281,6 +327,8 @@ def is_data(value: Any) -> bool:
     """Whether a global variable holds what a script may change in it."""
     kind = type(value)
     if kind in _NAMES or kind in ATOMS or isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+        return True
+    if isinstance(value, (torch.Generator, *generator_forms.KINDS)):
         return True
     script = not _is_of_a_library(kind.__module__) and not isinstance(value, (torch.nn.Module, type))
     return script and is_plain_class(kind)

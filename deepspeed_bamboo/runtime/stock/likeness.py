@@ -19,6 +19,7 @@ import torch
 
 from deepspeed_bamboo.runtime.comm.layout import in_layout
 from deepspeed_bamboo.runtime.stock.description import EMPTY, Description, noted_attributes, own_attributes
+from deepspeed_bamboo.runtime.stock.held_values import own_generator
 from deepspeed_bamboo.runtime.stock.hook_values import examples_of, made_hooks
 from deepspeed_bamboo.runtime.stock.plain_forms import (
     CodeOfTheScript,
@@ -281,7 +282,7 @@ def _own(value: Any) -> Any:
     """``value`` of an example for another stage: data is copied, and gets the owner's values later."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    return value.copy() if isinstance(value, np.ndarray) else value
+    return value.copy() if isinstance(value, np.ndarray) else own_generator(value)
 
 
 def _made(form: Form, parts: Parts, code: CodeOfTheScript, otherwise: Any) -> Any:

@@ -11,6 +11,7 @@ import functools
 import itertools
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import singledispatch
@@ -21,6 +22,7 @@ import torch
 
 # By this name DeepSpeed, gpt-neox and every Megatron keep theirs in the module that makes it.
 _TRACKER = "_CUDA_RNG_STATE_TRACKER"
+_NO_SOURCES = frozenset({type(None), bool, int, float, str, dict, list, tuple, set, OrderedDict})
 _MOST_LOOKED_AT, _FIRST = 10_000, 100  # objects in a data set; entries of one container
 
 
@@ -78,11 +80,15 @@ def _variables(module: Any) -> dict[str, Any]:
 
 
 def sources_of(module: torch.nn.Module) -> list[RandomSource]:
-    """Generators that ``module``'s layers, functions and submodules have as attributes, each once."""
+    """Generators that ``module``'s layers, functions and submodules have as attributes, each once.
+
+    In an order that does not depend on which attribute was set first.
+    """
     found: dict[int, RandomSource] = {}
     for owner in _owners(module):
-        for value in list(vars(owner).values()):
-            source = _source(value)
+        held = [(name, value) for name, value in vars(owner).items() if value.__class__ not in _NO_SOURCES]
+        for _, value in sorted(held, key=lambda pair: pair[0]):
+            source = source_for(value)
             if source is not None:
                 found.setdefault(id(value), source)
     return list(found.values())
@@ -98,7 +104,7 @@ def sources_within(value: Any) -> list[RandomSource]:
         if id(one) in seen:
             continue
         seen.add(id(one))
-        source = _source(one)
+        source = source_for(one)
         if source is not None:
             found[id(one)] = source
         else:
@@ -160,7 +166,8 @@ def _seeds(method: Callable[[int], Any]) -> Callable[[int, torch.device], None]:
 
 
 @singledispatch
-def _source(value: Any) -> RandomSource | None:
+def source_for(value: Any) -> RandomSource | None:
+    """How to seed ``value``, if it is a generator whose numbers follow from a seed; else None."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
@@ -176,11 +183,13 @@ def _source(value: Any) -> RandomSource | None:
     return None
 
 
-@_source.register
+@source_for.register
 def _(value: torch.Generator) -> RandomSource:
     return RandomSource(value.get_state, value.set_state, _seeds(value.manual_seed))
 
 
-@_source.register
-def _(value: random.Random) -> RandomSource:
+@source_for.register
+def _(value: random.Random) -> RandomSource | None:
+    if isinstance(value, random.SystemRandom):
+        return None
     return RandomSource(value.getstate, value.setstate, _seeds(value.seed))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.runtime.stock.random_sources import RandomSource, sources_of, trackers
 
-_LOOKED_AT = 3  # iterations in which layers are searched: one may make its generator in its first forward
+_LOOKED_AT = 3  # iterations in which all imports are searched for trackers
 
 
 def forward_seed(seed: int, *, step: int, coordinate: Coordinate, micro_batch: int, training: bool) -> int:
@@ -102,10 +102,14 @@ class ModelGenerators:
         self._lent: ExitStack | None = None
         self._times = 0
         self._trackers: list[RandomSource] = []
-        self._sources: WeakKeyDictionary[torch.nn.Module, list[RandomSource]] = WeakKeyDictionary()
+        self._sources: WeakKeyDictionary[torch.nn.Module, tuple[Hashable, list[RandomSource]]] = WeakKeyDictionary()
 
-    def seed(self, seed: int, *, module: torch.nn.Module) -> None:
-        """Before a forward or backward of ``module``: the generators belong to it, and start from ``seed``."""
+    def seed(self, seed: int, *, module: torch.nn.Module, activity: Hashable) -> None:
+        """Before a forward or backward of ``module``: the generators belong to it, and start from ``seed``.
+
+        ``activity`` says which iteration or evaluation that is. Layers are searched once in each: one that makes its
+        generator in a forward draws from it unseeded until the iteration ends, on every worker that does it.
+        """
         lent = self._lent or self._lend()
         # torch.manual_seed also notes a stack trace for every kind of device that it never initialised.
         torch.default_generator.manual_seed(seed)
@@ -115,7 +119,7 @@ class ModelGenerators:
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             numpy.random.seed(seed % 2**32)
-        for number, source in enumerate((*self._trackers, *self._sources_of(module, lent))):
+        for number, source in enumerate((*self._trackers, *self._sources_of(module, activity, lent))):
             source.seed(_hashed(f"{seed}/{number}"), self._device)
 
     def give_back(self) -> None:
@@ -130,17 +134,17 @@ class ModelGenerators:
         if self._times < _LOOKED_AT:
             self._times += 1
             self._trackers = trackers()
-            self._sources.clear()
         lent.enter_context(generators_untouched(self._device, known=self._trackers))
-        for sources in self._sources.values():
+        for _, sources in self._sources.values():
             for source in sources:
                 lent.callback(source.set_state, source.state())
         return lent
 
-    def _sources_of(self, module: torch.nn.Module, lent: ExitStack) -> list[RandomSource]:
-        sources = self._sources.get(module)
-        if sources is None:
-            sources = self._sources[module] = sources_of(module)
+    def _sources_of(self, module: torch.nn.Module, activity: Hashable, lent: ExitStack) -> list[RandomSource]:
+        searched, sources = self._sources.get(module, (None, []))
+        if searched != activity:
+            sources = sources_of(module)
+            self._sources[module] = activity, sources
             for source in sources:
                 lent.callback(source.set_state, source.state())
         return sources
