@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+from pathlib import Path
 
 
 def number(text: str) -> float:
@@ -23,3 +25,13 @@ def positive(text: str) -> float:
     if value <= 0.0:
         raise argparse.ArgumentTypeError(f"{text} must be above 0")
     return value
+
+
+def path_text(text: str) -> str:
+    """A path or base64, as it is but for a leading ``~``, which shells leave as it is behind ``=`` and in quotes."""
+    return os.path.expanduser(text) if text.startswith("~") and not os.path.exists(text) else text  # noqa: PTH110, PTH111
+
+
+def file_path(text: str) -> Path:
+    """The same as a Path."""
+    return Path(path_text(text))

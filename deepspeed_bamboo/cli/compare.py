@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from deepspeed_bamboo.eventlog.summary import PAUSE_PARTS, FailoverSummary, RunSummary, differences, load_run
-from deepspeed_bamboo.options import number
+from deepspeed_bamboo.options import file_path, number
 
 _BAR_WIDTH = 10
 _LINE_WIDTH = 80
@@ -25,8 +24,8 @@ def add_parser(subparsers: Any) -> None:
         "losses and the digests are bitwise equal. Event logs do not have what eval_batch returned. The exit code is 1 "
         "if they differ, or if a condition below is not met.",
     )
-    parser.add_argument("reference", type=Path, help="event log directory of the undisturbed run")
-    parser.add_argument("other", type=Path, help="event log directory of the run to compare with it")
+    parser.add_argument("reference", type=file_path, help="event log directory of the undisturbed run")
+    parser.add_argument("other", type=file_path, help="event log directory of the run to compare with it")
     parser.add_argument("--names", nargs=2, default=("undisturbed", "disturbed"), metavar=("A", "B"), help="headings")
     parser.add_argument("--failovers", type=int, metavar="N", help="the other run must have had N failovers")
     parser.add_argument("--minimum-fall", type=number, metavar="PERCENT", help="the loss must have fallen by this much")

@@ -6,18 +6,18 @@ import argparse
 import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from deepspeed_bamboo.config.section import SECTION, BambooConfig, load_bamboo_section
+from deepspeed_bamboo.config.section import SECTION, BambooConfig, bamboo_section_of, read_bamboo_section
 from deepspeed_bamboo.doctor.examination import examine
 from deepspeed_bamboo.doctor.finding import Finding, warning
 from deepspeed_bamboo.doctor.machine import ThisMachine
 from deepspeed_bamboo.doctor.subject import ModelFacts, Subject, read_hosts
-from deepspeed_bamboo.elastic.settings_source import hjson_value
+from deepspeed_bamboo.elastic.settings_source import settings_in
 from deepspeed_bamboo.errors import ConfigError
+from deepspeed_bamboo.options import file_path, path_text
 
 
 def add_parser(subparsers: Any) -> None:
@@ -29,8 +29,12 @@ def add_parser(subparsers: Any) -> None:
         "names (etcd, bucket, paths) and at how it fits the hosts, and prints what is wrong and what to do. Prints "
         "nothing when all is well. Run it on each machine. The exit code is 1 if something stops the job from running.",
     )
-    parser.add_argument("--config", metavar="FILE", help="DeepSpeed JSON (default: the settings' defaults)")
-    parser.add_argument("--hostfile", type=Path, metavar="FILE", help="DeepSpeed's host file (default: this machine)")
+    parser.add_argument(
+        "--config", type=path_text, metavar="FILE", help="DeepSpeed JSON (default: the settings' defaults)"
+    )
+    parser.add_argument(
+        "--hostfile", type=file_path, metavar="FILE", help="DeepSpeed's host file (default: this machine)"
+    )
     parser.add_argument("--stages", type=int, metavar="P", help="pipeline stages (default: as many as workers)")
     parser.add_argument("--model", metavar="NAME", help="a model of scripts/train.py, for layers and device memory")
     parser.add_argument("--json", action="store_true", help="print a JSON list")
@@ -40,13 +44,27 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print what is found. Returns 1 when something blocks, else 0. Raises ConfigError for files it can't read."""
     subject = subject_of(arguments)
-    findings = [*_plain(arguments, subject), *examine(subject)]
+    findings = [*_of_section(subject.settings), *_plain(arguments, subject), *examine(subject)]
     if arguments.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         for finding in sorted(findings, key=lambda finding: not finding.blocker):
             print(finding)
     return int(any(finding.blocker for finding in findings))
+
+
+def _of_section(settings: Mapping[str, Any]) -> Iterator[Finding]:
+    """What is wrong with the section itself; the checks take the defaults of wrong parts."""
+    for problem in _section_in(settings)[1]:
+        what, _, remedy = problem.rpartition("; ")
+        yield Finding(what or problem, remedy if what else "correct it")
+
+
+def _section_in(settings: Mapping[str, Any]) -> tuple[BambooConfig, tuple[str, ...]]:
+    """The section and its problems. Raises ConfigError where it is no object, or its name is misspelled."""
+    if SECTION not in settings:
+        return bamboo_section_of(settings) or BambooConfig(), ()
+    return read_bamboo_section(settings[SECTION])
 
 
 def _plain(arguments: argparse.Namespace, subject: Subject) -> Iterator[Finding]:
@@ -68,14 +86,12 @@ def subject_of(arguments: argparse.Namespace) -> Subject:
     """What the command line names. Raises ConfigError."""
     if arguments.stages is not None and arguments.stages < 1:
         raise ConfigError(f"--stages is {arguments.stages}; give a number from 1")
-    settings = {} if arguments.config is None else hjson_value(arguments.config)
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{arguments.config} holds no JSON object; a DeepSpeed configuration is {{...}}")
+    settings = {} if arguments.config is None else settings_in(arguments.config)
     subject = Subject(
         machine=ThisMachine(),
         environment=dict(os.environ),
         settings=settings,
-        section=load_bamboo_section(settings) or BambooConfig(),
+        section=_section_in(settings)[0],
         hosts=() if arguments.hostfile is None else read_hosts(arguments.hostfile),
         stages=arguments.stages,
     )

@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -22,6 +21,7 @@ from deepspeed_bamboo.cloud.fleet import ec2_client
 from deepspeed_bamboo.cloud.fleet_control import FleetControl, FleetStatus
 from deepspeed_bamboo.cloud.fleet_spec import FleetSpec, creating_calls, read_fleet_spec, user_data
 from deepspeed_bamboo.errors import ConfigError
+from deepspeed_bamboo.options import file_path
 
 
 def add_parser(subparsers: Any) -> None:
@@ -34,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     up = verbs.add_parser("up", help="make the fleet of a spec, or resize it if it exists")
-    up.add_argument("spec", metavar="FILE", type=Path, help="the fleet as JSON; see configs/fleet/aws.json")
+    up.add_argument("spec", metavar="FILE", type=file_path, help="the fleet as JSON; see configs/fleet/aws.json")
     up.add_argument("--dry-run", action="store_true", help="print every call without making it")
     up.set_defaults(run=run_up)
     status = verbs.add_parser("status", help="its machines, and what they cost")

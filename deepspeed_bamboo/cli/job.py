@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_bamboo.errors import BambooError
+from deepspeed_bamboo.options import path_text
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.coordination import JobCoordinator
@@ -121,10 +122,15 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--job", metavar="NAME", help="the job's name (default: the only one that runs there)")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "--endpoints", metavar="HOST:PORT,...", help="its etcd (default: that of your job on this machine)"
+        "--endpoints",
+        metavar="HOST:PORT,...",
+        help="its etcd, without password or TLS (default: that of your job on this machine)",
     )
     where.add_argument(
-        "--deepspeed_config", metavar="FILE", help="the DeepSpeed JSON that it runs with, which says where etcd is"
+        "--deepspeed_config",
+        type=path_text,
+        metavar="FILE",
+        help="the DeepSpeed JSON that it runs with, which says where etcd is",
     )
 
 

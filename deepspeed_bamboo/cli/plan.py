@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from deepspeed_bamboo.cli.node_files import read_placement, read_profile, read_sites
@@ -24,7 +23,7 @@ from deepspeed_bamboo.core.placing.holding import Memory
 from deepspeed_bamboo.core.placing.sites import WorkerSite
 from deepspeed_bamboo.core.placing.solver import Decision, decide
 from deepspeed_bamboo.core.timing import Profile
-from deepspeed_bamboo.options import positive
+from deepspeed_bamboo.options import file_path, path_text, positive
 
 if TYPE_CHECKING:
     _SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -44,7 +43,7 @@ def add_parser(subparsers: _SubParsers) -> None:
     )
     parser.add_argument(
         "--nodes",
-        type=Path,
+        type=file_path,
         required=True,
         metavar="FILE",
         help="workers: CSV headed worker,node,zone, or JSON",
@@ -52,7 +51,10 @@ def add_parser(subparsers: _SubParsers) -> None:
     parser.add_argument("--pipelines", type=int, required=True, metavar="D", help="pipelines")
     parser.add_argument("--stages", type=int, required=True, metavar="P", help="stages of a pipeline")
     parser.add_argument(
-        "--current", type=Path, metavar="FILE", help="the current placement (JSON); without it nothing is placed yet"
+        "--current",
+        type=file_path,
+        metavar="FILE",
+        help="the current placement (JSON); without it nothing is placed yet",
     )
     parser.add_argument(
         "--most", type=int, metavar="N", help="the most coordinates a worker may host (default: its fair share)"
@@ -66,13 +68,16 @@ def add_parser(subparsers: _SubParsers) -> None:
         help="0: every pipeline holds the state of all stages, as without ZeRO and bf16 (default: 1, it does not)",
     )
     parser.add_argument(
-        "--profile", type=Path, metavar="FILE", help="measured times, in a file that a job with bamboo.profile wrote"
+        "--profile",
+        type=file_path,
+        metavar="FILE",
+        help="measured times, in a file that a job with bamboo.profile wrote",
     )
     parser.add_argument(
         "--micro-batches", type=int, default=8, metavar="M", help="of an iteration, for its time (default: 8)"
     )
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="DeepSpeed's JSON: with --model, what devices have to hold"
+        "--config", type=path_text, metavar="FILE", help="DeepSpeed's JSON: with --model, what devices have to hold"
     )
     parser.add_argument("--model", metavar="NAME", help="a model of scripts/train.py, for --config")
     parser.add_argument(
@@ -81,7 +86,7 @@ def add_parser(subparsers: _SubParsers) -> None:
         metavar="GIB",
         help="memory of a device, for --config: what none can hold is not planned",
     )
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the placement as JSON, for --current")
+    parser.add_argument("--write", type=file_path, metavar="FILE", help="write the placement as JSON, for --current")
     parser.set_defaults(run=run)
 
 

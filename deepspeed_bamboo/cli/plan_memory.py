@@ -12,7 +12,7 @@ from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.placing.holding import Memory
 from deepspeed_bamboo.doctor.memory import bytes_each
 from deepspeed_bamboo.doctor.subject import ModelFacts
-from deepspeed_bamboo.elastic.settings_source import hjson_value
+from deepspeed_bamboo.elastic.settings_source import settings_in
 from deepspeed_bamboo.errors import ConfigError
 
 HEADING = ("worker", "stages", "shadows", "state", "of shadows", "activations", "together")
@@ -44,9 +44,7 @@ def asked_for(args: argparse.Namespace, workers: Iterable[WorkerId]) -> Memory |
         return None
     if args.config is None or args.model is None:
         raise ConfigError("what stages take is estimated from --config and --model together; give both")
-    settings = hjson_value(args.config)
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{args.config} holds no JSON object; a DeepSpeed configuration is {{...}}")
+    settings = settings_in(args.config)
     model = model_facts(args.model, args.stages)
     if model is None:
         raise ConfigError("--model needs torch and deepspeed, which are not installed here; install them")

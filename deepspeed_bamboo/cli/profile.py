@@ -6,14 +6,13 @@ import argparse
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from deepspeed_bamboo.config.section import CoordinatorConfig
 from deepspeed_bamboo.errors import EventLogError
 from deepspeed_bamboo.eventlog.costs import MeasuredJob, measured_job
 from deepspeed_bamboo.eventlog.files import read_worker_files
-from deepspeed_bamboo.options import positive
+from deepspeed_bamboo.options import file_path, positive
 
 
 def add_parser(subparsers: Any) -> None:
@@ -25,8 +24,8 @@ def add_parser(subparsers: Any) -> None:
         "for `simulate --profile`, `advise --profile` and `plan --profile`. The job needs bamboo.event_log; what "
         "has not happened in it (losses, joins) is left out, and its defaults stay.",
     )
-    parser.add_argument("log", type=Path, help="event log directory of a run")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
+    parser.add_argument("log", type=file_path, help="event log directory of a run")
+    parser.add_argument("--output", type=file_path, metavar="FILE", help="default: standard output")
     lease = CoordinatorConfig().lease_seconds
     parser.add_argument(
         "--lease-seconds",

@@ -23,6 +23,7 @@ from deepspeed_bamboo.core.schedule import Mode, Plan
 from deepspeed_bamboo.core.timeline import Costs, length
 from deepspeed_bamboo.core.trace import chrome_trace
 from deepspeed_bamboo.core.verify import verify
+from deepspeed_bamboo.options import file_path
 
 if TYPE_CHECKING:
     _SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -71,9 +72,11 @@ def add_parser(subparsers: _SubParsers) -> None:
     parser.add_argument("--forward-slots", type=int, default=1, metavar="N", help="slots of a forward (default: 1)")
     parser.add_argument("--backward-slots", type=int, default=2, metavar="N", help="slots of a backward (default: 2)")
     parser.add_argument("--programs", action="store_true", help="list every worker's instructions as well")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace (JSON); nothing if not given")
     parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="write a picture (needs the plot extra: matplotlib)"
+        "--trace", type=file_path, metavar="FILE", help="write a Chrome trace (JSON); nothing if not given"
+    )
+    parser.add_argument(
+        "--picture", type=file_path, metavar="FILE", help="write a picture (needs the plot extra: matplotlib)"
     )
     parser.set_defaults(run=run)
 

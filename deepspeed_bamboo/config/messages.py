@@ -52,6 +52,8 @@ def _describe_value(finding: Any, *, name: str, field: FieldInfo | None) -> str:
     meaning = f" ({' '.join(field.description.split())})" if field is not None and field.description else ""
     rule = "must be an object" if finding["type"] == "model_type" else finding["msg"]
     rule = rule.replace("Input should be", "must be").replace("should have", "must have")
+    if finding["type"] in ("string_too_short", "too_short") and not value:
+        rule = "is empty, and must not be"
     if finding["type"] == "missing":  # pydantic gives all that is around it as the value
         return f"{name} is missing{meaning}"
     return f"{name}: {value!r} {rule[0].lower()}{rule[1:]}{meaning}"

@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from deepspeed_bamboo.cloud.scripted import parse_script
 from deepspeed_bamboo.config.idle_settings import idle_settings
-from deepspeed_bamboo.config.locations import VARIABLE, located
-from deepspeed_bamboo.config.messages import describe
+from deepspeed_bamboo.config.locations import endpoint_problem, located
+from deepspeed_bamboo.config.reading import read_leniently
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.faults import FaultScript
 from deepspeed_bamboo.storage.folders import location_problem
@@ -360,37 +360,26 @@ class BambooConfig(Section):
         return faults
 
 
-def endpoint_problem(endpoint: str) -> str | None:
-    """What is wrong with ``endpoint`` as host:port, in words that follow it; None when nothing is."""
-    if endpoint.startswith("unix:/"):
-        variable = VARIABLE.search(endpoint)
-        return variable and f"has the variable {variable[0]} in it, which endpoints can't have; write its value"
-    if "://" in endpoint:
-        return f"has a scheme; write {endpoint.split('://', 1)[1].rstrip('/')!r}"
-    host, separator, port = endpoint.rpartition(":")
-    if not separator or not port.isascii() or not port.isdigit():
-        return "has no port; write host:port, as in 10.0.0.5:2379"
-    if len(port) > 5 or not 1 <= int(port) <= 65535:
-        return f"has port {port}; ports are 1 to 65535"
-    if ":" in host and not re.fullmatch(r"\[[0-9A-Fa-f:.%\w]+\]", host):
-        return "has several colons; write an IPv6 address as [address]:port"
-    if not re.fullmatch(r"[\w.-]+|\[.+\]", host):
-        return "has no usable host name; write host:port, as in 10.0.0.5:2379"
-    return None
-
-
 def parse_bamboo_section(section: object) -> BambooConfig:
     """Validate the value of the "bamboo" key. Raises ConfigError that lists every problem."""
+    config, problems = read_bamboo_section(section)
+    if problems:
+        raise ConfigError(*problems, where='the "bamboo" section')
+    return config
+
+
+def read_bamboo_section(section: object) -> tuple[BambooConfig, tuple[str, ...]]:
+    """The settings, and everything that is wrong with them, a sentence each; parts that are wrong have defaults.
+
+    Of what is wrong only because of another wrong part nothing is said. Raises ConfigError where it is no object.
+    """
     if not isinstance(section, Mapping):
         raise ConfigError(f"got {section!r}, but the section is an object; write {{}} for all defaults", where=SECTION)
-    try:
-        config = BambooConfig.model_validate(dict(section))
-    except ValidationError as error:
-        raise ConfigError(*describe(error, model=BambooConfig, section=SECTION), where='the "bamboo" section') from None
-    idle = tuple(idle_settings(config))
-    if idle:
-        raise ConfigError(*idle, where='the "bamboo" section')
-    return config
+    config, wrong, problems = read_leniently(section, model=BambooConfig, name=SECTION)
+    if "enabled" in wrong or not wrong <= BambooConfig.model_fields.keys():  # nobody knows which part was meant
+        return config, problems
+    rest = (idle for idle in idle_settings(config) if not any(f"{part}." in idle for part in wrong))
+    return config, (*problems, *rest)
 
 
 def load_bamboo_section(source: Mapping[str, Any] | str | os.PathLike[str]) -> BambooConfig | None:

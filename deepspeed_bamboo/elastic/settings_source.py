@@ -13,7 +13,7 @@ from typing import Any
 
 import hjson  # type: ignore[import-untyped]
 
-from deepspeed_bamboo.config.section import SECTION, BambooConfig, load_bamboo_section, parse_bamboo_section
+from deepspeed_bamboo.config.section import SECTION, BambooConfig, bamboo_section_of, parse_bamboo_section
 from deepspeed_bamboo.elastic.command_line import CommandLine
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.protocol import CONFIG
@@ -58,10 +58,15 @@ def load_section(source: str) -> BambooConfig | None:
     Reads as leniently as DeepSpeed does, without importing it, which takes seconds. Raises ConfigError
     for a file that isn't there, can't be read or parsed, and for a wrong section.
     """
+    return bamboo_section_of(settings_in(source))
+
+
+def settings_in(source: str) -> dict[str, Any]:
+    """The whole DeepSpeed configuration in ``source``. Raises ConfigError as :func:`load_section` does."""
     settings = hjson_value(source)
     if not isinstance(settings, dict):
         raise ConfigError(f"{_shown(source)} holds no JSON object; a DeepSpeed configuration is {{...}}")
-    return load_bamboo_section(settings)
+    return settings
 
 
 def section_in_script(script: str) -> BambooConfig | None:
@@ -121,8 +126,10 @@ def _decoded(source: str, missing: OSError) -> Any:
         value = hjson.loads(base64.urlsafe_b64decode(source).decode("utf-8"), object_pairs_hook=_without_duplicates)
         _check_characters(value)
     except (ValueError, RecursionError, OverflowError):
+        home = ", with the whole path in place of ~, which shells don't replace behind = or in quotes"
         raise ConfigError(
             f"DeepSpeed configuration {_shown(source)} does not exist; check the path, seen from {Path.cwd()}"
+            f"{home if source.startswith('~') else ''}"
         ) from missing
     return value
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..options import number
+from ..options import file_path, number
 from .advise import Advice, Goal, Option, Outcome, outcome_of, recommend
 from .cli import progress_bar, scenario_of, write_text
 from .console import print_whole, table_console
@@ -48,8 +48,8 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--preset", metavar="NAME", help=f"a preset: {', '.join(preset_names())}")
-    parser.add_argument("--scenario", metavar="FILE", type=Path, help="a scenario of your own (JSON)")
-    parser.add_argument("--profile", metavar="FILE", type=Path, help="your own model, from `ds_bamboo profile`")
+    parser.add_argument("--scenario", metavar="FILE", type=file_path, help="a scenario of your own (JSON)")
+    parser.add_argument("--profile", metavar="FILE", type=file_path, help="your own model, from `ds_bamboo profile`")
     parser.add_argument("--removal-probability", metavar="P", type=number, help="of each machine, per hour, 0 to 1")
     goal = parser.add_argument_group("goal; without one: the cheapest")
     goal.add_argument("--deadline-hours", metavar="H", type=number, help="done by then, as cheaply as possible")

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from ..options import number
+from ..options import file_path, number
 from .build import available_policies
 from .bulk_report import compared_with_undisturbed, said_of_bulk_losses
 from .console import print_whole, table_console
@@ -72,8 +72,12 @@ def add_parser(subparsers: Any) -> None:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to simulate")
     what.add_argument("--preset", metavar="NAME", help=f"a preset: {', '.join(preset_names())}")
-    what.add_argument("--scenario", metavar="FILE", type=Path, help="a scenario of your own (JSON); see configs/sim")
-    what.add_argument("--profile", metavar="FILE", type=Path, help="your own model and costs, from `ds_bamboo profile`")
+    what.add_argument(
+        "--scenario", metavar="FILE", type=file_path, help="a scenario of your own (JSON); see configs/sim"
+    )
+    what.add_argument(
+        "--profile", metavar="FILE", type=file_path, help="your own model and costs, from `ds_bamboo profile`"
+    )
     what.add_argument("--rivals", choices=RIVAL_COSTS, help="more rivals, and what all are charged (sim/rivals.py)")
     what.add_argument("--policy", metavar="NAME", action="append", help="repeatable; default: the preset's, or all")
     what.add_argument("--seeds", metavar="N", type=int, default=1, help="runs with the seeds 1 to N (default 1)")
@@ -86,14 +90,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bulk-minutes", metavar="M", type=number, help="in each M minutes 2 to all but one machine go at once"
     )
     machines.add_argument("--capacity", metavar="N", type=int, help="machines wanted")
-    machines.add_argument("--trace", metavar="FILE", type=Path, help="machines as recorded, instead of by odds")
+    machines.add_argument("--trace", metavar="FILE", type=file_path, help="machines as recorded, instead of by odds")
     machines.add_argument("--segment", metavar="FROM-TO", help="hours of the trace, for example 1.5-2.5")
     predictors = parser.add_argument_group("predictors of availability, instead of policies")
     predictors.add_argument("--predictors", action="store_true", help="their mean absolute errors on --trace")
     predictors.add_argument("--horizons", metavar="N,N", default="5,8,12", help="minutes ahead (default 5,8,12)")
     out = parser.add_argument_group("results")
     out.add_argument("--json", metavar="FILE", help="write the results as JSON; - is standard output, without a table")
-    out.add_argument("--plot", metavar="FILE", type=Path, help="draw the policies over time (extra: plot)")
+    out.add_argument("--plot", metavar="FILE", type=file_path, help="draw the policies over time (extra: plot)")
     out.add_argument("--jobs", metavar="N", type=int, default=1, help="processes; the results are the same (default 1)")
     out.add_argument("--list", action="store_true", help="list presets and their policies, and end")
 

@@ -109,6 +109,16 @@ def test_check_looks_at_files_and_at_the_event_log_as_the_job_will(
         assert text.replace("FILE", str(path)) in error
 
 
+def test_check_prints_every_problem_of_every_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    section = {"redundancy": {"mod": "lazy"}, "checkpoint": {"keep": 3}, "event_log": "/proc/nope"}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "bamboo": section}))
+    assert main(["check", str(path)]) == 1
+    error = capsys.readouterr().err
+    for text in ("4 problems", "bamboo.redundancy.mod", "checkpoint.keep is 3", "optimization.stage is 2", NOWHERE):
+        assert text in error
+
+
 MANY = [f"host{number}:2379" for number in range(100_000)]
 
 

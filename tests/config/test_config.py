@@ -10,11 +10,11 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from deepspeed_bamboo.config.locations import endpoint_problem
 from deepspeed_bamboo.config.section import (
     BambooConfig,
     Location,
     Section,
-    endpoint_problem,
     load_bamboo_section,
     parse_bamboo_section,
 )
@@ -95,7 +95,9 @@ def test_suspicion_follows_the_lease_unless_set() -> None:
         ({"redundancy": {"losses_per_hour": 2.0}}, ["losses_per_hour is 2.0", "mode is 'lazy'", 'mode to "auto"']),
         ({"redundancy": {"mode": "full", "overlap": True}}, ["overlap is True", "mode is 'full'", 'mode to "eager"']),
         ({"notices": {"source": "none", "poll_seconds": 1.0}}, ["poll_seconds is 1.0", "another source"]),
-        ({"event_log": ""}, ["bamboo.event_log", "at least 1"]),
+        ({"event_log": ""}, ["bamboo.event_log", "names nothing", "write a path", "null"]),
+        ({"checkpoint": {"dir": ""}}, ["bamboo.checkpoint.dir", "names nothing", "write a path", "null"]),
+        ({"topology": {"zones": ""}}, ["bamboo.topology.zones: '' is empty, and must not be"]),
         ({"event_log": "a\0b"}, ["bamboo.event_log", "control characters", "write another path"]),
         ({"checkpoint": {"dir": "  "}}, ["bamboo.checkpoint.dir: '  '", "blank"]),
         ({"enabled": "yes"}, ["bamboo.enabled", "'yes'", "bool"]),
@@ -131,6 +133,35 @@ def test_settings_with_an_effect_and_those_switched_off_on_purpose_pass(section:
 def test_a_section_with_all_defaults_written_out_passes() -> None:
     shown = parse_bamboo_section({}).model_dump()
     assert parse_bamboo_section(shown).model_dump() == shown
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (
+            {"redundancy": {"mod": "lazy"}, "checkpoint": {"keep": 3}},
+            ["bamboo.redundancy.mod", "bamboo.checkpoint.keep"],
+        ),
+        (
+            {
+                "seed": "1",
+                "redundancy": {"copies": 2, "mode": "off"},
+                "notices": {"source": "none", "poll_seconds": 1.0},
+            },
+            ["bamboo.seed", "copies is 2", "bamboo.notices.poll_seconds"],
+        ),
+        # What another wrong part may be the cause of is left out.
+        ({"checkpoint": {"dri": "c", "keep": 3}, "topology": {"wait_for_machines_seconds": 9.0}}, ["checkpoint.dri"]),
+        ({"chekpoint": {"dir": "c"}, "topology": {"wait_for_machines_seconds": 9.0}}, ["bamboo.chekpoint"]),
+        ({"enabled": "no", "checkpoint": {"keep": 3}}, ["bamboo.enabled"]),
+    ],
+)
+def test_problems_of_all_kinds_are_listed_at_once(section: dict[str, Any], expected: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_bamboo_section(section)
+    assert len(caught.value.problems) == len(expected)
+    for part in expected:
+        assert part in str(caught.value)
 
 
 def test_every_problem_is_listed_at_once() -> None:

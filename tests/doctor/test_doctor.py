@@ -362,6 +362,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert main(["doctor", "--config", str(path)]) == 1
     assert capsys.readouterr().out.startswith("BLOCKER: zero_optimization.stage is 3")
     assert main(["doctor", "--config", str(tmp_path / "missing.json")]) == 1
+    wrong = {"redundancy": {"mod": "lazy"}, "checkpoint": {"keep": 3}}
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}, "bamboo": wrong}))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    capsys.readouterr()
+    assert main(["doctor", "--config=~/ds.json"]) == 1
+    shown = capsys.readouterr().out
+    for text in ("unknown key bamboo.redundancy.mod", "checkpoint.keep is 3", "zero_optimization.stage is 3"):
+        assert f"BLOCKER: {text}" in shown or f"BLOCKER: bamboo.{text}" in shown
+    assert "    set checkpoint.dir, too, or leave keep out" in shown
 
 
 def test_layers_and_memory_are_looked_at_where_the_model_is_named(
