@@ -398,6 +398,19 @@ def test_a_wrong_password_is_called_that(tmp_path: Path) -> None:
     assert all("refuses this user" in str(error) and "no answer" not in str(error) for error in told)
 
 
+def test_an_etcd_with_users_asks_for_the_configuration(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*args: object, **kwargs: object) -> object:
+        raise CoordinatorUnavailable(endpoints=["h:1"], tried_seconds=5.0, reason="etcdserver: user name is empty")
+
+    monkeypatch.setattr("deepspeed_bamboo.elastic.running_job.open_store", refused)
+    assert main(["status", "--endpoints", "h:1", "--job", "j"]) == 1
+    told = capsys.readouterr().err
+    assert "user name is empty" in told and "give --deepspeed_config FILE instead" in told
+    assert "coordinator.username" not in told  # there is none on this command line
+
+
 def test_a_job_that_is_not_there_is_named_with_those_that_are(
     job: JobCoordinator, server: PrivateEtcd, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from deepspeed_bamboo.errors import BambooError
 from deepspeed_bamboo.options import path_text
 
 if TYPE_CHECKING:
-    from deepspeed_bamboo.coordination import JobCoordinator
+    from deepspeed_bamboo.coordination import EtcdGuard, JobCoordinator
     from deepspeed_bamboo.coordination.records import EndedJob
 
 _CONNECT_SECONDS = 5.0
@@ -33,6 +33,10 @@ class NotMeantError(BambooError):
 
 class NoSuchJobError(BambooError):
     """There is no such job, or no such node in it; the message lists those that exist."""
+
+
+class NoUserError(BambooError):
+    """The job's etcd has users and passwords, and the command names none."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -209,7 +213,8 @@ def _find(
     from deepspeed_bamboo.coordination import JobCoordinator, running_jobs
     from deepspeed_bamboo.elastic.running_job import open_store
 
-    store = open_store(endpoints, within_seconds=_CONNECT_SECONDS, guard=guard)
+    with _user_named(guard, endpoints):
+        store = open_store(endpoints, within_seconds=_CONNECT_SECONDS, guard=guard)
     opened.callback(store.close)
     where = f"at {','.join(endpoints)} under {prefix}"
     if job is None:
@@ -218,6 +223,23 @@ def _find(
     if not coordinator.agents() and coordinator.peek_epoch() is None and coordinator.failure() is None:
         raise NoSuchJobError(f"no job {job!r} {where}; {_those(running_jobs(store, prefix=prefix))}")
     return coordinator
+
+
+@contextmanager
+def _user_named(guard: EtcdGuard | None, endpoints: list[str]) -> Iterator[None]:
+    """Say what to do where etcd wants a user and the command line names only its address. Raises NoUserError."""
+    from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable
+
+    try:
+        yield
+    except CoordinatorUnavailable as error:
+        if not error.refused or guard is None or guard.username is not None:
+            raise
+        raise NoUserError(
+            f"the etcd at {','.join(endpoints)} lets only known users in ({error.reason}), and --endpoints names none; "
+            "give --deepspeed_config FILE instead, the job's own: its section says who the user is, and which variable "
+            "has the password"
+        ) from error
 
 
 def _find_here(job: str | None, opened: contextlib.ExitStack) -> JobCoordinator:

@@ -36,19 +36,24 @@ class CoordinationError(BambooError):
 
 
 class CoordinatorUnavailable(CoordinationError):
-    """No answer from the store: ``endpoints`` were tried for ``tried_seconds``, the last refusal was ``reason``."""
+    """No answer from the store: ``endpoints`` were tried for ``tried_seconds``, the last refusal was ``reason``.
+
+    ``refused``: it answers, and does not let this user in. ``answered``: something answers, so starting it won't help.
+    """
 
     def __init__(self, *, endpoints: Sequence[str], tried_seconds: float, reason: str) -> None:
         self.endpoints = tuple(endpoints)
         self.tried_seconds = tried_seconds
         self.reason = reason
+        self.refused = any(refusal in reason for refusal in _REFUSALS)
+        self.answered = self.refused or _FULL in reason or any(sign in reason for sign in _NO_ETCD)
         where = f"the coordinator at {', '.join(self.endpoints)}"
         if _FULL in reason:
             text = (
                 f"{where} refuses writes, as its database has reached its quota ({reason}); compact and defragment "
                 f"etcd, or raise its --quota-backend-bytes, and end the alarm with `etcdctl alarm disarm`"
             )
-        elif any(refusal in reason for refusal in _REFUSALS):
+        elif self.refused:
             text = (
                 f"{where} refuses this user ({reason}); check coordinator.username, the password in the variable that "
                 "coordinator.password_env names, and what the user's role may read and write"
@@ -61,7 +66,8 @@ class CoordinatorUnavailable(CoordinationError):
         else:
             text = (
                 f"{where} gave no answer within {tried_seconds:.1f} s ({reason}); check that etcd (v3 API) runs there "
-                f"and that this machine can reach it, or set coordinator.endpoints to [] to let the job start its own"
+                "and that this machine can reach it; if it is only slow, raise coordinator.connect_timeout_seconds; or "
+                "set coordinator.endpoints to [] to let the job start its own"
             )
         super().__init__(text)
 

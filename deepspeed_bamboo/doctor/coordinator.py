@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator
 
 from deepspeed_bamboo.coordination.endpoints import Endpoint
-from deepspeed_bamboo.coordination.errors import CoordinationError, EndpointError
+from deepspeed_bamboo.coordination.errors import CoordinationError, CoordinatorUnavailable, EndpointError
 from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.guard import EtcdGuard
 from deepspeed_bamboo.doctor.finding import Finding, warning
@@ -30,7 +30,7 @@ def check_coordinator(subject: Subject) -> Iterator[Finding]:
     except EndpointError as error:
         yield Finding(str(error), "etcd can't be checked before that is right")
         return
-    away: list[str] = []
+    away: list[tuple[str, str]] = []
     for text in settings.endpoints:
         store = EtcdStore([Endpoint.parse(text)], guard=guard, call_timeout_seconds=settings.connect_timeout_seconds)
         try:
@@ -38,17 +38,21 @@ def check_coordinator(subject: Subject) -> Iterator[Finding]:
             yield from _written(store, text, prefix=settings.prefix, lease_seconds=settings.lease_seconds)
             yield from room(text, store.database_bytes())
         except (CoordinationError, EndpointError) as error:
-            away.append(f"etcd at {text}: {error}")
+            away.append((f"etcd at {text}: {error}", _remedy(error)))
         finally:
             store.close()
-    for problem in away:
-        yield Finding(
-            problem,
-            "start it, or open its port to this machine; fewer than half of the members may be down for a while",
-            blocker=2 * len(away) >= len(settings.endpoints),
-        )
+    for problem, remedy in away:
+        yield Finding(problem, remedy, blocker=2 * len(away) >= len(settings.endpoints))
     if len(settings.endpoints) == 2:
         yield warning("etcd with 2 members stops when one of them is down", "use 1 member or 3")
+
+
+def _remedy(error: Exception) -> str:
+    if isinstance(error, CoordinatorUnavailable) and error.refused:
+        return "it runs, so don't restart it: correct user, password or role"
+    if isinstance(error, CoordinatorUnavailable) and error.answered:
+        return "it answers, so don't restart it: do what the line above says"
+    return "start it, or open its port to this machine; fewer than half of the members may be down for a while"
 
 
 def room(endpoint: str, database_bytes: int) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ from moto.core import set_initial_no_auth_action_count
 
 from deepspeed_bamboo.cli.main import main
 from deepspeed_bamboo.coordination.endpoints import Endpoint
+from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable
 from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.server import PrivateEtcd
 from deepspeed_bamboo.device_queues import queue_problems
@@ -261,6 +262,26 @@ def test_an_etcd_that_is_away_blocks_and_one_of_three_does_not(etcd: str) -> Non
         findings = found(subject(section=section(coordinator=settings)))
         assert f"etcd at {nowhere}: " in findings[0].what
         assert [finding.blocker for finding in findings] == blocks
+
+
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        ("etcdserver: authentication failed, invalid user ID or password", "don't restart it: correct user, password"),
+        ("etcdserver: mvcc: database space exceeded", "don't restart it"),
+        ("connection refused", "raise coordinator.connect_timeout_seconds"),
+    ],
+)
+def test_what_to_do_about_an_etcd_fits_what_it_says(
+    reason: str, remedy: str, etcd: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: EtcdStore, *, within_seconds: float) -> None:
+        raise CoordinatorUnavailable(endpoints=["h:1"], tried_seconds=within_seconds, reason=reason)
+
+    monkeypatch.setattr(EtcdStore, "ping", refused)
+    (finding,) = found(with_etcd(etcd))
+    assert remedy in str(finding)
+    assert ("start it, or open its port" in finding.remedy) == (reason == "connection refused")
 
 
 def test_a_slow_etcd_is_told_of(etcd: str, monkeypatch: pytest.MonkeyPatch) -> None:
