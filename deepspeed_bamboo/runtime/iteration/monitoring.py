@@ -57,6 +57,7 @@ class FollowingMonitor:
         self._config = config
         self._reports = reports
         self._writer: Any = stock if wrote_first else None
+        self._follows = False  # another has written before
         self._recent: deque[Sequence[Event]] = deque(maxlen=_KEPT)
 
     def note(self, events: Sequence[Event]) -> None:
@@ -66,33 +67,46 @@ class FollowingMonitor:
         self._recent.append(events)
         if not self._reports():
             self._writer = None  # the new reporter keeps writing; this writer would begin a new file
-        elif self._writer is not None:
-            self._writer.write_events(list(events))
-        else:
-            self._writer = MonitorMaster(self._config)
-            for kept in self._recent:
-                self._writer.write_events(self._not_in_files(kept))
+        elif not self._opened():
+            self._write(events)
 
     def write_events(self, events: Sequence[Event], flush: bool = True) -> None:
         """For scripts: as DeepSpeed's, on the reporter."""
-        if self.wanted and self._reports() and self._writer is not None:
-            self._writer.write_events(list(events))
+        if self.wanted and self._reports():
+            self._opened()
+            self._write(events)
+
+    def _opened(self) -> bool:
+        """Whether this made the writer, which has written all that is kept then."""
+        if self._writer is not None:
+            return False
+        self._writer, self._follows = MonitorMaster(self._config), True
+        for kept in self._recent:
+            self._write(self._not_in_files(kept))
+        return True
+
+    def _write(self, events: Sequence[Event]) -> None:
+        csv = getattr(self._writer, "csv_monitor", None)
+        if self._follows and csv is not None:  # heads are there, whichever of the files comes first
+            names = {name for event in events if _file(csv, name := _file_name(event)).is_file()}
+            csv.filenames += sorted(names - set(csv.filenames))
+        self._writer.write_events(list(events))
 
     def _not_in_files(self, events: Sequence[Event]) -> list[Event]:
-        """Those of ``events`` that the csv files of an earlier reporter lack; their heads are written already."""
+        """Those of ``events`` that the csv files of an earlier reporter lack."""
         csv = getattr(self._writer, "csv_monitor", None)
         if csv is None:
             return list(events)
-        missing = []
-        for event in events:
-            name = event[0].replace("/", "_").replace(" ", "_")
-            file = Path(csv.log_dir) / f"{name}.csv"
-            last = _last_step(file)
-            if last is not None and name not in csv.filenames:
-                csv.filenames.append(name)
-            if last is None or event[2] > last:
-                missing.append(event)
-        return missing
+        last = {event: _last_step(_file(csv, _file_name(event))) for event in events}
+        return [event for event in events if (step := last[event]) is None or event[2] > step]
+
+
+def _file_name(event: Event) -> str:
+    return event[0].replace("/", "_").replace(" ", "_")
+
+
+def _file(csv: Any, name: str) -> Path:
+    return Path(csv.log_dir) / f"{name}.csv"
 
 
 def _last_step(file: Path) -> int | None:
