@@ -56,6 +56,15 @@ def test_files_of_evaluations_have_one_head_whichever_comes_first(
         assert [row.partition(",")[0].isdigit() for row in rows(tmp_path, name)].count(False) == 1
 
 
+def test_a_new_reporter_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, reporter = monitors(tmp_path, monkeypatch)
+    assert not (first.reports_newly() or second.reports_newly())
+    reporter[0] = 1
+    assert [second.reports_newly(), second.reports_newly(), first.reports_newly()] == [True, False, False]
+    reporter[0] = 0
+    assert not first.reports_newly(), "its script has had rank 0 from the start"
+
+
 def test_what_a_script_writes_comes_with_a_take_over_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, reporter = monitors(tmp_path, monkeypatch)
     own: list[Event] = [(OWN, 0.25, 8)]

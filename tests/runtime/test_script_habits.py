@@ -91,6 +91,8 @@ def test_losses_exports_and_monitors_are_whole_after_the_ends_were_lost(jobs: Jo
     assert exported == everything, "the script's module shows all that its worker hosts"
     assert [whole for rank in (1, 2) if (whole := result.values[rank]["whole"])] == [everything]
     assert "state_dict() have the weights of" in result.transcript()
+    told = [rank for rank in (1, 2) if "this worker stands for rank 0 from now on" in result.outputs[rank]]
+    assert [bool(result.values[rank]["whole"]) for rank in told] == [True], "on its new reporter alone"
     for name in ("lr", "train_loss"):
         file = f"rows/Train_Samples_{name}.csv"
         rows = (tmp_path / "own" / file).read_text().splitlines()

@@ -15,11 +15,17 @@ from typing import Any, Protocol
 from deepspeed.monitor.monitor import MonitorMaster
 
 from deepspeed_bamboo.runtime.iteration.worker import Worker
+from deepspeed_bamboo.runtime.job.news import tell
 
 Event = tuple[str, float, int]
 """Name, value, and global samples."""
 
 _KEPT = 2  # lists of events: workers are one activity apart at most
+
+_NEW_REPORTER = (
+    "this worker stands for rank 0 from now on, and the job trains. A script that asked for its rank once, at its "
+    "start, prints and writes no more from here; one that asks `engine.is_reporter` each time does"
+)
 
 
 class MonitoredEngine(Protocol):
@@ -58,7 +64,15 @@ class FollowingMonitor:
         self._reports = reports
         self._writer: Any = stock if wrote_first else None
         self._follows = False  # another has written before
+        self._began_as_reporter = wrote_first
         self._recent: deque[Sequence[Event]] = deque(maxlen=_KEPT)
+
+    def reports_newly(self) -> bool:
+        """Whether this worker reports now, whose script had another rank at its start; True once."""
+        if self._began_as_reporter or not self._reports():
+            return False
+        self._began_as_reporter = True
+        return True
 
     def note(self, events: Sequence[Event]) -> None:
         """On every worker that holds a stage, after each step or evaluation: write ``events`` if it is the reporter."""
@@ -131,7 +145,9 @@ def follow_reporter(engine: MonitoredEngine) -> FollowingMonitor:
 
 
 def note_step(engine: MonitoredEngine) -> None:
-    """What DeepSpeed writes after a step."""
+    """What DeepSpeed writes after a step, and what a script that keeps ranks no longer writes."""
+    if engine.monitor.reports_newly():
+        tell(engine.worker, _NEW_REPORTER)
     if not engine.monitor.wanted or not engine.worker.host.replicas():
         return
     samples = engine.global_samples
