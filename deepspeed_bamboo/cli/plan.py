@@ -76,16 +76,7 @@ def add_parser(subparsers: _SubParsers) -> None:
     parser.add_argument(
         "--micro-batches", type=int, default=8, metavar="M", help="of an iteration, for its time (default: 8)"
     )
-    parser.add_argument(
-        "--config", type=path_text, metavar="FILE", help="DeepSpeed's JSON: with --model, what devices have to hold"
-    )
-    parser.add_argument("--model", metavar="NAME", help="a model of scripts/train.py, for --config")
-    parser.add_argument(
-        "--device-gib",
-        type=positive,
-        metavar="GIB",
-        help="memory of a device, for --config: what none can hold is not planned",
-    )
+    _add_memory(parser)
     parser.add_argument("--write", type=file_path, metavar="FILE", help="write the placement as JSON, for --current")
     parser.set_defaults(run=run)
 
@@ -97,6 +88,20 @@ def _add_redundancy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=modes, default=mode, help=f"redundancy.mode (default: {mode})")
     parser.add_argument(
         "--copies", type=int, choices=(1, 2), default=1, help="redundancy.copies: shadows of each stage (default: 1)"
+    )
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    """Options for what devices have to hold."""
+    parser.add_argument(
+        "--config", type=path_text, metavar="FILE", help="DeepSpeed's JSON: with --model, what devices have to hold"
+    )
+    parser.add_argument("--model", metavar="NAME", help="a model of scripts/train.py, for --config")
+    parser.add_argument(
+        "--device-gib",
+        type=positive,
+        metavar="GIB",
+        help="memory of a device, for --config: what none can hold is not planned",
     )
 
 

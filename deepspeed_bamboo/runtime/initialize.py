@@ -26,6 +26,7 @@ from deepspeed_bamboo.runtime.stock.meeting_layers import meeting_layers
 from deepspeed_bamboo.runtime.stock.patches.entry_points import engine_class
 from deepspeed_bamboo.runtime.stock.patches.full_values import count_full_values
 from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
+from deepspeed_bamboo.runtime.stock.scripted_layers import scripted_layers
 from deepspeed_bamboo.runtime.stock.start_block import StartBlock, block_of
 from deepspeed_bamboo.runtime.stock.symbols import require_symbols
 from deepspeed_bamboo.runtime.stock.world import has_engine
@@ -159,7 +160,7 @@ def _validate(
         shape=_shape(model) if isinstance(model, PipelineModule) else None,
         further=(
             *_problems_with_pipelines(model, config),
-            *_problems_with_layers(model),
+            *_problems_with_layers(model, config, seat),
             *_problems_with_optimizer(arguments.get("optimizer"), seat, configured=bool(settings.get("optimizer"))),
         ),
     )
@@ -186,9 +187,13 @@ def _problems_with_pipelines(model: Any, config: BambooConfig) -> Iterator[str]:
     )
 
 
-def _problems_with_layers(model: Any) -> list[str]:
-    """Where layers of different workers meet within an iteration."""
-    return meeting_layers(model, ranks=model._topo.world_size()) if isinstance(model, PipelineModule) else []
+def _problems_with_layers(model: Any, config: BambooConfig, seat: Seat | None) -> Iterator[str]:
+    """Where layers of different workers meet within an iteration, or can't be made on another worker."""
+    if not isinstance(model, PipelineModule):
+        return
+    yield from meeting_layers(model, ranks=model._topo.world_size())
+    if config.redundancy.mode != "off" or (seat is not None and seat.workers < len(seat.grid)):
+        yield from scripted_layers(model)
 
 
 def _problems_with_optimizer(optimizer: Any, seat: Seat | None, *, configured: bool) -> Iterator[str]:

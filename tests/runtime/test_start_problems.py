@@ -19,6 +19,7 @@ from deepspeed_bamboo.runtime import initialize
 from deepspeed_bamboo.runtime.membership import starting
 from deepspeed_bamboo.runtime.stock.meeting_layers import meeting_layers
 from deepspeed_bamboo.runtime.stock.recounting import counts_twice
+from deepspeed_bamboo.runtime.stock.scripted_layers import scripted_layers
 from deepspeed_bamboo.runtime.stock.sparse_gradients import has_sparse, sparse_layers
 
 
@@ -131,6 +132,18 @@ def test_layers_that_meet_other_workers_within_an_iteration_are_refused_on_every
     for told in (found(Experts(linear)), found(linear, LayerSpec(MoE, 2, linear))):
         (problem,) = told
         assert "of deepspeed.moe." in problem and "without the plugin" in problem
+
+
+def test_layers_that_torch_jit_has_compiled_are_named_with_what_to_do() -> None:
+    linear = torch.nn.Linear(2, 2)
+    stage = torch.nn.ModuleDict({"3": linear, "4": torch.nn.Sequential(linear, torch.nn.ReLU())})
+    stage["loss_fn"] = torch.jit.script(torch.nn.MSELoss())
+    assert not list(scripted_layers(stage)), "the loss function is the script's own everywhere"
+    stage["4"] = torch.nn.Sequential(linear, torch.nn.Sequential(torch.jit.script(torch.nn.Linear(2, 2))))
+    stage["5"] = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    inner, whole = scripted_layers(stage)
+    assert inner.startswith("1.0 of layer 4 is a module that torch.jit has compiled") and "torch.compile" in inner
+    assert whole.startswith("layer 5 is a module that torch.jit has compiled")
 
 
 def _speaker(me: str) -> Any:

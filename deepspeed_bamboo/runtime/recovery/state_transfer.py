@@ -114,6 +114,8 @@ class StateTransfer:
         try:
             with self._worker.session.works.watch(f"building {coordinate}"):
                 replica = self._worker.host.build(coordinate, process_rank=self._process_rank(), description=described)
+        except KeyError as error:  # the text of which is a key, and says nothing by itself
+            return None, (f"making it fails where {error} is looked up",)
         except LookupError as error:
             return None, (str(error),)
         made = self._worker.host.description(replica)
