@@ -16,11 +16,12 @@ from deepspeed_bamboo.core.contributions import merged
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.instructions import Instruction, Op
 from deepspeed_bamboo.core.schedule import Mode
+from deepspeed_bamboo.runtime.at_work import at_work
 from deepspeed_bamboo.runtime.changes import Changes
 from deepspeed_bamboo.runtime.checkpoint.beginning import Beginning
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.comm.peers import Links
-from deepspeed_bamboo.runtime.for_scripts import ScriptEngine, at_work
+from deepspeed_bamboo.runtime.for_scripts import ScriptEngine
 from deepspeed_bamboo.runtime.iteration.activity import ActivityState
 from deepspeed_bamboo.runtime.iteration.evaluation import EvaluationRequest, data_as_others, evaluate
 from deepspeed_bamboo.runtime.iteration.evaluation_position import EvaluationPositions
@@ -301,10 +302,9 @@ class BambooPipelineEngine(ScriptEngine):
         super()._exec_backward_pass(buffer_id)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
-        if torch.is_grad_enabled():
-            self._train_iteration()
-        else:
+        if not torch.is_grad_enabled():
             raise RuntimeError("evaluation goes through eval_batch")
+        self._train_iteration()
 
     @at_work
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Any:
@@ -330,6 +330,7 @@ class BambooPipelineEngine(ScriptEngine):
         note_step(self)
         if self.checkpoints is not None:
             self.checkpoints.take_if_due()
+        self.failover.before_script()
         return loss
 
     @at_work
@@ -349,9 +350,11 @@ class BambooPipelineEngine(ScriptEngine):
         self.owner_changes.follow_evaluation()
         try:
             with self.feed.reading(evaluation):
-                return evaluate(self, request)
+                result = evaluate(self, request)
         finally:
             self.evaluated.advance(data_iter, micro_batches)
+        self.failover.before_script()
+        return result
 
     def _aggregate_total_loss(self) -> torch.Tensor:
         return aggregate_losses(self)
@@ -442,7 +445,6 @@ class BambooPipelineEngine(ScriptEngine):
         return call.exchange  # type: ignore[return-value]
 
     def _before_instruction(self, instruction: Instruction, replica: StageReplica) -> None:
-        at = FAULT_POINTS.get(instruction.op)
-        if at is not None:
+        if (at := FAULT_POINTS.get(instruction.op)) is not None:
             self.worker.strike_if_scripted(replica.coordinate, at, instruction.micro_batch)
         self.failover.before(instruction)

@@ -7,7 +7,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from deepspeed.pipe import PipelineModule
@@ -18,6 +18,7 @@ from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.slowness import DATA, SCRIPT, Cause
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.eventlog.log import EventLog
+from deepspeed_bamboo.runtime.at_work import as_between_calls, at_work
 from deepspeed_bamboo.runtime.checkpoint.beginning import ENDED
 from deepspeed_bamboo.runtime.checkpoint.stage_files import Around, StageFiles
 from deepspeed_bamboo.runtime.comm.epoch_monitor import JobCompleteError
@@ -42,30 +43,6 @@ from deepspeed_bamboo.runtime.stock.script_writes import ScriptWrites
 from deepspeed_bamboo.runtime.stock.stock_files import StockFiles
 
 _LAST_MESSAGES_SECONDS = 5.0
-
-_MAIN_THREAD_ONLY = frozenset({"train_batch", "eval_batch"})
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def at_work(method: Method) -> Method:
-    """``method`` of the engine, in which DeepSpeed and the plugin use the modules, each one stage at a time."""
-
-    @functools.wraps(method)
-    def call(engine: ScriptEngine, *args: Any, **kwargs: Any) -> Any:
-        if method.__name__ in _MAIN_THREAD_ONLY:
-            if in_thread_of_script():
-                error = ConfigError(
-                    f"{method.__name__} was called in the thread {threading.current_thread().name!r}, and the plugin "
-                    "knows the main thread only as the one that trains: call initialize and it there"
-                )
-                engine.refused = None if engine.used else error
-                raise error
-            engine.refused, engine.used = None, True
-        with engine.working():
-            return method(engine, *args, **kwargs)
-
-    return call  # type: ignore[return-value]
 
 
 class ScriptEngine(PipelineEngine):  # type: ignore[misc]
@@ -424,9 +401,15 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
         """An all-gather that survives losses: what ``value`` returns on each live worker, by worker.
 
         Collective, between iterations. ``kind`` names the call, the same on all. After a loss ``value`` is called
-        again, unless somebody has seen the result already. Values are plain data and tensors.
+        again, unless somebody has seen the result already. Values are plain data and tensors. ``value`` sees modules,
+        ranks and stages as the script does between two calls, those of stages that were just taken over, too.
         """
-        return self.worker.agree_on(kind, value)
+
+        def seen_by_script() -> Any:
+            with as_between_calls(self):
+                return value()
+
+        return self.worker.agree_on(kind, seen_by_script)
 
     @property
     def finished(self) -> bool:

@@ -19,6 +19,7 @@ def test_what_a_loss_left_to_copy_is_not_copied_over_a_state_that_a_fatal_one_br
         links=None,
         view=None,
         placement=None,
+        activity=SimpleNamespace(index=3),  # its script has not seen the end of it, others have
     )
     failover = Failover(
         worker,
@@ -36,7 +37,7 @@ def test_what_a_loss_left_to_copy_is_not_copied_over_a_state_that_a_fatal_one_br
         ),
     )
     failover._to_copy = [Coordinate(0, 1)]  # as an ordinary loss leaves it where the agreed step comes first
-    fatal = SimpleNamespace(restoring=7), nothing, SimpleNamespace(lost=("b", "c"))
+    fatal = SimpleNamespace(restoring=7, placement=None), SimpleNamespace(activity=4), SimpleNamespace(lost=("b", "c"))
     failover._recovery = SimpleNamespace(recover=lambda cause, placement: fatal)  # type: ignore[assignment]
     failover.run(EpochChangedError())
     failover.copy_lost()

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from deepspeed_bamboo.core.between_steps import missing
 from deepspeed_bamboo.core.consensus import Conclusion, Report
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.core.instructions import Instruction, Op
-from deepspeed_bamboo.core.placement import Placement
+from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.planning import plan_inference, plan_iteration
 from deepspeed_bamboo.core.progress import CoordinateProgress
 from deepspeed_bamboo.core.recovery import progress_by_holders
@@ -76,6 +77,7 @@ class Failover:
         self._conclusion: Conclusion | None = None  # of the last loss
         # Coordinates that this worker owns by copying another pipeline's state, which it has yet to do.
         self._to_copy: list[Coordinate] = []
+        self._script_waits = False  # its call has yet to return, so it has computed nothing without a stage
 
     @property
     def recovering(self) -> bool:
@@ -95,6 +97,17 @@ class Failover:
     def redoing(self) -> bool:
         """True while steps are done again that the script has done already."""
         return self._restoring.depth > 0
+
+    def before_script(self) -> None:
+        """A call returns to the script: take over what is known to be lost, so that the script finds all stages."""
+        try:
+            self._worker.session.interruption.check()
+        except EpochChangedError as cause:
+            self._script_waits = True
+            try:
+                self.run(cause)
+            finally:
+                self._script_waits = False
 
     def run(self, cause: EpochChangedError | PeerLostError) -> None:
         """Bring this worker into the newest epoch and lay down what is left to do in the current activity.
@@ -122,6 +135,7 @@ class Failover:
         self._shadow_rebuild.end()
         self._restoring.interrupt()
         record, conclusion, clock = self._recovery.recover(cause, placement=before)
+        self._say_what_was_missing(conclusion, before=before, after=record.placement, lost=clock.lost)
         if record.restoring >= 0:
             self._clock, self._to_copy = None, []  # what an earlier loss left to do comes back with the state
             self._modes.lost(len(clock.lost))
@@ -278,6 +292,31 @@ class Failover:
         """Of what was lost, the coordinates that this worker hosts now."""
         hosted = self._worker.placement.hosted_by(self._worker.me)
         return [str(c) for c in self._lost_coordinates if c in hosted]
+
+    def _say_what_was_missing(
+        self, conclusion: Conclusion, *, before: Placement, after: Placement, lost: tuple[WorkerId, ...]
+    ) -> None:
+        """On who takes a stage over that nobody had while this worker's script may have computed something.
+
+        Others have given what they have to what scripts compute together. Steps that are done again are no script's.
+        """
+        worker = self._worker
+        if self._script_waits or self.redoing or worker.activity.index < conclusion.activity:
+            return
+        coordinates, certain = missing(conclusion, before=before, lost=lost)
+        taken = " ".join(str(c) for c in coordinates if after.owner(c) == worker.me)
+        if not taken:
+            return
+        since = f"since step {conclusion.step - 1}" if conclusion.step else "before the first step"
+        between = "between two calls of the engine"
+        lacks = (
+            f"what was computed {since} from parameters, or by rank or stage (a sum, an export, a broadcast from one "
+            f"rank), lacks {taken}, which this worker has from now on. engine.agree_on(name, function) calls its "
+            "function again after a loss"
+        )
+        call = "the evaluation" if conclusion.kind == "evaluate" else f"step {conclusion.step}"
+        maybe = f"before anything of {call} came from there. If that was {between}, {lacks}"
+        tell(worker, f"{', '.join(lost)} was lost {f'{between}: {lacks}' if certain else maybe}")
 
     def _say_unprotected(self) -> None:
         """After a loss: which stages nobody else can take over any more, for want of their data."""
