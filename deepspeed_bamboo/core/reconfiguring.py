@@ -23,6 +23,7 @@ from deepspeed_bamboo.core.timing import Profile, iteration_seconds
 LEAST_GAIN = 0.03
 _PAID_BACK_ITERATIONS = 100
 _MOVE_SECONDS = 0.5
+_SHOWN_MOVES = 6
 
 
 @dataclass(frozen=True)
@@ -189,13 +190,15 @@ def _by_time(
     names = tuple(site.worker for site in new)
     if not (leaving or new) and (gain < LEAST_GAIN * now or gain * _PAID_BACK_ITERATIONS < _MOVE_SECONDS):
         return _with_safer_shadows(placement, staying, found=found.placement, roomy=memory is None)
-    came = _reason(joining=names, leaving=leaving, uneven=False) if new or leaving else "balance"
+    came = (
+        _reason(joining=names, leaving=leaving, uneven=False) if new or leaving else _moved(placement, found.placement)
+    )
     return Target(
         members=tuple(site.worker for site in sites),
         joining=names,
         leaving=leaving,
         placement=found.placement,
-        reason=f"{came}; passes of an iteration take {found.seconds:.3g} s in place of {now:.3g} s",
+        reason=f"{came}; passes of an iteration are expected to take {found.seconds:.3g} s, {now:.3g} s before",
     )
 
 
@@ -268,6 +271,13 @@ def _lost_with_a_node(placement: Placement, members: Sequence[WorkerSite]) -> tu
 def _most_hosted(placement: Placement) -> int:
     owners = [worker for _, worker in placement.owners]
     return max(owners.count(worker) for worker in set(owners))
+
+
+def _moved(before: Placement, after: Placement) -> str:
+    """Which stages go where for speed."""
+    moves = [f"{c} to {after.owner(c)}" for c in after.grid if after.owner(c) != before.owner(c)]
+    more = f" and {len(moves) - _SHOWN_MOVES} more" if len(moves) > _SHOWN_MOVES else ""
+    return f"moved to share the work better: {', '.join(moves[:_SHOWN_MOVES]) or 'shadows only'}{more}"
 
 
 def _reason(*, joining: tuple[WorkerId, ...], leaving: tuple[WorkerId, ...], uneven: bool) -> str:

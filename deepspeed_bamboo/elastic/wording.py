@@ -22,9 +22,10 @@ def of_loss(event: LossSettled) -> list[str]:
         return []
     if not epoch.trains:
         return [f"lost {names} ({event.reason or epoch.reason})"]
+    continues = f"the job continues in membership epoch {epoch.number}"
     if not set(event.workers) & set(epoch.lost):
-        return [f"lost {names}, which had no part in the job; the job continues in epoch {epoch.number}"]
-    return [f"lost {names} ({epoch.reason.removeprefix(f'{names}: ')}); the job continues in epoch {epoch.number}"]
+        return [f"lost {names}, which had no part in the job; {continues}"]
+    return [f"lost {names} ({epoch.reason.removeprefix(f'{names}: ')}); {continues}"]
 
 
 def of_early_end(suspect: WorkerId, *, reporter: WorkerId, reason: str) -> str:

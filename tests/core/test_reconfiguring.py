@@ -146,6 +146,18 @@ def test_after_a_loss_shadows_leave_their_owners_zone_though_no_owner_moves() ->
     assert moved
 
 
+def test_the_reason_of_a_move_for_speed_names_what_moves() -> None:
+    placement, _ = place(Grid(1, 8), on_nodes("abcd")).without(["w1"])
+    assert placement is not None
+    left = [site for site in on_nodes("abcd") if site.worker != "w1"]
+    target = next_target(placement, members=left, profile=Profile.even(8), micro_batches=4, look=True)
+    assert target is not None
+    moves = [
+        f"{c} to {target.placement.owner(c)}" for c in Grid(1, 8) if target.placement.owner(c) != placement.owner(c)
+    ]
+    assert moves and target.reason.startswith(f"moved to share the work better: {', '.join(moves)}; passes of an")
+
+
 @settings(max_examples=100, deadline=None)
 @given(cases(), st.integers(0, 7))
 def test_looking_again_after_a_loss_settles(

@@ -155,4 +155,4 @@ def test_a_loss_in_training_names_the_worker_once() -> None:
     record = epoch("n-2-0").change.value
     settled = LossSettled(("n-2-0",), replace(record, reason="n-2-0: its process was killed by SIGKILL"))
     (say,) = starting(*ALL, epoch()).handle(settled)
-    assert say == Say("lost n-2-0 (its process was killed by SIGKILL); the job continues in epoch 1")
+    assert say == Say("lost n-2-0 (its process was killed by SIGKILL); the job continues in membership epoch 1")

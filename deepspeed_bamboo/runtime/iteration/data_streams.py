@@ -161,10 +161,9 @@ class DataStreams:
         if worker.protects:
             tell_once(
                 worker,
-                "training_data draws random numbers for its samples. Who shadows a first or last stage reads along, so "
-                "that it could go on with the same samples; one that has not read along reads the pass over the data "
-                "again from its beginning. engine.set_data_source, with samples that are a function of pipeline and "
-                "step, saves both",
+                "training_data draws random numbers for its samples. So who shadows a first or last stage reads the "
+                "data, too; who takes one over without that reads it again from the beginning of the pass. Neither is "
+                "needed with engine.set_data_source, whose samples are a function of pipeline and step",
             )
 
     # -- for workers that join, and for checkpoints ------------------------------------------------

@@ -412,7 +412,7 @@ class Reconfiguration:
     def _tell(self, target: Target, *, seconds: float) -> None:
         worker = self._worker
         hosted = [str(c) for c in target.placement.hosted_by(worker.me)]
-        tell_once(worker, f"step {worker.step}: {target.reason}; {len(target.members)} workers, {seconds:.2f} s")
+        tell_once(worker, f"step {worker.step}: {target.reason}; {len(target.members)} workers, pause {seconds:.2f} s")
         if worker.me in target.joining and not hosted:
             tell(worker, "stands by: every stage has a worker; it takes over for one that is lost or leaves")
         fields: dict[str, Any] = {
