@@ -7,12 +7,10 @@ import os
 import secrets
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from deepspeed_bamboo.config.section import BambooConfig
 from deepspeed_bamboo.coordination import CoordinationError, EtcdGuard, JobCoordinator
@@ -22,6 +20,7 @@ from deepspeed_bamboo.coordination.server import free_ports
 from deepspeed_bamboo.elastic.address import advertised_address, check_own_address, listening_address
 from deepspeed_bamboo.elastic.agent_settings import AgentHooks, AgentSettings
 from deepspeed_bamboo.elastic.boot import Boot, Exchange
+from deepspeed_bamboo.elastic.cleaning_up import cleaning_up_when_told_to_end
 from deepspeed_bamboo.elastic.command_line import CommandLine, parse_command_line
 from deepspeed_bamboo.elastic.errors import ExchangeError, LaunchError, RefusedError
 from deepspeed_bamboo.elastic.exchange_file import FileExchange
@@ -58,7 +57,6 @@ EXIT_CANNOT_START = 2
 _UNPROTECTED = "so this is plain DeepSpeed, which survives no losses"
 _SHOWN_CHARACTERS = 200  # longer is base64 and no path
 _BOOT_SECONDS = 120.0
-_CLEANING_UP_SECONDS = 3.0
 _CLAIM_SECONDS = 60.0
 _COMPACT_SECONDS = 3600.0
 # The launcher ends all slots when one fails, so those with nothing to say leave that to the one that speaks.
@@ -70,7 +68,7 @@ _JOIN_SECONDS = 1800.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one slot. Returns the exit code of its process; does not return when the plugin is off."""
     line = parse_command_line(sys.argv[1:] if arguments is None else arguments)
-    with _cleaning_up_when_told_to_end():
+    with cleaning_up_when_told_to_end():
         return _run(line)
 
 
@@ -409,38 +407,6 @@ def _start_workers(wanted: int | None, slots: int) -> int | None:
 
 def _job_name(script: str) -> str:
     return f"{key_part(Path(script).stem)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-
-
-@contextlib.contextmanager
-def _cleaning_up_when_told_to_end() -> Iterator[None]:
-    """Until the agent hears signals: leave by SystemExit, so that what was started so far is removed.
-
-    More signals don't interrupt that; afterwards they end the process without a word, as it does anyway. A library
-    that is being imported may swallow the SystemExit; then the process ends in a few seconds all the same, before
-    DeepSpeed's launcher has waited half a minute for it.
-    """
-    numbers = [
-        number
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        if signal.getsignal(number) is not signal.SIG_IGN
-    ]
-
-    def handle_by(handler: Any) -> None:
-        for number in numbers:
-            signal.signal(number, handler)
-
-    def leave(number: int, frame: object) -> None:
-        handle_by(signal.SIG_IGN)
-        at_last = threading.Timer(_CLEANING_UP_SECONDS, os._exit, args=(128 + number,))
-        at_last.daemon = True
-        at_last.start()
-        raise SystemExit(128 + number)
-
-    handle_by(leave)
-    try:
-        yield
-    finally:
-        handle_by(signal.SIG_DFL)
 
 
 def _first_number(passed: int | None, variable: str | None) -> int:

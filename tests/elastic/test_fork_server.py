@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_bamboo.elastic import launching
+from deepspeed_bamboo.elastic.cleaning_up import cleaning_up_when_told_to_end
 from deepspeed_bamboo.elastic.errors import LaunchError
 from deepspeed_bamboo.testing.fork_server import ForkRequest, ForkServer, fork, reference
 from deepspeed_bamboo.testing.harness import Machine
@@ -45,7 +45,7 @@ def sleep_stubbornly() -> None:
 
 
 def told_to_end_during_an_import() -> None:
-    with launching._cleaning_up_when_told_to_end():
+    with cleaning_up_when_told_to_end():
         with contextlib.suppress(SystemExit):  # as a library may
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)

@@ -325,10 +325,10 @@ def test_the_greeting_says_what_runs_and_how_to_look_at_it() -> None:
 def test_a_signal_while_a_slot_ends_is_not_heard_of() -> None:
     program = """
 import atexit, os, signal, sys
-from deepspeed_bamboo.elastic.launching import _cleaning_up_when_told_to_end
+from deepspeed_bamboo.elastic.cleaning_up import cleaning_up_when_told_to_end
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))
-with _cleaning_up_when_told_to_end():
+with cleaning_up_when_told_to_end():
     try:
         os.kill(os.getpid(), signal.SIGINT)
     finally:
@@ -337,6 +337,25 @@ with _cleaning_up_when_told_to_end():
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.stdout, done.stderr, done.returncode) == ("cleaned up\n", "", -signal.SIGTERM)
+
+
+def test_an_import_that_a_signal_breaks_ends_without_its_traceback() -> None:
+    program = """
+import os, signal
+from deepspeed_bamboo.elastic.cleaning_up import cleaning_up_when_told_to_end
+with cleaning_up_when_told_to_end():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except SystemExit:
+        raise ImportError("cannot load module more than once per process")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 143)
+    done = subprocess.run([sys.executable, "-c", program.replace("os.kill", "print")], capture_output=True, text=True)
+    assert done.returncode == 0, "without the signal nothing fails"
+    failing = program.replace("os.kill(os.getpid(), signal.SIGTERM)", "raise SystemExit")
+    done = subprocess.run([sys.executable, "-c", failing], capture_output=True, text=True)
+    assert done.returncode == 1 and "more than once" in done.stderr, "an error without a signal is told"
 
 
 # -- what is found in the script, and in the environment -----------------------------------------------
