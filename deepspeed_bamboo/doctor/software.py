@@ -12,10 +12,10 @@ from deepspeed_bamboo.doctor.subject import Subject
 
 Version = tuple[int, ...]
 
-# Package, the least version that works, and the least that is not tried (None: none known).
-_NEEDED: tuple[tuple[str, Version, Version | None], ...] = (
-    ("torch", (2, 11), None),
-    ("deepspeed", (0, 19, 8), (0, 20)),
+# Package, the least version that works, the last that was tried, and the first that is refused. As in setup.py.
+NEEDED: tuple[tuple[str, Version, Version, Version], ...] = (
+    ("torch", (2, 11), (2, 13), (2, 15)),
+    ("deepspeed", (0, 19, 8), (0, 19, 8), (0, 20)),
 )
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _BAD_NCCL = (((2, 25, 1), (2, 25, 1)), ((2, 28, 3), (2, 28, 8)))  # first and last
@@ -26,14 +26,20 @@ def check_software(subject: Subject) -> Iterator[Finding]:
     machine = subject.machine
     if machine.python() < (3, 10):
         yield Finding(f"Python is {_text(machine.python())}", "use Python 3.10 or later")
-    for package, least, too_new in _NEEDED:
+    for package, least, tried, too_new in NEEDED:
         found = machine.version(package)
-        wanted = f"{_text(least)} or later" + (f", below {_text(too_new)}" if too_new else "")
+        wanted = f"{_text(least)} or later, below {_text(too_new)}"
         remedy = f"install {package} {wanted}"
         if found is None:
             yield Finding(f"{package} is not installed", remedy)
-        elif _numbers(found) < least or (too_new is not None and _numbers(found) >= too_new):
+        elif not least <= _numbers(found) < too_new:
             yield Finding(f"{package} is {found}, and {wanted} is needed", remedy)
+        elif _numbers(found)[: len(tried)] > tried:
+            yield warning(
+                f"{package} is {found}, and this version of the plugin was tried with {_text(tried)} at most",
+                "a job checks at its start that all is there that it needs; for what was tried: "
+                f"pip install '{package}=={_text(tried)}{'.*' if len(tried) < 3 else ''}'",
+            )
     for package in _NCCL_PACKAGES:
         found = machine.version(package)
         if found is not None and any(first <= _numbers(found) <= last for first, last in _BAD_NCCL):

@@ -26,8 +26,10 @@ from deepspeed_bamboo.doctor import coordinator
 from deepspeed_bamboo.doctor.examination import examine
 from deepspeed_bamboo.doctor.finding import Finding
 from deepspeed_bamboo.doctor.machine import Gpu, ThisMachine
+from deepspeed_bamboo.doctor.software import NEEDED
 from deepspeed_bamboo.doctor.subject import Host, ModelFacts, Subject, read_hosts
 from deepspeed_bamboo.errors import ConfigError
+from deepspeed_bamboo.runtime.stock.symbols import TRIED
 from tests.doctor.good import GIB, SETTINGS, FakeMachine, section, subject
 
 BUCKET = "checkpoints"
@@ -212,7 +214,41 @@ FAULTS: dict[str, tuple[dict[str, Any], bool, str, str]] = {
         "/cache/py311_cu130/cpu_adam/lock is 2.0 h old",
         "rm /cache/py311_cu130/cpu_adam/lock",
     ),
+    "27 a lock that may be of a killed build": (
+        {"machine": FakeMachine(locks=((Path("/cache/py311_cpu/deepspeed_shm_comm/lock"), 300.0),))},
+        False,
+        "deepspeed_shm_comm/lock is 5 min old",
+        "rm /cache/py311_cpu/deepspeed_shm_comm/lock",
+    ),
+    "28 torch is newer than what was tried": (
+        {"machine": FakeMachine(versions={**FakeMachine().versions, "torch": "2.14.1+cu130"})},
+        False,
+        "torch is 2.14.1+cu130, and this version of the plugin was tried with 2.13 at most",
+        "pip install 'torch==2.13.*'",
+    ),
+    "29 DeepSpeed is newer than what was tried": (
+        {"machine": FakeMachine(versions={**FakeMachine().versions, "deepspeed": "0.19.9"})},
+        False,
+        "deepspeed is 0.19.9, and",
+        "pip install 'deepspeed==0.19.8'",
+    ),
 }
+
+
+def test_versions_are_those_of_setup_and_of_the_guard() -> None:
+    setup = (Path(__file__).parents[2] / "setup.py").read_text(encoding="utf-8")
+    for package, least, tried, too_new in NEEDED:
+        low, last, high = (".".join(map(str, version)) for version in (least, tried, too_new))
+        assert f'"{package}>={low},<{high}"' in setup
+        assert TRIED[package] in (last, f"{low} to {last}")
+
+
+def test_a_new_lock_and_versions_that_were_tried_are_no_news(etcd: str) -> None:
+    fresh = FakeMachine(
+        locks=((Path("/cache/op/lock"), 5.0),),
+        versions={**FakeMachine().versions, "torch": "2.11.0", "deepspeed": "0.19.8"},
+    )
+    assert found(subject(section=section(coordinator={"endpoints": [etcd]}), machine=fresh)) == []
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -370,6 +406,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+    monkeypatch.setattr(ThisMachine, "version", lambda self, package: FakeMachine().version(package))
     path = tmp_path / "ds.json"
     path.write_text('{"train_micro_batch_size_per_gpu": 2, "bamboo": {}}  // as DeepSpeed reads it')
     assert main(["doctor", "--config", str(path)]) == 0
