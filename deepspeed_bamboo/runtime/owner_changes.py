@@ -43,7 +43,7 @@ from deepspeed_bamboo.runtime.stock.optimizer_values import unfollowed_hooks
 from deepspeed_bamboo.runtime.stock.outline import Outline, outline_of
 from deepspeed_bamboo.runtime.stock.plain_values import PlainValues
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
-from deepspeed_bamboo.runtime.stock.state_versions import beside_weights, versions_of
+from deepspeed_bamboo.runtime.stock.state_versions import beside_weights, touched, versions_of
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.coordination import EpochRecord
@@ -107,6 +107,7 @@ class OwnerChanges:
         self._globals: dict[Coordinate, dict[str, list[Any]]] = {}  # likewise
         self._odd: Counter[tuple[Coordinate, str]] = Counter()  # how often global variables have changed in a step
         self._unsendable: list[str] = []  # changed by layers and hooks anywhere
+        self._alike: dict[Coordinate, tuple[int, str]] | None = None  # with their shadows, before an evaluation
         self._noted: EpochRecord | None = None  # who owned what when owners and shadows were alike
 
     def note(self) -> None:
@@ -114,7 +115,7 @@ class OwnerChanges:
         worker = self._worker
         if not worker.protects:
             return
-        self._noted = worker.record
+        self._noted, self._alike = worker.record, None
         if self._looks < _LOOKS or self.by_hand:
             self._known = {c: self._now(r) for c, r in worker.host.owned.items()}
         self._versions = {c: versions_of(r) for c, r in worker.host.owned.items()}
@@ -190,8 +191,33 @@ class OwnerChanges:
 
     def follow_evaluation(self) -> None:
         """Before an evaluation: a script may have put averaged weights in its place, and may do so each time."""
+        self._alike = None
         if self._looks >= _LOOKS:
             self.follow()
+
+    def begin_evaluation(self) -> None:
+        """Before its forwards, also where it begins again after a loss: which stages their shadows have as they are."""
+        if self._alike is None:
+            owned, changed = self._worker.host.owned, {*self._changed_since(), *self._stale}
+            self._alike = {c: touched(r) for c, r in owned.items() if c in self._versions and c not in changed}
+            if self._looks < _LOOKS:
+                buffers = {c: _buffers(owned[c]) for c in self._alike}
+                self._alike = {c: its for c, its in self._alike.items() if buffers[c] == self._known[c][2]}
+
+    def evaluated(self, moved: Sequence[NotedValues]) -> None:
+        """An evaluation has moved these buffers: shadows get them, and steps that are done again begin with them."""
+        host = self._worker.host
+        for values in moved:
+            for replica in host.replicas():
+                values.put_into(replica, shadow=replica.coordinate in host.shadows)
+        alike, self._alike = self._alike or {}, None
+        for coordinate, before in alike.items():
+            owned = host.owned.get(coordinate)
+            if owned is not None and touched(owned) == before:
+                self._versions[coordinate] = versions_of(owned)
+                if self._looks < _LOOKS:
+                    self._known[coordinate] = self._now(owned)
+        self._past().note_values(moved)
 
     def contribution(self) -> dict[str, Any]:
         """What this worker contributes to the agreement of an iteration."""
@@ -396,7 +422,11 @@ def _checksums(replica: StageReplica) -> tuple[int, int]:
     """Of weights, and of buffers."""
     replica.finish_step()
     masters = master_weights(replica.attributes["optimizer"])
-    return checksum([*replica.module.parameters(), *masters]), checksum(list(replica.module.buffers()))
+    return checksum([*replica.module.parameters(), *masters]), _buffers(replica)
+
+
+def _buffers(replica: StageReplica) -> int:
+    return checksum(list(replica.module.buffers()))
 
 
 def _held_now(replica: StageReplica) -> Held:

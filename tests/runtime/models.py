@@ -82,6 +82,21 @@ class AverageLayer(Layer):
         return result - self.average
 
 
+class CountingLayer(AverageLayer):
+    """Counts its forwards in a buffer, those of evaluations too; from the third on it has a buffer more."""
+
+    def __init__(self, name: str, *, dropout: float = 0.0) -> None:
+        super().__init__(name, dropout=dropout)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if float(self.calls) == 3.0:
+            self.register_buffer("late", torch.full((WIDTH,), 0.01), persistent=False)
+        late = getattr(self, "late", 0.0)
+        return (super().forward(x) + late) * (1 + 0.01 * self.calls.to(x.dtype))
+
+
 class Table(nn.Module):
     """An embedding that can be tied to a head; what it adds is the first stage's alone, as positions are."""
 
@@ -331,6 +346,11 @@ def normalised(count: int) -> list[Any]:
 def averaged(count: int, *, dropout: float = 0.0) -> list[Any]:
     """Layers with buffers, whose forwards are no longer the same when they are done twice."""
     return [LayerSpec(AverageLayer, str(index), dropout=dropout) for index in range(count)]
+
+
+def counting(count: int, *, dropout: float = 0.0) -> list[Any]:
+    """Layers with buffers that evaluations move, too."""
+    return [LayerSpec(CountingLayer, str(index), dropout=dropout) for index in range(count)]
 
 
 def tied(count: int, *, dropout: float = 0.0) -> list[Any]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.runtime.iteration.recompute import buffer_state, keep_only_input, restore_buffers
+from deepspeed_bamboo.runtime.stock.buffers import accept_buffers, marks_of, moved_since
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 
 
@@ -133,3 +134,21 @@ def test_a_forward_that_keeps_only_its_input_has_the_last_bits_of_the_owners(lay
         del owner, shadow
         keep_only_input(replica, 1, forward)
         assert layer.saved is not None and layer.saved() is None, "an intermediate result is kept"
+
+
+def test_buffers_that_have_moved_are_those_changed_made_or_replaced() -> None:
+    module = torch.nn.BatchNorm1d(2)
+    module.register_buffer("kept", torch.zeros(2))
+    module.register_buffer("replaced", torch.zeros(2))
+    marks = marks_of(module)
+    assert moved_since(module, marks) == {}
+    module.num_batches_tracked.add_(1)
+    module.replaced = torch.ones(2)
+    module.register_buffer("made", torch.ones(3), persistent=False)
+    moved = moved_since(module, marks)
+    assert moved.keys() == {("num_batches_tracked", True), ("replaced", True), ("made", False)}
+    other = torch.nn.BatchNorm1d(2)
+    other.register_buffer("replaced", torch.zeros(2))
+    accept_buffers(other, moved)
+    assert int(other.num_batches_tracked) == 1 and torch.equal(other.made, torch.ones(3))
+    assert "made" not in other.state_dict() and torch.equal(other.replaced, torch.ones(2))

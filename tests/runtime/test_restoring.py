@@ -83,6 +83,33 @@ def test_steps_are_done_again_in_the_modes_in_which_they_were_done(jobs: Jobs, u
     assert usual.common("losses") != whole.common("losses"), "autocast changes nothing here"
 
 
+COUNTING = Training(
+    "counting-1x4", 4, steps=8, layers="counting", dropout=0.3, settings=CLIPPED, faults=[], bamboo=CHECKED
+)
+EVALUATED_CASES = [
+    ((2, 4, 5, 6), pair(6, "backward", 1)),
+    ((1, 2, 3, 4, 5, 6), pair(6, "forward", 1)),
+    ((0, 4), pair(5, "step")),
+    ((5, 6), [kill(5, 0, 2, "forward", 1), kill(6, 0, 3, "step")]),
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "faults"),
+    [EVALUATED_CASES[0], *(pytest.param(*case, marks=pytest.mark.sweep) for case in EVALUATED_CASES[1:])],
+)
+def test_buffers_that_an_evaluation_moves_are_those_of_then_on_the_way_back(
+    jobs: Jobs, undisturbed: Undisturbed, before: tuple[int, ...], faults: list[dict[str, Any]]
+) -> None:
+    training = dataclasses.replace(COUNTING, evaluate_before=before)
+    whole = undisturbed(training, world=4, body=train_remembering)
+    result = jobs.run(train_remembering, world=4, training=dataclasses.replace(training, faults=faults))
+    check(result, whole, training, lost=2, world=4)
+    assert "the script changes" not in result.transcript()
+    if faults[0]["step"] == faults[1]["step"]:
+        assert result.common("sources") == ["memory"], result.transcript()
+
+
 STORED = dataclasses.replace(ONE_BY_FOUR, name="stored-1x4", steps=8, layers="tied")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +19,11 @@ from deepspeed_bamboo.runtime.iteration.recompute import BufferState, restore_st
 from deepspeed_bamboo.runtime.iteration.step_history import StepHistory
 from deepspeed_bamboo.runtime.iteration.supply import DataSupply
 from deepspeed_bamboo.runtime.iteration.worker import Worker
+from deepspeed_bamboo.runtime.stock.buffers import BufferName, Marks, marks_of, moved_since
+from deepspeed_bamboo.runtime.stock.noted_values import NotedValues
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
+
+_BUFFERS = "buffers"
 
 
 class EvaluatedEngine(Protocol):
@@ -36,12 +40,22 @@ class EvaluatedEngine(Protocol):
     batch_fn: Any
     global_samples: int
     history: StepHistory
+    owner_changes: Any  # the engine's OwnerChanges
     eval_return_logits: bool
     _compute_loss: bool
     fwd_outputs: list[Any]
     outputs: Any
 
     def _reduce_outputs(self, outputs: Any, *, reduce: str | None, reduce_dp: bool, micro_batches: int) -> Any: ...
+
+
+@dataclass(frozen=True)
+class _Before:
+    """A stage before the evaluation."""
+
+    replica: StageReplica  # so that no other one gets its id
+    state: BufferState
+    marks: Marks
 
 
 @dataclass(frozen=True)
@@ -87,11 +101,12 @@ def evaluate(engine: EvaluatedEngine, request: EvaluationRequest) -> Any:
     shared = request.compute_loss and (request.broadcast or engine.monitor.wanted)
     shared = shared or (request.reduce_output is not None and engine.is_data_parallel)
 
-    before: dict[int, tuple[StageReplica, BufferState]] = {}
+    before: dict[int, _Before] = {}
 
     def outputs_here() -> dict[str, Any]:
         kept.clear()
         if engine.worker.protects:
+            engine.owner_changes.begin_evaluation()
             _start_again(engine.worker.host.owners(), before)
         _run_forwards(engine, request)
         for replica in _last_stages(engine):
@@ -100,11 +115,15 @@ def evaluate(engine: EvaluatedEngine, request: EvaluationRequest) -> Any:
             kept[replica.coordinate] = engine._reduce_outputs(
                 outputs, reduce=request.reduce_output, reduce_dp=False, micro_batches=request.micro_batches
             )
-        return {"outputs": {c: to_host(output) for c, output in kept.items()}} if shared else {}
+        shown = {"outputs": {c: to_host(output) for c, output in kept.items()}} if shared else {}
+        return {**shown, **_moved(engine.worker.host.owners(), before)}
 
     _prepare(engine, request)
     engine.evaluated_micro_batches = request.micro_batches
-    engine.worker.agree_on("evaluate", outputs_here)
+    agreed = engine.worker.agree_on("evaluate", outputs_here)
+    moved = [NotedValues(c, {}, buffers=_named(its)) for v in agreed.values() for c, its in v.get(_BUFFERS, {}).items()]
+    if moved:
+        engine.owner_changes.evaluated(moved)
     evaluation = engine.feed.evaluation
     if engine.worker.protects and evaluation is not None:
         # Every worker's iterator advances as far, since each may have to feed a stage the next time.
@@ -123,13 +142,29 @@ def _prepare(engine: EvaluatedEngine, request: EvaluationRequest) -> None:
     engine._compute_loss = request.compute_loss
 
 
-def _start_again(owners: Iterable[StageReplica], before: dict[int, tuple[StageReplica, BufferState]]) -> None:
+def _start_again(owners: Iterable[StageReplica], before: dict[int, _Before]) -> None:
     """A forward may change buffers and more, and counts once though a loss has it repeated."""
     for replica in owners:
         if id(replica) in before:
-            restore_state(before[id(replica)][1], replica)
+            restore_state(before[id(replica)].state, replica)
         else:
-            before[id(replica)] = replica, state_before(replica, previous=None)
+            state = state_before(replica, previous=None)
+            before[id(replica)] = _Before(replica, state, marks_of(replica.module))
+
+
+def _moved(owners: Iterable[StageReplica], before: Mapping[int, _Before]) -> dict[str, Any]:
+    """The buffers that the evaluation has moved here: shadows need them, and so does a later way back."""
+    found: dict[str, list[Any]] = {}
+    for replica in owners:
+        if id(replica) in before:
+            moved = moved_since(replica.module, before[id(replica)].marks)
+            if moved:
+                found[str(replica.coordinate)] = [[*name, to_host(buffer)] for name, buffer in moved.items()]
+    return {_BUFFERS: found} if found else {}
+
+
+def _named(buffers: Iterable[Any]) -> dict[BufferName, torch.Tensor]:
+    return {(name, kept): buffer for name, kept, buffer in buffers}
 
 
 def _run_forwards(engine: EvaluatedEngine, request: EvaluationRequest) -> None:

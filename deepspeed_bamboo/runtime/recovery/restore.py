@@ -318,6 +318,7 @@ class Restoring:
         # On the way back from an earlier loss this is done before each step, of which one may be under way.
         if not self._returns or self._returns[-1].under_way == way.until:
             self._as_before(way.until)
+            self._way_back.look_alike()  # what was put there is no change of the script's since then
         now, newest = worker.activity.index, way.first_index - 1
         outer.unseen += now - newest
         if outer.kind == _PROTECT and not outer.rounds:
