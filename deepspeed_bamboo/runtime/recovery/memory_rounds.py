@@ -98,6 +98,8 @@ class MemoryRounds:
         self.parts = MemoryParts()
         self.progress = MemoryProgress()
         self._round: _Round | None = None
+        self._interrupted = False  # since the last boundary, where others may have begun a round before
+        self._alone: _Round | None = None  # one that they may have given up then
         self._beside: _Beside | None = None
         self._taken_at: float | None = None
         self._taken_by: frozenset[WorkerId] = frozenset()
@@ -135,6 +137,7 @@ class MemoryRounds:
     def take_if_due(self) -> None:
         """At the boundary after an iteration: copy what this worker has, and begin to send it."""
         step, self._to_take = self._to_take, None
+        interrupted, self._interrupted = self._interrupted, False
         if step is None:
             return
         host, record = self._worker.host, self._worker.record
@@ -150,13 +153,18 @@ class MemoryRounds:
             return
         self._taken_at, self._taken_by = time.monotonic(), frozenset(record.members)
         self._set_interval(self._taken_at - started)
-        self._round = work
+        self._round, self._alone = work, work if interrupted else None
         threading.Thread(target=self._spread, args=(work,), name="bamboo-memory", daemon=True).start()
 
     def wait(self) -> None:
-        """Until the thread has done what there is to do, or there is a new epoch. For tests."""
+        """Until the thread has done what there is to do, or there is a new epoch. For tests.
+
+        Not for a round that only the next agreement ends: others have given it up.
+        """
         interruption = self._worker.session.interruption
-        while self._round is not None and not self._round.stopped.wait(_LOOK_SECONDS):
+        while self._round is not None and self._round is not self._alone:
+            if self._round.stopped.wait(_LOOK_SECONDS):
+                return
             record = interruption.record
             if record is not None and record.number > interruption.epoch:
                 return
@@ -170,6 +178,7 @@ class MemoryRounds:
 
     def interrupt(self) -> None:
         """There is a new epoch: a round in progress comes to nothing."""
+        self._interrupted = True
         if self._round is not None and not self._round.stopped.is_set():
             self._note = MemoryNote(failed=self._round.step)
         self._end_round()
