@@ -13,6 +13,7 @@ from typing import Any
 from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobCoordinator
 from deepspeed_bamboo.errors import UnsendableError
 from deepspeed_bamboo.runtime.comm.encoding import decode, encode
+from deepspeed_bamboo.runtime.stock.beside_tied import BESIDE_TIED
 
 Loaded = tuple[str | None, Any]
 """What ``load_checkpoint`` returns: a path and the client state."""
@@ -28,10 +29,10 @@ ENDED = "ended"
 
 # It travels through etcd, which takes 1.5 MB at a time.
 _MOST_BYTES = 256 * 1024
-# DeepSpeed's, and large; they are in the client state only where the script did not have them loaded.
+# DeepSpeed's and the plugin's, and large; they are in the client state only where the script did not have them loaded.
 LEFT_OUT = frozenset(
     {"bamboo", "buffer_names", "frozen_param_fragments", "frozen_param_shapes", "lr_scheduler", "module", "optimizer"}
-    | {"param_shapes", "shared_params"}
+    | {"param_shapes", "shared_params", BESIDE_TIED}
 )
 
 

@@ -42,11 +42,6 @@ def rest_to_text(replica: StageReplica, description: Description) -> str | None:
         return None
 
 
-def has_rest(loaded: Mapping[str, Any] | None) -> bool:
-    """Whether :func:`rest_from` finds anything there."""
-    return isinstance(loaded, Mapping) and ((loaded.get(STATE) or {}).get(IN_PLACE)) is not None
-
-
 def rest_from(loaded: Mapping[str, Any] | None) -> tuple[dict[str, Any], Description]:
     """Inverse of :func:`rest_to_text`, from what a file has. Raises CheckpointError where it has nothing of it."""
     text = ((loaded or {}).get(STATE) or {}).get(IN_PLACE)

@@ -20,7 +20,7 @@ from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.errors import CheckpointError
 from deepspeed_bamboo.runtime.checkpoint.automatic import STATE
 from deepspeed_bamboo.runtime.checkpoint.beginning import BEGAN, SEVERAL, Beginning, Loaded
-from deepspeed_bamboo.runtime.checkpoint.in_place import IN_PLACE, Ready, has_rest, rest_from, rest_to_text
+from deepspeed_bamboo.runtime.checkpoint.in_place import IN_PLACE, Ready, rest_from, rest_to_text
 from deepspeed_bamboo.runtime.checkpoint.safe_loading import files_named_in_errors, no_code_from_files
 from deepspeed_bamboo.runtime.checkpoint.script_files import SavedFiles, facts_of_parts, name_checkpoint, tag_to_load
 from deepspeed_bamboo.runtime.checkpoint.script_resume import Resume, latest_in, resume_of
@@ -28,7 +28,7 @@ from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.job.past_results import PAST
-from deepspeed_bamboo.runtime.recovery.stage_state import put_beside_tied_weights, unpack_rest
+from deepspeed_bamboo.runtime.recovery.stage_state import unpack_rest
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 from deepspeed_bamboo.runtime.stock.captured import CapturedFiles
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
@@ -260,10 +260,7 @@ class StageFiles:
         self._worker.strike_if_scripted(replica.coordinate, "load")
         replica.finish_step()
         with self._worker.host.hosting(replica):
-            loaded = self._stock.load_stage(replica.module, folder, *arguments, **options)
-        if replica.module.tied_comms and has_rest(loaded[1]):
-            put_beside_tied_weights(replica.module, rest_from(loaded[1])[0])
-        return loaded
+            return self._stock.load_stage(replica.module, folder, *arguments, **options)
 
     def load_files(
         self,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed.pipe import TiedLayerSpec
 
 from deepspeed_bamboo.runtime.comm.encoding import Slot
 from deepspeed_bamboo.runtime.comm.layout import in_layout, layout_of
@@ -80,35 +79,8 @@ def pack_rest(replica: StageReplica) -> dict[str, Any]:
         "clip": clipping_of(attributes["optimizer"]),
         "scale": scale_state(attributes["optimizer"]),
         "own": [plain_of_the_script(holder) for holder in (attributes["basic_optimizer"], scheduler)],
-        "tied": dict(_beside_tied_weights(module)),
         "kept": [optimizer_values(holder, module) for holder in (attributes["basic_optimizer"], scheduler)],
     }
-
-
-def _beside_tied_weights(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """By name what tied layers have beside the tied weights, where DeepSpeed's files have another stage's."""
-    for key, comm in module.tied_comms.items():
-        first = next(spec for spec in module._layer_specs if isinstance(spec, TiedLayerSpec) and spec.key == key)
-        if module.stage_owner(module._layer_specs.index(first)) == module.stage_id:
-            continue
-        tied = module.tied_modules[key]
-        weights = [module._recursive_getattr(tied, name) for name in comm["weight_attr"]]
-        for name, tensor in _named_tensors(tied):
-            if not any(tensor is weight for weight in weights):
-                yield f"{key}.{name}", tensor.detach().clone()
-
-
-def put_beside_tied_weights(module: Any, state: Mapping[str, Any]) -> None:
-    """Give tied layers what ``state``, from :func:`pack_rest`, has for them."""
-    tensors = dict(_named_tensors(module.tied_modules))
-    with torch.no_grad():
-        for name, value in (state.get("tied") or {}).items():
-            tensors[name].copy_(value)
-
-
-def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def unpack_rest(replica: StageReplica, state: dict[str, Any]) -> None:
@@ -119,7 +91,6 @@ def unpack_rest(replica: StageReplica, state: dict[str, Any]) -> None:
         attributes["lr_scheduler"].load_state_dict(state["scheduler"])
     else:
         replica.scheduler_state = state["scheduler"]
-    put_beside_tied_weights(attributes["module"], state)
     accept_plain_values(attributes["module"], state["values"])
     accept_hook_state(attributes["module"], state.get("hooks"))
     replica.moving_attributes.accept(attributes["module"], state.get("attributes"))

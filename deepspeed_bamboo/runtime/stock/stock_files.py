@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from deepspeed_bamboo.runtime.stock.attributes import COUNTERS
+from deepspeed_bamboo.runtime.stock.beside_tied import accept_beside_tied_weights, beside_tied_weights
 from deepspeed_bamboo.runtime.stock.patches.tied_weights import tied_weights_from_files
 
 
@@ -86,10 +87,11 @@ class StockFiles:
         """Stock's ``save_checkpoint``, which asks the engine for the files in its middle."""
         self._engine.save_checkpoint(folder, **options)
 
-    def save_stage(self, folder: str, tag: str, **options: Any) -> None:
+    def save_stage(self, folder: str, tag: str, *, client_state: Mapping[str, Any], **options: Any) -> None:
         """Write the files of the active stage, those of ZeRO included."""
+        state = {**client_state, **beside_tied_weights(self._attributes["module"])}
         self._engine._create_checkpoint_file(folder, tag, False)
-        self._engine._save_checkpoint(folder, tag, **options)
+        self._engine._save_checkpoint(folder, tag, client_state=state, **options)
         if self._attributes["save_zero_checkpoint"]:
             self._engine._save_zero_checkpoint(folder, tag)
 
@@ -115,13 +117,15 @@ class StockFiles:
         self, folder: str, tag: str, *, load_optimizer_states: bool, load_module_only: bool, **options: Any
     ) -> tuple[str | None, Any]:
         """Stock's ``_load_checkpoint``, without the optimizer where :meth:`load_optimizer_apart` is to read it."""
-        return self._engine._load_checkpoint(
+        path, client_state = self._engine._load_checkpoint(
             folder,
             tag,
             load_optimizer_states=load_optimizer_states and not self._reads_optimizer_apart,
             load_module_only=load_module_only,
             **options,
         )
+        accept_beside_tied_weights(self._attributes["module"], client_state)
+        return path, client_state
 
     def load_optimizer_apart(self, folder: str, tag: str, client_state: Any, *, load_optimizer_states: bool) -> None:
         """After :meth:`load_files`: for bf16 without ZeRO what stock (0.19.8) stumbles over, though it saves it:
