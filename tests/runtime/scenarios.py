@@ -492,10 +492,12 @@ def train_asleep(
     stopped_seconds: float = 0.0,
     busy: dict[str, int] | None = None,
     seeming: bool = False,
+    sets: str | None = None,
 ) -> dict[str, Any]:
     """Run it; seconds of each step, who hosts what at its end, and who was found slow.
 
     ``seeming``: layers take no time, but a pass seems to take what they would sleep, on loaded cores too.
+    ``sets``: what the script does before each step, see :mod:`sets_by_hand`.
 
     From step ``slow_from`` on ``slow_rank``'s layers take ``times`` as long, or its process is stopped for so many
     seconds again and again, and runs for as many. ``busy``: the ranks whose "script" or whose "data" take so long in
@@ -523,6 +525,8 @@ def train_asleep(
                     stack.enter_context(stopped_half_the_time(stopped_seconds))
             if rank == busy.get("script") and engine.global_steps >= slow_from:
                 time.sleep(BUSY_SECONDS)
+            if sets is not None:
+                sets_by_hand.SETS[sets](engine, engine.global_steps)
             started = time.perf_counter()
             engine.train_batch(iterator)
             seconds.append(time.perf_counter() - started)

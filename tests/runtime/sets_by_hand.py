@@ -31,6 +31,10 @@ def clip(engine: Any, step: int) -> None:
     engine.optimizer.clip_grad = 0.01 * (1 + step % 4)
 
 
+def rate(engine: Any, step: int) -> None:
+    engine.optimizer.param_groups[0]["lr"] = 0.1 * (1 + step % 4)
+
+
 def scale(engine: Any, step: int) -> None:
     engine.optimizer.cur_scale = (0.3, 500.7, 0.1, 77.7, 0.013)[step % 5]
 
@@ -66,6 +70,6 @@ def once(sets: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
 
 
 SETS: dict[str, Callable[[Any, int], None]] = {
-    **{each.__name__: each for each in (clip, scale, override, root, number, late)},
+    **{each.__name__: each for each in (clip, rate, scale, override, root, number, late)},
     **{f"{each.__name__} once": once(each) for each in (clip, scale, override, root)},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from statistics import median
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,8 @@ from deepspeed_bamboo.core.placing.sites import WorkerSite
 from deepspeed_bamboo.core.timing import Profile, iteration_seconds
 from tests.runtime.jobs import JobResult, Jobs
 from tests.runtime.scenarios import Training, train_asleep
+from tests.runtime.test_losses import BF16
+from tests.runtime.test_restoring import FP16_SET
 
 
 def test_after_a_loss_the_stages_are_shared_anew(jobs: Jobs) -> None:
@@ -31,6 +34,35 @@ def test_after_a_loss_the_stages_are_shared_anew(jobs: Jobs) -> None:
     assert iteration_seconds(placement, profile, micro_batches=4) <= 1.2 * best
     whole = jobs.run(train_asleep, world=4, training=Training("whole", 8, layers="plain", count=8, steps=12, faults=[]))
     assert result.common("digest") == whole.common("digest")
+
+
+SLOWLY = {"gradient_clipping": 0.05, "optimizer": {"type": "SGD", "params": {"lr": 0.3}}}
+MOVED = [
+    (stage, sets, {**SLOWLY, **precision})
+    for sets, precision in (("clip", BF16), ("rate", BF16), ("rate", {}), ("scale", FP16_SET))
+    for stage in (0, 2, 7)
+]
+
+
+@pytest.mark.parametrize(
+    ("stage", "sets", "settings"),
+    [MOVED[0], *(pytest.param(*case, marks=pytest.mark.sweep) for case in MOVED[1:])],
+)
+def test_what_the_script_sets_before_the_step_in_which_its_own_stage_moves(
+    jobs: Jobs, stage: int, sets: str, settings: dict[str, Any]
+) -> None:
+    fault = {"step": 6, "pipeline": 0, "stage": stage, "at": "backward", "micro_batch": 1, "signal": "KILL"}
+    training = Training("asleep", 8, layers="sleeping", count=8, steps=12, settings=settings, faults=[fault])
+    result = jobs.run(train_asleep, world=4, training=training, seeming=True, sets=sets)
+    assert len(result.survivors) == 3
+    placement = Placement.from_json(result.common("placement"))
+    assert any(2 * int(worker[1:]) not in stages for worker, stages in stages_of(placement).items()), "nobody's moved"
+    plain = Training("whole", 8, layers="plain", count=8, steps=12, settings=settings, faults=[])
+    assert result.common("digest") == jobs.run(train_asleep, world=4, training=plain, sets=sets).common("digest")
+
+
+def stages_of(placement: Placement) -> dict[str, list[int]]:
+    return {worker: [place.stage for place in placement.hosted_by(worker)] for worker in placement.workers}
 
 
 def test_a_worker_that_becomes_slow_is_found_and_gets_less(jobs: Jobs) -> None:

@@ -42,7 +42,7 @@ from deepspeed_bamboo.runtime.stock.hyperparameters import (
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 from deepspeed_bamboo.runtime.stock.root_values import RootByHand
 from deepspeed_bamboo.runtime.stock.scale_by_hand import ScaleByHand
-from deepspeed_bamboo.runtime.stock.written import NOTHING, SetOnRoot, Written
+from deepspeed_bamboo.runtime.stock.written import NOTHING, Written
 
 
 class ScriptWrites:
@@ -134,18 +134,22 @@ class ScriptWrites:
             return
         self._find_scheduler()
         self._place_scheduler()
+        self._follow_optimizers()
         if self._detached() and self._shows != id(self._sources()[-1]):
+            # Not before: what the script has written to an optimizer is gone once that stands for another stage.
             self._show()
+            self._follow_optimizers()
+        replicas, root_module = self._host.replicas(), self._root()
+        if root_module is not None and modules:
+            self._written += Written(root=self._roots.follow(root_module, [replica.module for replica in replicas]))
+
+    def _follow_optimizers(self) -> None:
         for source in self._sources():
             self._note_written(source)
             self._used[id(source)] = self._carry_from(source)
         clip = self._clipping.follow(self._wrappers(), self._host.owners())
-        replicas, root_module = self._host.replicas(), self._root()
-        scale = self._scale.follow(self._wrappers(), [replica.attributes["optimizer"] for replica in replicas])
-        root: tuple[SetOnRoot, ...] = ()
-        if root_module is not None and modules:
-            root = self._roots.follow(root_module, [replica.module for replica in replicas])
-        self._written += Written(clip=clip, scale=scale, root=root)
+        optimizers = [replica.attributes["optimizer"] for replica in self._host.replicas()]
+        self._written += Written(clip=clip, scale=self._scale.follow(self._wrappers(), optimizers))
 
     def take_written(self) -> Written:
         """What the script has written since the last call, for :meth:`write_again`."""
