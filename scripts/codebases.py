@@ -1,10 +1,10 @@
 """Runs a public codebase's own script on CPUs, tiny: plain DeepSpeed, with the plugin, and with each stage killed.
 
-    python scripts/codebases.py NAME CHECKOUT [--stages 2] [--steps 3]
+    python scripts/codebases.py NAME CHECKOUT [--stages 2] [--steps 3] [--keep FOLDER]
 
 CHECKOUT is a folder with the codebase; nothing is fetched. What is replaced of what the script needs (CUDA, data to
 download) is printed first. Equal losses, to the last bit, are what is wanted; or, for a codebase whose engine overrides
-the passes themselves, a refusal on all ranks before anything is trained.
+the passes themselves, a refusal on all ranks before anything is trained. FOLDER keeps what each run printed and wrote.
 
     python scripts/codebases.py --list
 """
@@ -214,6 +214,11 @@ class Run:
         """By step, as ``codebase_run.py`` prints them."""
         return dict(re.findall(r"^LOSS (\d+) (\S+)$", self.output, re.MULTILINE))
 
+    @property
+    def taken_over(self) -> list[str]:
+        """The stages that were, in order: one more proof that the kill was where it should be."""
+        return re.findall(r"took 0\.(\d+) over from", self.output)
+
     def logged(self, pattern: str | None) -> list[str]:
         """What its own log says, in order."""
         return re.findall(pattern, self.output) if pattern else []
@@ -226,6 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("checkout", nargs="?", type=Path, help="the folder with it")
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--keep", type=Path, help="a folder for what runs print and write; else that is removed")
     parser.add_argument("--list", action="store_true", help="what there is, and what is replaced for each")
     found = parser.parse_args(arguments)
     if found.list:
@@ -234,44 +240,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if found.name is None or found.checkout is None:
         parser.error("give the name of a codebase and the folder with it, or --list")
+    if found.keep is not None and found.keep.exists() and any(found.keep.iterdir()):
+        parser.error(f"{found.keep} is not empty; give an empty folder, or one that is not there yet")
     codebase = CODEBASES[found.name]
     if not (found.checkout / codebase.script).is_file():
         parser.error(f"{found.checkout} has no {codebase.script}, which a checkout of {found.name} has")
     print(f"{found.name}, {found.stages} stages, {found.steps} steps; replaced are\n{_shims(codebase)}", flush=True)
-    return _try(found.name, found.checkout.resolve(), stages=found.stages, steps=found.steps)
+    with tempfile.TemporaryDirectory() as removed:
+        folder = Path(removed) if found.keep is None else found.keep.resolve()
+        return _try(found.name, found.checkout.resolve(), folder, stages=found.stages, steps=found.steps)
 
 
-def _try(name: str, checkout: Path, *, stages: int, steps: int) -> int:
+def _try(name: str, checkout: Path, folder: Path, *, stages: int, steps: int) -> int:
     codebase = CODEBASES[name]
-    with tempfile.TemporaryDirectory() as folder:
 
-        def run(title: str, *, bamboo: bool, killed: int | None = None) -> Run:
-            place = Path(folder, title.replace(" ", "-"))
-            place.mkdir()
-            result = _runs(name, checkout, place, stages=stages, steps=steps, bamboo=bamboo, killed=killed)
-            print(f"{title}: exit code {result.code}, losses {list(result.losses.values())}", flush=True)
-            return result
+    def run(title: str, *, bamboo: bool, killed: int | None = None) -> Run:
+        place = folder / title.replace(" ", "-")
+        place.mkdir(parents=True)
+        result = _runs(name, checkout, place, stages=stages, steps=steps, bamboo=bamboo, killed=killed)
+        print(f"{title}: exit code {result.code}, losses {list(result.losses.values())}", flush=True)
+        return result
 
-        stock = run("plain DeepSpeed", bamboo=False)
-        refused = codebase.refused
-        if refused is not None:
-            result = run("with the plugin", bamboo=True)
-            good = result.code != 0 and result.output.count(refused) >= stages and not result.losses
-            print("refused at its start" if good else f"NOT refused:\n{result.output[-3000:]}")
-            return 0 if good else 1
-        if stock.code or not stock.losses:
+    stock = run("plain DeepSpeed", bamboo=False)
+    refused = codebase.refused
+    if refused is not None:
+        result = run("with the plugin", bamboo=True)
+        good = result.code != 0 and result.output.count(refused) >= stages and not result.losses
+        print("refused at its start, on all ranks" if good else f"NOT refused:\n{result.output[-3000:]}")
+        if stock.code:
             print(f"plain DeepSpeed does not run it\n{stock.output[-3000:]}")
             return 1
-        runs = [("undisturbed", run("undisturbed", bamboo=True))]
-        for stage in range(stages):
-            runs.append((f"stage {stage} killed", run(f"stage {stage} killed", bamboo=True, killed=stage)))
-        bad = [(title, one) for title, one in runs if not _equal(one, stock, codebase)]
-        for title, one in bad:
+        return 0 if good else 1
+    if stock.code or not stock.losses:
+        print(f"plain DeepSpeed does not run it\n{stock.output[-3000:]}")
+        return 1
+    runs: list[tuple[str, int | None]] = [
+        ("undisturbed", None),
+        *((f"stage {stage} killed", stage) for stage in range(stages)),
+    ]
+    bad: list[str] = []
+    for title, stage in runs:
+        one = run(title, bamboo=True, killed=stage)
+        lost = [] if stage is None else [str(stage)] * (2 if codebase.resumes else 1)
+        if one.taken_over != lost or not _equal(one, stock, codebase):
+            bad.append(title)
             print(f"{title}: NOT equal to plain DeepSpeed\n{one.output[-3000:]}")
+            print(f"stages taken over: {one.taken_over}, to be: {lost}")
             print(f"its log: {one.logged(codebase.log)}\nplain DeepSpeed's: {stock.logged(codebase.log)}")
-        if not bad:
-            print("all equal, to the last bit" + (", and so after it was started again" if codebase.resumes else ""))
-        return 1 if bad else 0
+    if not bad:
+        print("all equal, to the last bit" + (", and so after it was started again" if codebase.resumes else ""))
+    return 1 if bad else 0
 
 
 def _equal(one: Run, stock: Run, codebase: Codebase) -> bool:
@@ -334,17 +352,11 @@ def _run(
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
     if bamboo and codebase.own_configuration:
         environment["BAMBOO_CONFIG"] = str(settings)
-    done = subprocess.run(
-        [*head, *tail],
-        cwd=place,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    return Run(done.returncode, done.stdout)
+    printed = place / "printed.txt"
+    with printed.open("a", encoding="utf-8") as file:  # at once, so that a run that takes long can be watched
+        before = file.tell()
+        done = subprocess.run([*head, *tail], cwd=place, env=environment, stdout=file, stderr=file, check=False)
+    return Run(done.returncode, printed.read_bytes()[before:].decode(errors="replace"))
 
 
 def _settings(codebase: Codebase, section: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

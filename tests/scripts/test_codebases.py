@@ -43,9 +43,24 @@ def test_a_folder_without_the_codebase_is_refused(
         codebases.main([])
 
 
+def test_runs_are_not_kept_among_other_files(
+    codebases: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(SystemExit):
+        codebases.main(["qlora-pipe", str(tmp_path), "--keep", str(tmp_path)])
+    assert "is not empty" in capsys.readouterr().err
+
+
 def test_losses_are_read_by_step(codebases: Any) -> None:
     run = codebases.Run(0, "x LOSS 9 1\nLOSS 1 2.5\nLOSS 2 0.25\nLOSS 1 2.5\n")
     assert run.losses == {"1": "2.5", "2": "0.25"}
+
+
+def test_which_stages_were_taken_over_is_read(codebases: Any) -> None:
+    assert codebases.Run(0, "x\n").taken_over == []
+    lines = "[bamboo w0] step 2: took 0.1 over from w1, pause 0.10 s\n" * 2
+    assert codebases.Run(0, lines).taken_over == ["1", "1"]
 
 
 def test_what_runs_have_saved_is_compared_bit_by_bit(codebases: Any, tmp_path: Path) -> None:
