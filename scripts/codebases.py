@@ -313,7 +313,8 @@ def _runs(name: str, checkout: Path, place: Path, *, stages: int, steps: int, ba
     """One run; and where the codebase resumes, a second one, in which the same stage is killed again."""
     results: list[Run] = []
     for done in (0, steps) if CODEBASES[name].resumes else (0,):
-        place_of_loss = {"step": done + 1, "stage": killed, "at": "backward", "micro_batch": 1}
+        step = done + 1 if done else min(2, steps)  # once with moments of the optimizer, once right after loading
+        place_of_loss = {"step": step, "stage": killed, "at": "backward", "micro_batch": 1}
         faults = [] if killed is None else [place_of_loss]
         until = {"first": steps, "saved": done or -1, "steps": done + steps}
         results.append(_run(name, checkout, place, stages=stages, until=until, bamboo=bamboo, faults=faults))
