@@ -20,6 +20,7 @@ SPIKES = (1, 3)
 ZERO = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}, "zero_allow_untested_optimizer": True}
 CHECKED = {"debug_check_shadows": 1}
 OFFLOADED = {"zero_optimization": {**ZERO["zero_optimization"], "offload_optimizer": {"device": "cpu"}}}
+OWN_ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.9, 0.99]}}}
 OVERLAPPING = {**ZERO, "zero_optimization": {**ZERO["zero_optimization"], "overlap_comm": True}}
 EAGER = {"redundancy": {"mode": "eager", "offload": "recompute"}}
 FULL = {"redundancy": {"mode": "full", "offload": "recompute"}}
@@ -108,6 +109,7 @@ SWEEP = [
         Training("offloaded-bf16-2x2", 2, steps=5, layers="tied", settings={**CLIPPED, **BF16, **OFFLOADED}),
         TWO_BY_TWO_AT_THE_END,
     ),
+    (4, Training("offloaded-own-adam-2x2", 2, steps=6, settings={**CLIPPED, **OFFLOADED, **OWN_ADAM}), GATHERING),
     (3, Training("agreeing-offloaded-3x1", 1, steps=6, settings={**CLIPPED, **FP16, **OFFLOADED}), AGREEING_3X1),
     (4, Training("clipped-2x2", 2, steps=5, settings=CLIPPED), TWO_BY_TWO),
     (

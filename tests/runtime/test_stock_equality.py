@@ -29,8 +29,11 @@ CASES = [
     Training("data-set-2x2", 2, training_data=True),
     Training("offloaded-2x2", 2, settings={**CLIPPED, **OFFLOADED}),
 ]
+# DeepSpeed's own Adam on the host, whose first use compiles; powers of these betas and products of them differ.
+OWN_ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.9, 0.99]}}}
 # In another grid, or without checkpointing, than those above.
 SWEEP = [
+    Training("offloaded-own-adam-2x2", 2, steps=6, settings={**CLIPPED, **OFFLOADED, **OWN_ADAM}),
     Training("offloaded-bf16-1x4", 4, layers="tied", settings={**CLIPPED, **BF16, **OFFLOADED}),
     Training("bf16-1x4", 4, layers="tied", settings={**CLIPPED, **BF16}),
     Training("seeded-dropout-1x4", 4, dropout=0.3, module={"seed_layers": True}, evaluate_before=(1,)),
