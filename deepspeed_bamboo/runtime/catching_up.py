@@ -102,6 +102,13 @@ class CatchingUp(ABC):
         position.calls += 1
         return position.loss if math.isnan(loss) else loss
 
+    def past_additional_losses(self) -> dict[str, float]:
+        """Those of the iteration for which the last call of ``train_batch`` stood; empty where none are known."""
+        try:
+            return self._worker.session.past.additional(self._position.calls - 1)
+        except CoordinatorUnavailable:
+            return {}
+
     def past_evaluation(self) -> float:
         """What the evaluation had for which a call of ``eval_batch`` stands; not a number where that isn't known."""
         position, number = self._position, self._position.next_evaluation()

@@ -7,6 +7,7 @@ It is that of a worker that joins late (``late_worker.py``), and of a job that m
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -157,6 +158,17 @@ class CatchingUpEngine(BambooPipelineEngine):
             return norm
         self._says_unknown("get_global_grad_norm", "not a number")
         return math.nan
+
+    def get_additional_losses(self) -> Any:
+        """As stock's; those that it had for an iteration that the job did before, not a number where none are known."""
+        if not self.position.only_passed_by:
+            return super().get_additional_losses()
+        found = self._catching_up.past_additional_losses()
+        if not found:
+            found = dict.fromkeys(self.module.get_additional_losses() or (), math.nan)
+        if any(map(math.isnan, found.values())):
+            self._says_unknown("get_additional_losses", "not a number")
+        return OrderedDict((name, torch.tensor(loss, device=self.device)) for name, loss in found.items()) or None
 
     def was_step_applied(self) -> bool:
         """As stock's; False where this worker has trained nothing yet, and the job has: a line says so."""

@@ -62,6 +62,7 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
     _stage_host: StageHost | None = None
     optimizer_source: Any = None
     _training_set: Any = None
+    additional_losses: dict[str, float]
     before_scheduler: tuple[Any, Values] = (None, ())  # an optimizer, and its groups before it got a scheduler
     # What a call in a thread, whose end is not the process's, was refused for, until the main thread makes one.
     refused: ConfigError | None = None

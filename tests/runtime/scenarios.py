@@ -697,15 +697,18 @@ def train_with_checkpoints(
     by_count: bool = False,
     environment: dict[str, str] | None = None,
     decays: bool = False,
+    penalised: bool = False,
 ) -> dict[str, Any]:
     """Run it with checkpoints in ``folder`` as often as can be: each is there, for all to know, three steps later.
 
     ``by_count``: as a script that counts by itself. ``decays``: it changes weights itself, after ``initialize`` and
-    after each step. The iterator begins at step 0, as in the first run of a script.
+    after each step. ``penalised``: its module has additional losses. The iterator begins at step 0, as in the first run
+    of a script.
     """
     os.environ.update(environment or {})
     checkpoint = {"dir": folder.format(rank=os.environ["RANK"]), "interval_minutes": 1e-9}
-    engine = build(dataclasses.replace(training, bamboo={**training.bamboo, "checkpoint": checkpoint}))
+    kept = dataclasses.replace(training, bamboo={**training.bamboo, "checkpoint": checkpoint})
+    engine = build(kept, module_class=models.Penalised if penalised else PipelineModule)
     make = models.tokens if training.layers.startswith("tied") else models.vectors
     iterator = models.micro_batches(make, pipeline=0, first_step=0, count=training.micro_batches)
     evaluated = models.micro_batches(make, pipeline=100, first_step=0, count=training.micro_batches)
@@ -714,11 +717,14 @@ def train_with_checkpoints(
     evaluations: dict[str, float] = {}
     metrics: list[float] = []
     norms: list[bool] = []
+    additional: list[dict[str, float]] = []
     if decays:
         multiply(engine.module.parameters(), by=0.5)
     for step in steps:
         engine.checkpoints.wait()
         losses[str(step)] = float(engine.train_batch(iterator))
+        if penalised:
+            additional.append({name: float(loss) for name, loss in engine.get_additional_losses().items()})
         if decays:
             multiply(engine.module.parameters(), by=0.99)
         if training.evaluate_before:
@@ -731,7 +737,7 @@ def train_with_checkpoints(
             engine.save_checkpoint(f"{os.environ['TEST_DIRECTORY']}/own", tag=f"after{step}")
     result = {"losses": losses, "digest": engine.state_digest(), "steps": engine.global_steps}
     result["evaluations"] = {step: None if math.isnan(loss) else loss for step, loss in evaluations.items()}
-    result["metrics"], result["unknown norms"] = metrics, norms
+    result["metrics"], result["unknown norms"], result["additional"] = metrics, norms, additional
     result["own"] = sorted(path.name for path in Path(os.environ["TEST_DIRECTORY"], "own").glob("after*"))
     engine.close()
     events = engine.event_log.recent()[1]

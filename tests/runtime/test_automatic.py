@@ -101,13 +101,15 @@ def test_what_a_counting_script_did_on_its_way_is_left_out(jobs: Jobs, tmp_path:
     training = dataclasses.replace(TRAINING, stages=2, dropout=0.0, evaluate_before=(1, 3, 6))
     lost = [kill(6, 0, stage, "idle") for stage in range(2)]
     short = dataclasses.replace(training, faults=lost, evaluate_before=())
-    jobs.run(train_with_checkpoints, world=2, training=short, folder=str(tmp_path / "kept"))
-    whole = jobs.run(train_with_checkpoints, world=2, training=training, folder=str(tmp_path / "whole"), by_count=True)
-    again = jobs.run(train_with_checkpoints, world=2, training=training, folder=str(tmp_path / "kept"), by_count=True)
+    jobs.run(train_with_checkpoints, world=2, training=short, folder=str(tmp_path / "kept"), penalised=True)
+    options: dict[str, Any] = {"world": 2, "training": training, "by_count": True, "penalised": True}
+    whole = jobs.run(train_with_checkpoints, folder=str(tmp_path / "whole"), **options)
+    again = jobs.run(train_with_checkpoints, folder=str(tmp_path / "kept"), **options)
     assert again.common("evaluations") == {**whole.common("evaluations"), "1": None}, again.transcript()
     # The script's own collectives are all workers' throughout.
     assert again.common("metrics") == whole.common("metrics") == list(whole.common("losses").values())
     assert again.common("unknown norms") == [step < 4 for step in range(8)] and not any(whole.common("unknown norms"))
+    assert again.common("additional") == whole.common("additional") and len(whole.common("additional")) == 8
     told = "get_global_grad_norm is not known of steps that the job did before"
     assert [output.count(told) for output in again.outputs.values()] == [1, 1]
     assert whole.common("own") == ["after1", "after3", "after6"] and again.common("own") == ["after3", "after6"]

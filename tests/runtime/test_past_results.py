@@ -40,6 +40,7 @@ def test_a_late_worker_reads_what_all_were_returned(began: int, more: int, every
         for one in (reporter, heir) if step >= change else (reporter,):
             one.note_evaluation(step, step / 3)
             one.note_evaluation(step, -step)
+            one.note_additional(step, {"z": step / 7, "half": -step} if step % 2 else {"z": step / 7})
             one.note_loss(step, 1 / (step + 1))
         if step % every == 0 or step == began + more - 1 or step == change - 1:
             (heir if step >= change else reporter).publish()
@@ -47,6 +48,8 @@ def test_a_late_worker_reads_what_all_were_returned(began: int, more: int, every
         assert late.loss(step) == 1 / (step + 1)
         assert (late.evaluation(step, 0), late.evaluation(step, 1)) == (step / 3, -step)
         assert math.isnan(late.evaluation(step, 2))
+        kept = late.additional(step)
+        assert kept["z"] == step / 7 and (kept["half"] == -step if step % 2 else math.isnan(kept.get("half", math.nan)))
     assert math.isnan(late.loss(began + more)), "what nobody knows is no number"
     again = PastResults(Pieces())
     again.take(late.pieces())
@@ -73,4 +76,7 @@ def test_a_step_done_again_keeps_its_newest_loss_and_a_failed_publication_is_rep
     except OSError:
         one.publish()
     late.take({str(piece): value for piece, value in pieces.kept.items()})
-    assert late.loss(5) == 2.0
+    assert late.loss(5) == 2.0 and late.additional(5) == {}
+    pieces.kept[0].pop("additional")  # as an earlier version has published it
+    earlier = PastResults(pieces)
+    assert earlier.additional(5) == {} and earlier.loss(5) == 2.0

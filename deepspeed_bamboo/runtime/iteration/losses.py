@@ -21,6 +21,7 @@ class LossEngine(Protocol):
     num_stages: int
     last_losses: list[Any]
     mean_loss: float
+    additional_losses: dict[str, float]
     # Stock's, of the active stage and of the batch.
     total_loss: Any
     total_additional_losses: Any
@@ -69,7 +70,8 @@ def aggregate_losses(engine: LossEngine) -> torch.Tensor:
     """The batch's loss, the same on every worker: mean over pipelines, added in pipeline order.
 
     Also sets the engine's ``dp_group_loss`` and ``agg_additional_losses``, as stock's aggregation does, and
-    ``mean_loss``, the same as a plain number. Nothing here waits for the device, which is still taking its step.
+    ``mean_loss`` and ``additional_losses``, the same as plain numbers. Nothing here waits for the device, which is
+    still taking its step.
     """
     losses = engine.last_losses
     own_pipeline = engine.host.owners()[0].coordinate.pipeline if engine.host.owners() else 0
@@ -77,11 +79,12 @@ def aggregate_losses(engine: LossEngine) -> torch.Tensor:
     mean = mean_over_pipelines([loss for loss, _ in losses])
     engine.mean_loss = float(mean.mean())
     additional = [extra for _, extra in losses]
-    engine.agg_additional_losses = None
+    engine.agg_additional_losses, engine.additional_losses = None, {}
     if additional[0] is not None:
+        means = [(name, mean_over_pipelines([extra[name] for extra in additional])) for name in additional[0]]
+        engine.additional_losses = {name: float(one.mean()) for name, one in means}
         engine.agg_additional_losses = OrderedDict(
-            (name, mean_over_pipelines([extra[name] for extra in additional]).to(engine.device, non_blocking=True))
-            for name in additional[0]
+            (name, one.to(engine.device, non_blocking=True)) for name, one in means
         )
     aggregated: torch.Tensor = mean.to(engine.device, non_blocking=True)
     return aggregated

@@ -16,6 +16,7 @@ class SteppedEngine(Protocol):
     session: WorkerSession
     data: PipelineData
     mean_loss: float
+    additional_losses: Mapping[str, float]
     micro_batches: int
     global_steps: int
 
@@ -38,6 +39,7 @@ def log_step(engine: SteppedEngine, *, seconds: float, mode: str, slow: Mapping[
     """
     hosted = [replica.coordinate for replica in engine.host.owners()]
     firsts = [coordinate.pipeline for coordinate in hosted if coordinate.stage == 0]
+    engine.session.past.note_additional(engine.global_steps - 1, engine.additional_losses)
     engine.session.log(
         "step",
         step=engine.global_steps - 1,

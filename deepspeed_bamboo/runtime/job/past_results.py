@@ -1,8 +1,8 @@
-"""What ``train_batch`` and ``eval_batch`` have returned, for workers that come late: their scripts run from the top.
+"""What ``train_batch``, ``eval_batch`` and ``get_additional_losses`` have returned, for workers that come late.
 
-A script may stop early, or keep its best loss, by what it was returned. A late worker's calls for steps that the job
-has done return what they returned then. All workers keep it; the reporter publishes it in pieces, since a late worker
-needs it before it is one of the job's.
+Their scripts run from the top. A script may stop early, or keep its best loss, by what it was returned. A late worker's
+calls for steps that the job has done return what they returned then. All workers keep it; the reporter publishes it in
+pieces, since a late worker needs it before it is one of the job's.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class PastResults:
         self._published = published
         self._lock = threading.Lock()
         self._losses: dict[int, array[float]] = {}
+        self._additional: dict[int, dict[str, array[float]]] = {}
         self._evaluations: dict[int, list[float]] = {}
         self._changed: set[int] = set()
 
@@ -51,6 +52,12 @@ class PastResults:
         with self._lock:
             self._piece(step // PIECE_STEPS)[step % PIECE_STEPS] = loss
             self._changed.add(step // PIECE_STEPS)
+
+    def note_additional(self, step: int, losses: Mapping[str, float]) -> None:
+        """``step`` had these additional losses. Before :meth:`note_loss`, which says that there is something new."""
+        with self._lock:
+            for name, loss in losses.items():
+                self._piece_of(name, step // PIECE_STEPS)[step % PIECE_STEPS] = loss
 
     def note_evaluation(self, step: int, loss: float) -> None:
         """One more evaluation after so many steps had this loss; nan if it had none."""
@@ -66,6 +73,13 @@ class PastResults:
             self._look(step // PIECE_STEPS)
             found = self._known_loss(step)
         return found
+
+    def additional(self, step: int) -> dict[str, float]:
+        """Those of that step by name, nan where one isn't known. Raises CoordinatorUnavailable."""
+        self.loss(step)
+        with self._lock:
+            kept = self._additional.get(step // PIECE_STEPS, {})
+            return {name: losses[step % PIECE_STEPS] for name, losses in kept.items()}
 
     def evaluation(self, step: int, number: int) -> float:
         """Of evaluation ``number`` after so many steps; nan if it isn't known. Raises CoordinatorUnavailable."""
@@ -113,6 +127,9 @@ class PastResults:
             self._losses[piece] = array("d", [_UNKNOWN] * PIECE_STEPS)
         return self._losses[piece]
 
+    def _piece_of(self, name: str, piece: int) -> array[float]:
+        return self._additional.setdefault(piece, {}).setdefault(name, array("d", [_UNKNOWN] * PIECE_STEPS))
+
     def _known_loss(self, step: int) -> float:
         piece = self._losses.get(step // PIECE_STEPS)
         return _UNKNOWN if piece is None else piece[step % PIECE_STEPS]
@@ -124,18 +141,28 @@ class PastResults:
 
     def _plain(self, piece: int) -> dict[str, Any]:
         with self._lock:
-            losses = base64.b64encode(self._piece(piece).tobytes()).decode("ascii")
+            losses = _text(self._piece(piece))
+            additional = {name: _text(its) for name, its in self._additional.get(piece, {}).items()}
             steps = range(piece * PIECE_STEPS, (piece + 1) * PIECE_STEPS)
             evaluations = {str(step): list(self._evaluations[step]) for step in steps if step in self._evaluations}
-        return {"losses": losses, "evaluations": evaluations}
+        return {"losses": losses, "additional": additional, "evaluations": evaluations}
 
     def _merge(self, piece: int, plain: Mapping[str, Any]) -> None:
-        losses = array("d", base64.b64decode(plain["losses"]))
         with self._lock:
-            own = self._piece(piece)
-            for index, loss in enumerate(losses[:PIECE_STEPS]):
-                if math.isnan(own[index]):
-                    own[index] = loss
+            _fill(self._piece(piece), plain["losses"])
+            for name, text in plain.get("additional", {}).items():
+                _fill(self._piece_of(name, piece), text)
             for step, its in plain["evaluations"].items():
                 if len(its) > len(self._evaluations.get(int(step), ())):
                     self._evaluations[int(step)] = [float(loss) for loss in its]
+
+
+def _text(losses: array[float]) -> str:
+    return base64.b64encode(losses.tobytes()).decode("ascii")
+
+
+def _fill(own: array[float], text: str) -> None:
+    """Put what :func:`_text` has made where ``own`` knows nothing."""
+    for index, loss in enumerate(array("d", base64.b64decode(text))[:PIECE_STEPS]):
+        if math.isnan(own[index]):
+            own[index] = loss
