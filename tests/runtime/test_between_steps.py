@@ -30,8 +30,10 @@ def learns_in_time(engine: Any, step: int) -> None:
     engine.failover.before_script = before_script
 
 
-def train_and_count(training: Training, *, known_in: int, dies_after: dict[int, int], agrees_after: int) -> Any:
-    """After each step all count the model's parameters, by an all_reduce or by ``agree_on``, and last stages."""
+def train_and_count(
+    training: Training, *, known_in: int, dies_after: dict[int, int], agrees_after: int, gathers_after: int
+) -> Any:
+    """After each step all count the model's parameters and last stages, by an all_reduce, objects, or ``agree_on``."""
     fresh_process_group(training.name)
     engine = build(training, fresh=False)
     rank, plugin = td.get_rank(), training.faults is not None
@@ -51,6 +53,11 @@ def train_and_count(training: Training, *, known_in: int, dies_after: dict[int, 
             os.kill(os.getpid(), signal.SIGKILL)
         if plugin and step == agrees_after:
             counted.append([sum(its) for its in zip(*engine.agree_on("count", own).values(), strict=True)])
+        elif step == gathers_after:
+            outs: list[Any] = [None] * td.get_world_size()
+            td.all_gather_object(outs, {name: p.numel() for name, p in engine.module.named_parameters()})
+            found = {name: count for its in outs for name, count in its.items()}
+            counted.append([sum(found.values()), 1, 1])
         else:
             td.all_reduce(mine := torch.tensor(own()))
             counted.append(mine.tolist())
@@ -60,8 +67,10 @@ def train_and_count(training: Training, *, known_in: int, dies_after: dict[int, 
 
 
 def test_what_scripts_compute_between_steps_has_all_stages_or_a_line_names_them(jobs: Jobs) -> None:
-    """One loss is known before ``train_batch`` returns, one comes to light in an all_reduce, one in ``agree_on``."""
-    more: dict[str, Any] = {"known_in": 1, "dies_after": {2: 1, 3: 2}, "agrees_after": 3}
+    """One loss is known before ``train_batch`` returns, one comes to light in a gather for as many as there were, one
+    in ``agree_on``.
+    """
+    more: dict[str, Any] = {"known_in": 1, "dies_after": {2: 1, 3: 2}, "agrees_after": 3, "gathers_after": 2}
     plain = jobs.run(train_and_count, world=4, training=Training("plain-count", 4, steps=5), **more)
     killed = Training("killed-count", 4, steps=5, faults=[kill(1, 0, 3, "step")])
     result = jobs.run(train_and_count, world=4, training=killed, **more)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as td
 
-from deepspeed_bamboo.coordination import Member
+from deepspeed_bamboo.coordination import EpochRecord, Member
 from deepspeed_bamboo.core.grid import Grid
+from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.errors import BambooError, ConfigError, MessageError
 from deepspeed_bamboo.runtime.comm import board, frames
 from deepspeed_bamboo.runtime.comm.board import pack, unpack
@@ -23,6 +26,7 @@ from deepspeed_bamboo.runtime.comm.store_server import StoreServer
 from deepspeed_bamboo.runtime.iteration.activity import ActivityState
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.recovery.script_server import ScriptServer
+from deepspeed_bamboo.runtime.stock.served_group import Part, ServedGroup
 from tests.runtime import models
 from tests.runtime.jobs import Jobs
 from tests.runtime.scenarios import Training, build, fresh_process_group
@@ -190,6 +194,76 @@ def test_calls_inside_an_activity_are_refused_but_for_groups_of_one(kind: str, i
     server._worker = dataclasses.replace(worker, grid=Grid(1, 1))
     (part,) = server.gather_world(value)
     assert part.ranks == (0,) and torch.equal(part.tensor, value)
+
+
+class Gathering(ServedGroup):
+    """Rank ``own`` of a group that had the workers ``before``, each with these ranks, and has ``parts`` now."""
+
+    def __init__(self, own: int, all_ranks: int, parts: list[Part], *, before: Sequence[Sequence[int]] = ()) -> None:
+        super().__init__(own, all_ranks)
+        self.all_ranks = all_ranks
+        self._parts, self._before = parts, before
+
+    def gather_all(self, tensor: torch.Tensor) -> list[Part]:
+        return self._parts
+
+    def former(self, count: int) -> Sequence[int]:
+        return next((ranks for ranks in self._before if len(ranks) == count), ())
+
+
+def part(*ranks: int, value: float) -> Part:
+    return Part(ranks, torch.tensor([value]))
+
+
+def test_a_list_for_as_many_as_there_were_before_a_loss_is_filled_by_those() -> None:
+    """The worker with ranks 0 and 1 has taken 2 over when the script had asked for the size already: three."""
+    parts = [part(0, 1, 2, value=5.0), part(3, value=7.0)]
+    group = Gathering(3, 4, parts, before=[(0, 2, 3)])
+    for count, expected in ((2, [5.0, 7.0]), (3, [5.0, 5.0, 7.0]), (4, [5.0, 5.0, 5.0, 7.0])):
+        outputs = [torch.zeros(1) for _ in range(count)]
+        group.allgather([outputs], [torch.zeros(1)])
+        assert [float(output) for output in outputs] == expected
+        joined = torch.zeros(count)
+        group._allgather_base(joined, torch.zeros(1))
+        assert joined.tolist() == expected
+    with pytest.raises(ValueError, match="all_gather with 5 tensors, but there are 2 workers"):
+        group.allgather([[torch.zeros(1) for _ in range(5)]], [torch.zeros(1)])
+
+
+def test_one_that_stood_by_and_was_lost_leaves_a_place() -> None:
+    group = Gathering(0, 2, [part(0, value=5.0), part(1, value=7.0)], before=[(0, 1, 2)])
+    outputs = [torch.zeros(1) for _ in range(3)]
+    group.allgather([outputs], [torch.zeros(1)])
+    assert [float(output) for output in outputs] == [5.0, 7.0, 5.0]
+
+
+def test_rows_for_as_many_as_there_were_before_a_loss_go_to_those() -> None:
+    """One worker had asked for the size before it knew of the loss, the other after that."""
+    early, late = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[10.0], [30.0]])
+    parts = [Part((0, 1, 2), early), Part((3,), late)]
+    group = Gathering(3, 4, parts, before=[(0, 2, 3)])
+    group.reduce_scatter([output := torch.zeros(1)], [list(early)])
+    assert output.item() == 33.0
+    outputs = [torch.zeros(1), torch.zeros(1)]
+    group.alltoall(outputs, list(late))
+    assert [float(one) for one in outputs] == [3.0, 30.0]
+
+
+def test_the_server_knows_who_was_in_the_world_and_in_a_group() -> None:
+    grid, workers = Grid(1, 4), ["a", "b", "c", "d"]
+    server = ScriptServer.__new__(ScriptServer)
+    server._first_homes = {worker: rank for rank, worker in enumerate(workers)}
+    whole = Placement.initial(grid, workers)
+    first_loss, _ = whole.without(["b"])
+    assert first_loss is not None
+    second_loss, _ = first_loss.protected(["a", "c", "d"]).without(["c"])
+    assert second_loss is not None
+    server._records = deque(
+        EpochRecord(number, tuple(w for w in workers if w in placement.workers), placement, "", (), "a", 0.0)
+        for number, placement in enumerate((whole, first_loss, second_loss))
+    )
+    assert [list(server.former(count)) for count in (4, 3, 5)] == [[0, 1, 2, 3], [0, 2, 3], []]
+    assert [list(server.former(count, ranks=[0, 2, 3])) for count in (3, 2)] == [[0, 2, 3], [0, 3]]
 
 
 def test_what_is_laid_out_comes_back_as_it_was() -> None:

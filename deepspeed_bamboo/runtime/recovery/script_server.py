@@ -9,7 +9,7 @@ finished by then had finished before it reported, so one that begins again finds
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from deepspeed_bamboo.coordination import EpochRecord
 
 T = TypeVar("T")
+_RECENT_EPOCHS = 8
 
 
 class ScriptServer:
@@ -58,6 +59,8 @@ class ScriptServer:
         self._laid_out: list[tuple[int, str]] = []
         self._messages: Counter[tuple[str, WorkerId, WorkerId, int]] = Counter()
         self._to_itself: defaultdict[tuple[str, int], list[torch.Tensor]] = defaultdict(list)
+        self._records: deque[EpochRecord] = deque(maxlen=_RECENT_EPOCHS)
+        self._first_homes: dict[WorkerId, int] = {}  # of those, too, that have gone
 
     def ranks_here(self) -> Sequence[int]:
         """See the protocol; one that stands by has a rank behind those of the grid."""
@@ -90,6 +93,29 @@ class ScriptServer:
     def parties(self, ranks: Sequence[int], holders: frozenset[str] | None) -> dict[int, WorkerId]:
         """See the protocol."""
         return parties(self._record().placement, ranks, homes=self._homes(), holders=holders)
+
+    def note(self, record: EpochRecord) -> None:
+        """This worker enters an epoch: who is in it."""
+        self._records.append(record)
+        self._first_homes.update(self._homes())
+
+    def former(
+        self, count: int, *, ranks: Sequence[int] | None = None, holders: frozenset[str] | None = None
+    ) -> Sequence[int]:
+        """See the protocol; in the order in which parts are gathered."""
+        for record in reversed(self._records):
+            placement, members = record.placement, record.members
+            if ranks is None:
+                own = sorted(own_rank(placement, worker, members=members) for worker in members)
+            else:
+                found = parties(placement, ranks, homes=self._first_homes, holders=holders)
+                first: dict[WorkerId, int] = {}
+                for rank, worker in found.items():
+                    first.setdefault(worker, rank)
+                own = list(first.values())
+            if len(own) == count:
+                return own
+        return ()
 
     def gather(
         self, name: str, ranks: Sequence[int], holders: frozenset[str] | None, tensor: torch.Tensor

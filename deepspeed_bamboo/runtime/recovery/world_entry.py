@@ -36,6 +36,7 @@ class WorldEntry:
         worker = self._worker
         own = own_rank(record.placement, worker.me, members=record.members)
         self._groups.server = self._server
+        self._server.note(record)
         replace_default_group(
             WorldGroup(own, len(record.members), all_ranks=len(worker.grid), server=self._server, groups=self._groups)
         )

@@ -34,6 +34,11 @@ class Server(Protocol):
     def parties(self, ranks: Sequence[int], holders: frozenset[str] | None) -> dict[int, str]:
         """Who stands for which of ``ranks`` in a group that ``holders`` hold."""
 
+    def former(
+        self, count: int, *, ranks: Sequence[int] | None = None, holders: frozenset[str] | None = None
+    ) -> Sequence[int]:
+        """The own ranks of the workers when the world, or a group, last had ``count``; empty where nobody knows."""
+
     def gather(
         self, name: str, ranks: Sequence[int], holders: frozenset[str] | None, tensor: torch.Tensor
     ) -> list[Part]:
@@ -76,6 +81,11 @@ class ScriptGroup(ServedGroup):
     def gather_all(self, tensor: torch.Tensor) -> list[Part]:
         parts = self._server.gather(self.name, self.ranks, self._holders, tensor)
         return [Part(tuple(self.ranks.index(rank) for rank in part.ranks), part.tensor) for part in parts]
+
+    def former(self, count: int) -> Sequence[int]:
+        server = self._groups.server
+        found = () if server is None else server.former(count, ranks=self.ranks, holders=self._holders)
+        return [self.ranks.index(rank) for rank in found]
 
     def send_to(self, place: int, tensor: torch.Tensor, tag: int) -> None:
         self._server.leave_for(self.name, self.ranks[place], tensor, tag)

@@ -37,6 +37,10 @@ class ServedGroup(ProcessGroup):
         """Everybody's ``tensor``, on its device, in the order of ranks. Collective."""
         raise NotImplementedError
 
+    def former(self, count: int) -> Sequence[int]:
+        """The own ranks of the workers that it had when it last had ``count``; empty where that isn't known."""
+        return ()
+
     def send_to(self, rank: int, tensor: torch.Tensor, tag: int) -> None:
         """Leave ``tensor`` for the worker that stands for ``rank``; does not wait."""
         raise NotImplementedError
@@ -111,8 +115,8 @@ class ServedGroup(ProcessGroup):
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> FinishedWork:
         for output, own in zip(outputs, inputs, strict=True):
             parts = self.gather_all(torch.stack(list(own)))
-            rows = combine(_operation(opts), [part.tensor for part in parts])
-            _set(output, self._own_row(rows, parts, call="reduce_scatter"))
+            rows = [self._own_row(part.tensor, parts, call="reduce_scatter") for part in parts]
+            _set(output, combine(_operation(opts), rows))
         return FinishedWork()
 
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> FinishedWork:
@@ -158,11 +162,17 @@ class ServedGroup(ProcessGroup):
         return found[0]
 
     def _fill(self, output: Tensors, parts: list[Part], *, call: str) -> None:
-        """Into one tensor for each live worker, or, as before any loss, for each rank."""
+        """Into one tensor for each live worker, or for each there was before a loss, or, as before any, for each rank.
+
+        A script may have asked for the size before it knew of a loss. In the place of who was lost is what the one has
+        passed who stands for that rank.
+        """
         if len(output) == len(parts):
             found = list(enumerate(part.tensor for part in parts))
         elif len(output) == self.all_ranks:
             found = [(rank, part.tensor) for part in parts for rank in part.ranks if rank < self.all_ranks]
+        elif former := self.former(len(output)):
+            found = [(place, _standing_for(rank, parts).tensor) for place, rank in enumerate(former)]
         else:
             raise ValueError(
                 f"{call} with {len(output)} tensors, but there are {len(parts)} workers; give one for each"
@@ -176,9 +186,17 @@ class ServedGroup(ProcessGroup):
         own = int(self.rank())
         if len(rows) == len(parts):
             return rows[next(place for place, part in enumerate(parts) if own in part.ranks)]
-        if len(rows) != self.all_ranks:
+        if len(rows) == self.all_ranks:
+            return rows[own]
+        former = self.former(len(rows))
+        if own not in former:
             raise ValueError(f"{call} with {len(rows)} tensors, but there are {len(parts)} workers; give one for each")
-        return rows[own]
+        return rows[list(former).index(own)]
+
+
+def _standing_for(rank: int, parts: list[Part]) -> Part:
+    """Nobody stands for the rank of one that stood by and was lost; what it would have passed is anybody's."""
+    return next((part for part in parts if rank in part.ranks), parts[0])
 
 
 def alone(tensor: torch.Tensor, ranks: int) -> list[Part]:

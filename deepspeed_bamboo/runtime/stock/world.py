@@ -8,7 +8,7 @@ everything goes by way of the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,9 @@ class WorldGroup(ServedGroup):
 
     def gather_all(self, tensor: torch.Tensor) -> list[Part]:
         return self._server.gather_world(tensor)
+
+    def former(self, count: int) -> Sequence[int]:
+        return self._server.former(count)
 
     def send_to(self, place: int, tensor: torch.Tensor, tag: int) -> None:
         self._server.leave_for(_WORLD, place, tensor, tag)
