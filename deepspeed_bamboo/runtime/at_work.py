@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 from deepspeed_bamboo.errors import ConfigError
@@ -17,14 +17,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Engine(Protocol):
-    """As it is known here. ``refused`` is what a call in another thread was refused for, ``used`` whether one was not.
-
-    ``_working`` counts the calls at work, one within the other.
-    """
+    """As it is known here. ``refused``: what a call in another thread was refused for; ``used``: one was not."""
 
     refused: ConfigError | None
     used: bool
-    _working: int
 
     def working(self) -> AbstractContextManager[None]:
         """Inside, the engine is at work."""
@@ -48,13 +44,3 @@ def at_work(method: Method) -> Method:
             return method(engine, *args, **kwargs)
 
     return call  # type: ignore[return-value]
-
-
-@contextmanager
-def as_between_calls(engine: Engine) -> Iterator[None]:
-    """Inside a call of the engine: what runs here sees the modules as the script does between two calls."""
-    aside, engine._working = engine._working, 0
-    try:
-        yield
-    finally:
-        engine._working = aside

@@ -18,7 +18,7 @@ from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.slowness import DATA, SCRIPT, Cause
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.eventlog.log import EventLog
-from deepspeed_bamboo.runtime.at_work import as_between_calls, at_work
+from deepspeed_bamboo.runtime.at_work import at_work
 from deepspeed_bamboo.runtime.checkpoint.beginning import ENDED
 from deepspeed_bamboo.runtime.checkpoint.stage_files import Around, StageFiles
 from deepspeed_bamboo.runtime.comm.epoch_monitor import JobCompleteError
@@ -39,6 +39,7 @@ from deepspeed_bamboo.runtime.recovery.whole_state import collect_whole_state
 from deepspeed_bamboo.runtime.stock.hosted_view import in_thread_of_script
 from deepspeed_bamboo.runtime.stock.hosting import StageHost
 from deepspeed_bamboo.runtime.stock.hyperparameters import Values, values_of
+from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
 from deepspeed_bamboo.runtime.stock.script_writes import ScriptWrites
 from deepspeed_bamboo.runtime.stock.stock_files import StockFiles
 
@@ -51,6 +52,7 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
     # The engine's; whose they are is said there.
     view: CurrentView
     worker: Worker
+    script_groups: ScriptGroups
     session: WorkerSession
     home: int
     job_grid: Grid
@@ -125,6 +127,19 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
     def stages_to_script(self, pipeline: int) -> tuple[int, ...]:
         """The stages of ``pipeline`` that this worker hosts, if the script asks, as by ``grid.get_stage_id()``."""
         return tuple(c.stage for c in self.host.owned if c.pipeline == pipeline) if self._script_asks() else ()
+
+    def group_to_script(self, kind: str) -> Any:
+        """The group of this ``kind`` in which this worker's script began, if the script asks; else None."""
+        if not self._script_asks():
+            return None
+        rank = self.worker.links.members[self.worker.me].home % len(self.job_grid)
+        home = self.job_grid.coordinate(rank)
+        ranks = [
+            self.job_grid.rank(c)
+            for c in self.job_grid
+            if (c.stage == home.stage if kind == "data" else c.pipeline == home.pipeline)
+        ]
+        return self.script_groups.of_grid(kind, ranks, ranks.index(rank))
 
     def hosted_modules(self) -> dict[Coordinate, PipelineModule]:
         """The modules of all stages that this worker hosts now, by coordinate (pipeline, stage), in grid order.
@@ -407,8 +422,11 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
         """
 
         def seen_by_script() -> Any:
-            with as_between_calls(self):
+            aside, self._working = self._working, 0
+            try:
                 return value()
+            finally:
+                self._working = aside
 
         return self.worker.agree_on(kind, seen_by_script)
 

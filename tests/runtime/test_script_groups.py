@@ -76,6 +76,13 @@ def talk(engine: Any, groups: dict[str, Any], step: int, *, sender: int, dies: i
     part = torch.full((2,), float(step))
     td.all_reduce(part, op=td.ReduceOp.MAX, group=engine.grid.get_pipe_parallel_group())
     said["pipe"] = part.tolist()
+    part = torch.tensor([float(engine.is_last_stage())])
+    td.broadcast(part, src=engine.grid.stage_to_global(3), group=engine.grid.get_pipe_parallel_group())
+    assert part.item() == 1.0
+    td.all_reduce(part, group=engine.grid.get_data_parallel_group())
+    assert part.item() == 1.0, "one pipeline"
+    td.monitored_barrier()
+    td.monitored_barrier(group=engine.grid.get_model_parallel_group())
     if groups["ends"] != td.GroupMember.NON_GROUP_MEMBER:
         part = torch.tensor([7.0 if td.get_rank(groups["ends"]) == 0 else 0.0])
         td.broadcast(part, src=0, group=groups["ends"])
@@ -163,6 +170,37 @@ def test_a_worker_that_stands_for_both_ends_may_send_to_itself(jobs: Jobs, stage
     assert result.common("losses") == plain.common("losses")
     assert result.common("taken") == [7]
     assert result.common("stages") == [0, 1], "so `if grid.get_pipe_parallel_rank() == 0: save()` is done by somebody"
+
+
+def train_in_groups_of_the_grid(training: Training) -> dict[str, Any]:
+    fresh_process_group(training.name)
+    engine = build(training, fresh=False)
+    data = models.micro_batches(models.vectors, pipeline=td.get_rank() % 2, first_step=0, count=training.micro_batches)
+    losses, said = [], []
+    while engine.global_steps < training.steps:
+        losses.append(float(engine.train_batch(data)))
+        told = torch.tensor([losses[-1] if engine.is_last_stage() else 0.0])
+        td.broadcast(told, src=engine.grid.stage_to_global(1), group=engine.grid.get_pipe_parallel_group())
+        assert told.item() == pytest.approx(losses[-1])
+        td.all_reduce(count := torch.ones(1), group=engine.grid.get_data_parallel_group())
+        said.append([count.item(), td.get_world_size(engine.grid.get_model_parallel_group())])
+    if training.faults is not None:
+        engine.close()
+    return {"losses": losses, "said": said}
+
+
+@pytest.mark.sweep
+def test_groups_of_the_grid_go_on_after_a_loss(jobs: Jobs) -> None:
+    """Of two pipelines: in a group that the new owner did not begin in, the lost rank is missing from then on."""
+    plain = jobs.run(train_in_groups_of_the_grid, world=4, training=Training("plain-grid", 2, faults=None))
+    killed = Training("killed-grid", 2, faults=[kill(1, 0, 1, "backward", 1)])
+    result = jobs.run(train_in_groups_of_the_grid, world=4, training=killed)
+    assert result.survivors == [0, 1, 3], result.transcript()
+    assert result.common("losses") == plain.common("losses")
+    whole = [[2.0, 2]]
+    assert plain.common("said") == whole * 3
+    assert [result.values[rank]["said"][0] for rank in (0, 1, 3)] == whole * 3
+    assert [result.values[rank]["said"][2] for rank in (0, 1, 3)] == [[2.0, 1], [2.0, 2], [1.0, 2]]
 
 
 def one_of_four(said: dict[str, Any]) -> dict[str, Any]:

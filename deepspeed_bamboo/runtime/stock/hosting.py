@@ -177,6 +177,7 @@ class StageHost:
             exchange=self._exchange,
             process_rank=process_rank,
             stages_here=lambda: self._engine.stages_to_script(coordinate.pipeline),
+            group_to_script=lambda kind: self._engine.group_to_script(kind),
         )
 
     def own(self, coordinate: Coordinate, *, process_rank: int, fill: Callable[[Any], None]) -> None:

@@ -160,9 +160,14 @@ class LogicalGrid(PipelineParallelGrid):
         exchange: Callable[[], Exchange],
         process_rank: int,
         stages_here: Callable[[], Sequence[int]] = tuple,
+        group_to_script: Callable[[str], Any] = lambda kind: None,
     ) -> None:
-        """``stages_here``: returns the stages of this pipeline that a script may be told of, besides its own."""
+        """``stages_here``: returns the stages of this pipeline that a script may be told of, besides its own.
+
+        ``group_to_script``: returns the group of a kind that a script gets, and None where it is stock that asks.
+        """
         self._stages_here = stages_here
+        self._group_to_script = group_to_script
         self._topo = topology
         self.global_rank = grid.rank(coordinate)
         self.world_size = len(grid)
@@ -194,6 +199,18 @@ class LogicalGrid(PipelineParallelGrid):
         self.p2p_groups = self._build_p2p_groups()
         for logical_group in (self.ds_model_proc_group, self.dp_proc_group, self.pp_proc_group, self.slice_proc_group):
             logical_group.name_ranks(process_rank)
+
+    def get_pipe_parallel_group(self) -> Any:
+        """The pipeline's; to a script one that continues after losses, as those that it makes."""
+        return self._group_to_script("pipe") or self.pp_proc_group
+
+    def get_model_parallel_group(self) -> Any:
+        """The pipeline's, too."""
+        return self._group_to_script("model") or self.ds_model_proc_group
+
+    def get_data_parallel_group(self) -> Any:
+        """That of the same stage of all pipelines, likewise."""
+        return self._group_to_script("data") or self.dp_proc_group
 
     def get_stage_id(self) -> int:
         """The stage; to a script whose worker hosts several of this pipeline, a number that is equal to each."""

@@ -6,6 +6,7 @@ object, across losses. torch knows both by their ranks, which are the grid's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -54,7 +55,17 @@ class Server(Protocol):
 class ScriptGroup(ServedGroup):
     """One group of the script's. ``stock`` is torch's own, in use until there is a server."""
 
-    def __init__(self, ranks: Sequence[int], own: int, *, groups: ScriptGroups, name: str, stock: Any = None) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        own: int,
+        *,
+        groups: ScriptGroups,
+        name: str,
+        stock: Any = None,
+        at_home: bool = False,
+    ) -> None:
+        """``at_home``: those who began with its ranks hold it, whenever it is made."""
         super().__init__(own, len(ranks))
         self.all_ranks = len(ranks)
         self.ranks = tuple(ranks)
@@ -62,7 +73,7 @@ class ScriptGroup(ServedGroup):
         self._own = own
         self._groups = groups
         self._stock = stock
-        self._holders = None if groups.server is None else groups.server.holders(self.ranks)
+        self._holders = None if groups.server is None or at_home else groups.server.holders(self.ranks)
 
     def rank(self) -> int:
         """This worker's place, or places; the one that it began with where it stands for none."""
@@ -140,6 +151,18 @@ def _not_the_only_rank(stock: Callable[..., None]) -> Callable[..., None]:
     return check
 
 
+def _monitored_barrier(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def monitored_barrier(group: Any = None, *args: Any, **kwargs: Any) -> None:
+        chosen = distributed_c10d._get_default_group() if group is None else group
+        if isinstance(chosen, ServedGroup):
+            distributed.barrier(chosen)
+        else:
+            stock(group, *args, **kwargs)
+
+    return monitored_barrier
+
+
 def _through(name: str) -> Callable[..., Any]:
     """The method ``name``: torch's own group's while that is in use."""
     served = getattr(ServedGroup, name)
@@ -170,6 +193,7 @@ class ScriptGroups:
         self.server: Server | None = None
         self.alone: Callable[[], object] | None = None
         self._groups: list[ScriptGroup] = []
+        self._of_grid: dict[str, ScriptGroup] = {}
         self._aside = False
 
     def ranks_here(self) -> Sequence[int]:
@@ -180,15 +204,19 @@ class ScriptGroups:
     def installed(self) -> Iterator[None]:
         """Inside, ``torch.distributed.new_group`` makes groups that outlive torch's own.
 
-        And a worker that stands for several ranks may send to one of them, as the lost worker did.
+        And a worker that stands for several ranks may send to one of them, as the lost worker did. In a group that the
+        plugin serves ``monitored_barrier``, which torch knows for gloo's only, is its barrier.
         """
         stock, check = distributed.new_group, distributed_c10d._check_not_self_rank
+        monitored = distributed.monitored_barrier
         distributed.new_group = distributed_c10d.new_group = self._new_group(stock)
+        distributed.monitored_barrier = distributed_c10d.monitored_barrier = _monitored_barrier(monitored)
         distributed_c10d._check_not_self_rank = _not_the_only_rank(check)
         try:
             yield
         finally:
             distributed.new_group = distributed_c10d.new_group = stock
+            distributed.monitored_barrier = distributed_c10d.monitored_barrier = monitored
             distributed_c10d._check_not_self_rank = check
 
     def make(self, ranks: Sequence[int], own: int, *, alone: bool = False) -> ScriptGroup:
@@ -198,13 +226,25 @@ class ScriptGroups:
         self._groups.append(group)
         return group
 
+    def of_grid(self, kind: str, ranks: Sequence[int], own: int) -> ScriptGroup:
+        """What a script gets where it asks the engine's grid for a group: one like those that it makes itself.
+
+        Workers may ask for it at different times, so those who hold it are those who began in it.
+        """
+        name = f"grid/{kind}:{','.join(map(str, ranks))}"
+        if name not in self._of_grid:
+            group = ScriptGroup(ranks, own, groups=self, name=name, at_home=True)
+            self._of_grid[name] = group
+            self._register(group)
+        return self._of_grid[name]
+
     def put_aside(self) -> None:
         """Before torch drops all groups: it must not end those that continue. Once is enough."""
         if self._aside:
             return
         self._aside = True
         self._groups = [group for group in self._groups if group in distributed_c10d._world.pg_map]
-        for group in self._groups:
+        for group in (*self._groups, *self._of_grid.values()):
             for known in _registers():
                 known.pop(group, None)
 
@@ -217,7 +257,7 @@ class ScriptGroups:
     def register_again(self) -> None:
         """After the world was rebuilt: torch knows the groups, and the ranks in them."""
         self._aside = False
-        for group in self._groups:
+        for group in (*self._groups, *self._of_grid.values()):
             self._register(group)
 
     def _new_group(self, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,6 +268,7 @@ class ScriptGroups:
             if self.server is not None:  # of an engine of which nothing is left
                 self.server = None
                 self._groups.clear()
+                self._of_grid.clear()
             made = stock(ranks, *args, **kwargs)
             everybody = list(range(world.size()))
             chosen = everybody if ranks is None else sorted(ranks) if kwargs.get("sort_ranks", True) else list(ranks)

@@ -62,6 +62,7 @@ SYMBOLS: Mapping[str, Mapping[str, str]] = {
         "get_global_grad_norm": "not known while a script catches up",
         "is_first_stage": "of the active stage",
         "is_last_stage": "of the active stage",
+        "get_additional_losses": "kept for scripts that catch up",
         "was_step_applied": "not known while a script catches up",
         # Methods that build a stage.
         "_backward_post_hook": "called by an optimizer of a replica after a backward",
@@ -143,6 +144,7 @@ SYMBOLS: Mapping[str, Mapping[str, str]] = {
     },
     "deepspeed.runtime.pipe.module:LayerSpec": {"typename": "the kind of a layer, compared between workers"},
     _MODULE: {
+        "get_additional_losses": "their names, where none are known",
         "_build": "builds the layers of another stage",
         "_grid": "replaced by the logical grid",
         "_layer_specs": "all layers of the model",
@@ -266,6 +268,7 @@ SYMBOLS: Mapping[str, Mapping[str, str]] = {
         "_check_not_self_rank": "not asked where a worker stands for both ranks",
         "_get_default_group": "whether the plugin made it",
         "_update_default_pg": "puts the plugin's default group in the place of stock's",
+        "monitored_barrier": "replaced: a barrier, in the groups that the plugin serves",
         "new_group": "replaced: a script's groups go on after a loss",
         "_world": "group ranks of logical groups are written there",
     },
