@@ -51,6 +51,40 @@ def test_small_parts_are_copied_alone_and_once() -> None:
     assert [len(copy) for copy in made] == [1, 1]
 
 
+BACKING = torch.randn(40, 6, 8)
+PARTS = {
+    "with gaps": BACKING[:, 0],
+    "with gaps, not from the beginning": BACKING[:, 1, 3:],
+    "with gaps, transposed": BACKING[:3, :, ::4].transpose(0, 1),
+    "without gaps, not from the beginning": BACKING[1, 1],
+    "expanded": BACKING[3:4, :, 2].expand(5, 6),
+    "overlapping": BACKING[5, 2].unfold(0, 3, 1),
+    "one number": BACKING[7, 1, 1],
+    "nothing": BACKING[3:3, 2],
+}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_small_parts_lie_as_they_did_in_the_memory_that_they_come_back_to(
+    part: torch.Tensor, dtype: torch.dtype
+) -> None:
+    """The copy on the host has no gaps; a kernel sees the strides, and how addresses are aligned."""
+    part = BACKING.to(dtype).as_strided(part.size(), part.stride(), part.storage_offset())
+    kept: list[torch.Tensor] = []
+
+    def copy(tensor: torch.Tensor) -> int:
+        kept.append(torch.empty_like(tensor).copy_(tensor).contiguous())
+        return len(kept) - 1
+
+    saved = SharedCopies(copy).of(part)
+    restored = saved.restore(kept[saved.copy])
+    assert not saved.whole and torch.equal(restored, part) and restored.stride() == part.stride()
+    line = 256 // part.element_size()
+    assert part.numel() == 0 or restored.storage_offset() % line == part.storage_offset() % line
+    assert saved.restore(part) is part, "still on the device, as it was"
+
+
 def test_large_parts_share_a_copy_without_gaps() -> None:
     copies, made = recording()
     joined = torch.randn(2, 5, 12)  # samples x positions x (queries, keys, values)

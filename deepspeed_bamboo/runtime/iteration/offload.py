@@ -27,21 +27,35 @@ _BLOCK_BYTES = 256 * 2**20
 # A view of at least this part of its memory is kept by a copy of all of that. Queries, keys and values are three views
 # of one tensor, say, and all of them are saved.
 _LARGE_PART = 0.25
+# Kernels are chosen by strides, and by whether addresses are multiples of up to so much.
+_ALIGNMENT_BYTES = 256
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor that autograd saved: the copy of it, or of all the memory that it is a view of (then with a shape)."""
+    """A tensor that autograd saved, which lies in its memory as ``view`` says: size, strides and offset.
+
+    ``copy`` is that of all its memory, with ``whole``, or else of the tensor alone, without gaps.
+    """
 
     copy: Any
-    view: tuple[torch.Size, tuple[int, ...], int] | None = None
+    view: tuple[torch.Size, tuple[int, ...], int]
+    whole: bool
 
     def restore(self, copied_back: torch.Tensor) -> torch.Tensor:
-        """The tensor, from its copy on the device."""
-        if self.view is None:
+        """The tensor, from its copy on the device, with the strides and the alignment that it had."""
+        size, strides, offset = self.view
+        if self.whole:
+            return copied_back.as_strided(size, strides, offset)
+        line = max(1, _ALIGNMENT_BYTES // copied_back.element_size())
+        start = offset % line
+        if strides_of(copied_back) == strides and copied_back.storage_offset() % line == start:
             return copied_back
-        size, stride, offset = self.view
-        return copied_back.as_strided(size, stride, offset)
+        last = sum((extent - 1) * stride for extent, stride in zip(size, strides, strict=True))
+        room = copied_back.new_empty(start + last + 1 if copied_back.numel() else 0)
+        once = [1 if stride == 0 else extent for extent, stride in zip(size, strides, strict=True)]
+        room.as_strided(once, strides, start).copy_(copied_back[tuple(slice(extent) for extent in once)])
+        return room.as_strided(size, strides, start)
 
 
 class SharedCopies:
@@ -66,7 +80,7 @@ class SharedCopies:
         if key not in self._made:
             source = tensor.as_strided((count,), (1,), 0) if whole else tensor
             self._made[key] = (reference, self._copy(source.detach()))
-        return SavedTensor(self._made[key][1], layout if whole else None)
+        return SavedTensor(self._made[key][1], layout, whole)
 
 
 @dataclass(slots=True, eq=False)
