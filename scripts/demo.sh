@@ -44,6 +44,7 @@ BAMBOO_FAULTS="$OUT/faults.json" train killed || explain_failure killed
 echo
 ds_bamboo compare "$OUT/undisturbed" "$OUT/killed" --names undisturbed "worker killed" --failovers 1 --minimum-fall 30
 echo
-echo "A process that dies is noticed at once, as here: a pause of 0.05 to 0.4 s."
+echo "A process that dies is noticed at once, as here: a pause of 0.02 to 0.6 s,"
+echo "on loaded machines up to a second."
 echo "A machine that vanishes first has to be silent for coordinator.lease_seconds"
 echo "(3 s by default, 3.1 s measured)."

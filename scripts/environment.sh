@@ -2,7 +2,8 @@
 #
 # Uses the active virtual environment, or else makes one in .venv. Installs this package (with the extras named) and,
 # where there is none yet, torch. A second run finds everything in place and takes no time. An environment in which the
-# package is installed from another place stays as it is: this checkout is then found by PYTHONPATH.
+# package is installed from another place, or from here by `pip install .`, stays as it is: this checkout is then found by
+# PYTHONPATH. With extras a plain install from here becomes an editable one.
 
 TORCH_VERSION=2.13.0
 
@@ -14,7 +15,14 @@ prepare() {
     return
   fi
   elsewhere=$(installed_elsewhere)
-  if [[ -n $elsewhere ]]; then
+  if [[ -n $elsewhere && $elsewhere -ef $PWD ]]; then
+    if [[ -z $extras ]]; then
+      echo "$VIRTUAL_ENV has this package by \`pip install .\`, and keeps it; this run uses $PWD by PYTHONPATH"
+      export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+      return
+    fi
+    echo "The plain install of this package in $VIRTUAL_ENV becomes an editable one: it needs $PWD from now on"
+  elif [[ -n $elsewhere ]]; then
     echo "$VIRTUAL_ENV has this package from $elsewhere, and keeps it; this run uses $PWD by PYTHONPATH." \
       "For an environment of its own: deactivate, and run this again"
     export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -103,7 +111,8 @@ compile_once() {
   fi
 }
 
-# Prints where the package in the active environment is from, if there is one and it is not this checkout.
+# Prints where the package in the active environment is from, if there is one; nothing if it is this checkout itself,
+# editable.
 installed_elsewhere() {
   python -I - "$PWD" <<'CODE'
 import importlib.metadata
@@ -116,10 +125,12 @@ try:
     origin = importlib.metadata.distribution("deepspeed_bamboo").read_text("direct_url.json")
 except importlib.metadata.PackageNotFoundError:
     sys.exit()
-url = json.loads(origin).get("url", "") if origin else ""
+described = json.loads(origin) if origin else {}
+url = described.get("url", "")
+editable = described.get("dir_info", {}).get("editable", False)
 place = unquote(urlsplit(url).path) if url.startswith("file:") else url or "a package index"
 gone = url.startswith("file:") and not Path(place).exists()
-if not gone and Path(place).resolve() != Path(sys.argv[1]).resolve():
+if not gone and not (editable and Path(place).resolve() == Path(sys.argv[1]).resolve()):
     print(place)
 CODE
 }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,6 +129,44 @@ class TestPreparing:
 
     def test_a_package_of_another_checkout_stays_there(self, clone: Path) -> None:
         assert self.installing(clone, "[dev]", ELSEWHERE="/another") == []
+
+    def test_a_plain_install_from_here_stays_where_no_extras_are_wanted(self, clone: Path) -> None:
+        assert self.installing(clone, ELSEWHERE=str(clone)) == []
+        (call,) = self.installing(clone, "[dev]", ELSEWHERE=str(clone))
+        assert call.endswith(" --editable .[dev]")
+
+    @pytest.mark.parametrize(
+        ("described", "printed"),
+        [
+            ({"url": "file://{here}", "dir_info": {"editable": True}}, ""),
+            ({"url": "file://{here}", "dir_info": {}}, "{here}"),
+            ({"url": "file://{other}", "dir_info": {"editable": True}}, "{other}"),
+            ({"url": "file:///gone", "dir_info": {}}, ""),
+            (None, "a package index"),
+        ],
+    )
+    def test_where_the_package_is_from(self, described: dict[str, Any] | None, printed: str, tmp_path: Path) -> None:
+        places = {"here": str(tmp_path / "here"), "other": str(tmp_path / "other")}
+        metadata = tmp_path / "site" / "deepspeed_bamboo-0.1.dist-info"
+        for folder in (*places.values(), metadata):
+            Path(folder).mkdir(parents=True)
+        (metadata / "METADATA").write_text("Name: deepspeed_bamboo\nVersion: 0.1\n")
+        if described is not None:
+            text = json.dumps({**described, "url": described["url"].format(**places)})
+            (metadata / "direct_url.json").write_text(text)
+        (tmp_path / "python").write_text(
+            f'#!/bin/sh\nshift\nPYTHONPATH="{tmp_path}/site" exec "{sys.executable}" -S "$@"\n'
+        )
+        (tmp_path / "python").chmod(0o755)
+        done = subprocess.run(
+            ["bash", "-c", f'source "{SCRIPTS}/environment.sh"; installed_elsewhere'],
+            cwd=places["here"],
+            env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        assert done.stdout.strip() == printed.format(**places)
 
     def test_a_second_run_installs_nothing(self, clone: Path) -> None:
         self.prepare(clone)
