@@ -46,8 +46,12 @@ def add_parser(subparsers: Any) -> None:
         verb.add_argument("name", metavar="NAME", help="the fleet's name in its spec")
     for verb in (up, down):
         verb.add_argument("--yes", action="store_true", help="don't ask")
+    up.add_argument("--region", help="default: the spec's, or as boto3 finds it")
+    for verb in (status, down):
+        verb.add_argument(
+            "--region", help="that of `up` (its spec's is not known here); default: as boto3 finds it on this machine"
+        )
     for verb in (up, status, down):
-        verb.add_argument("--region", help="default: the spec's, or as boto3 finds it")
         verb.add_argument("--endpoint-url", help=argparse.SUPPRESS)
 
 
@@ -58,27 +62,37 @@ def run_up(arguments: argparse.Namespace) -> int:
         for call in creating_calls(spec):
             print(call)
         print(f"UserData is, in base64:\n{user_data(spec)}")
-        print(_ceiling(spec))
+        print(_ceiling(spec, region=arguments.region))
         return 0
     control = _control(arguments, region=spec.region)
     for call in control.calls_up(spec):
         print(f"ec2.{call.method}: {spec.name}, {spec.machines} machines")
-    print(_ceiling(spec))
+    print(_ceiling(spec, region=arguments.region))
     if not _agreed(arguments, "Make these calls? They cost money."):
         return 1
-    print(f"fleet {spec.name} is {control.up(spec)}; `ds_bamboo fleet status {spec.name}` shows its machines")
+    made = control.up(spec)
+    shown = _command("status", spec, region=arguments.region)
+    ends = _command("down", spec, region=arguments.region)
+    print(f"fleet {spec.name} is {made}; `{shown}` shows its machines, and `{ends}` ends them")
     return 0
 
 
-def _ceiling(spec: FleetSpec) -> str:
+def _command(verb: str, spec: FleetSpec, *, region: str | None) -> str:
+    """The command for this fleet, with the region that it is in; the environment may say another, or none."""
+    where = region or spec.region
+    return f"ds_bamboo fleet {verb} {spec.name}" + (f" --region {where}" if where else "")
+
+
+def _ceiling(spec: FleetSpec, *, region: str | None) -> str:
     """What the fleet may cost, in words."""
     most = spec.max_dollars_per_fleet_hour
+    until = f"until `{_command('down', spec, region=region)}` ends it, also when the job is complete"
     if most is None:
-        return "no max_dollars_per_machine_hour: each machine may cost up to its on-demand price"
+        return f"no max_dollars_per_machine_hour: each machine may cost up to its on-demand price, {until}"
     each = spec.max_dollars_per_machine_hour
     return (
         f"the fleet costs ${most:.2f} an hour at most ({spec.machines} machines of ${each:g}), without disks and "
-        f"traffic, until `ds_bamboo fleet down {spec.name}` ends it, also when the job is complete"
+        f"traffic, {until}"
     )
 
 

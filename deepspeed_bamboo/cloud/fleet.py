@@ -139,10 +139,15 @@ def _client(service: str, region: str | None, endpoint_url: str | None) -> Any:
 @contextmanager
 def explained(what: str, action: str) -> Iterator[None]:
     """Turn whatever boto3 raises into FleetError."""
-    from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.exceptions import BotoCoreError, ClientError, NoRegionError
 
     try:
         yield
+    except NoRegionError as error:
+        raise FleetError(
+            f"{what} can't be {action}, as no AWS region is named here; name that of the fleet: --region NAME, or set "
+            "AWS_DEFAULT_REGION"
+        ) from error
     except (BotoCoreError, ClientError) as error:
         raise FleetError(
             f"{what} can't be {action} ({error}); check its name, the region and this machine's AWS permissions"

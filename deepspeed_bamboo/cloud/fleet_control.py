@@ -126,7 +126,9 @@ class FleetControl:
     def _required(self, name: str) -> Any:
         fleet = self._find(name)
         if fleet is None:
-            raise FleetError(f"there is no fleet {name!r} in this region; check name and region")
+            raise FleetError(
+                f"there is no fleet {name!r} in this region; check its name, or give its region: --region NAME"
+            )
         return fleet
 
     def _find(self, name: str) -> Any:

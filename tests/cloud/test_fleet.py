@@ -185,3 +185,27 @@ def test_the_command_asks_before_it_spends_or_ends(
     assert FleetControl(ec2).status("gpt").running == 3
     assert main(["fleet", "down", "gpt", "--yes"]) == 0
     assert main(["fleet", "status", "gpt"]) == 1
+
+
+def test_commands_are_printed_with_the_region_that_the_fleet_is_in(
+    ec2: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "fleet.json"
+    path.write_text(spec_for(ec2, region="us-east-1").model_dump_json())
+    for name in ("AWS_DEFAULT_REGION", "AWS_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
+    assert main(["fleet", "up", str(path), "--yes"]) == 0
+    shown = capsys.readouterr().out
+    assert "each machine may cost up to its on-demand price, until `ds_bamboo fleet down gpt" in shown
+    for command in ("status gpt --region us-east-1", "down gpt --region us-east-1"):
+        assert f"`ds_bamboo fleet {command}`" in shown
+    assert main(["fleet", "down", "gpt", "--yes"]) == 1
+    assert "name that of the fleet: --region NAME" in capsys.readouterr().err
+    assert main(["fleet", "down", "gpt", "--yes", "--region", "eu-west-1"]) == 1
+    assert "check its name, or give its region: --region NAME" in capsys.readouterr().err
+    assert main(["fleet", "down", "gpt", "--yes", "--region", "us-east-1"]) == 0
+    capsys.readouterr()
+    assert main(["fleet", "up", str(EXAMPLE), "--dry-run", "--region", "eu-west-1"]) == 0
+    assert "--region eu-west-1` ends it" in capsys.readouterr().out
