@@ -19,16 +19,20 @@ from deepspeed_bamboo.options import number
 from deepspeed_bamboo.protocol import EXIT_TRY_AGAIN, OUTCOME
 
 _DESCRIPTION = """\
-Runs a deepspeed command, and repeats it whenever machines were missing and its script did
-nothing wrong: too much was lost at once, an agent or a launcher was killed, slots disappeared
-while it started. The job then continues from its last checkpoint (bamboo.checkpoint.dir). Where
-each machine has a launcher of its own, start this command on each.
+Runs a deepspeed command, and repeats it whenever machines were missing and its
+script did nothing wrong: too much was lost at once, an agent or a launcher was
+killed, slots disappeared while it started. The job then continues from its last
+checkpoint (bamboo.checkpoint.dir). Where each machine has a launcher of its
+own, start this command on each.
 
-Exit codes: 0 the job is complete (or continues without this machine, which has left it); 75
-machines are still missing after several runs, so try the same command later; 128 + signal if
-this command was interrupted; otherwise the exit code of the script or of its start, which
-failed: another run would not help.
+Exit codes: 0 the job is complete (or continues without this machine, which has
+left it); 75 machines are still missing after several runs, so try the same
+command later; 128 + signal if this command was interrupted; otherwise the exit
+code of the script or of its start, which failed: another run would not help.
 """
+_USAGE = """ds_bamboo run [options] -- deepspeed ...
+                     --module deepspeed_bamboo.launch --job NAME train.py ..."""
+_PAUSE_SECONDS, _FRUITLESS = 10.0, 5
 _END_SECONDS = 60.0
 
 
@@ -39,18 +43,22 @@ def add_parser(subparsers: Any) -> None:
         help="run a deepspeed command, again and again until its job is complete",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="ds_bamboo run [options] -- deepspeed ... --module deepspeed_bamboo.launch --job NAME train.py ...",
+        usage=_USAGE,
     )
     run.add_argument("--once", action="store_true", help="run it once; the exit code says whether to repeat it")
     run.add_argument(
         "--pause-seconds",
         type=number,
-        default=10.0,
+        default=_PAUSE_SECONDS,
         metavar="S",
-        help="pause before the next run, doubled without a new step",
+        help=f"pause before the next run, doubled without a new step (default: {_PAUSE_SECONDS:g})",
     )
     run.add_argument(
-        "--fruitless", type=int, default=5, metavar="N", help="give up after N runs in a row without a new step"
+        "--fruitless",
+        type=int,
+        default=_FRUITLESS,
+        metavar="N",
+        help=f"give up after N runs in a row without a new step (default: {_FRUITLESS})",
     )
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command with its arguments")
     run.set_defaults(run=run_command)

@@ -1,8 +1,8 @@
-"""`ds_bamboo advise`: how many machines, which grid and which mode, for a deadline or a budget.
+"""`ds_bamboo advise`: how many machines, which grid and mode, for a given aim.
 
 ds_bamboo advise --preset bert --removal-probability 0.1 --deadline-hours 12
 ds_bamboo advise --preset bert --budget-dollars 400 --confidence 0.95
-ds_bamboo advise --scenario mine.json --grids 4x12,2x12 --machines 24,48 --modes lazy,off
+ds_bamboo advise --scenario mine.json --grids 4x12,2x12 --modes lazy,off
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`ds_bamboo simulate`: what training on spot machines will cost, by policy.
 
 ds_bamboo simulate --preset bert --removal-probability 0.1 --seeds 20
-ds_bamboo simulate --preset bert --trace trace.csv --duration-hours 12 --plot policies.png
+ds_bamboo simulate --preset bert --trace trace.csv --plot policies.png
 ds_bamboo simulate --predictors --trace trace.csv
 """
 

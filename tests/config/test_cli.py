@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -238,3 +240,21 @@ def test_a_file_of_a_fleet_is_called_that(capsys: pytest.CaptureFixture[str]) ->
     assert main(["check", str(path)]) == 1
     told = capsys.readouterr().out
     assert "describes a fleet" in told and "ds_bamboo fleet --help" in told
+
+
+def helps(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Of a command and of all commands below it."""
+    yield parser.format_help()
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from helps(command)
+
+
+def test_every_help_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = list(helps(build_parser()))
+    assert len(shown) > 12
+    assert [line for text in shown for line in text.splitlines() if len(line) > 80] == []
+    (run,) = (text for text in shown if text.startswith("usage: ds_bamboo run"))
+    assert "(default: 10)" in run and "(default: 5)" in run
