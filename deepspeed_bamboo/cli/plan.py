@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, get_args
 from deepspeed_bamboo.cli.node_files import read_placement, read_profile, read_sites
 from deepspeed_bamboo.cli.plan_memory import HEADING as MEMORY_HEADING
 from deepspeed_bamboo.cli.plan_memory import LEGEND as MEMORY_LEGEND
-from deepspeed_bamboo.cli.plan_memory import asked_for, memory_rows, too_little
+from deepspeed_bamboo.cli.plan_memory import answer, asked_for, memory_rows, too_little
 from deepspeed_bamboo.cli.plan_times import HEADING, legend, loss_times
+from deepspeed_bamboo.cli.text_layout import wrapped
 from deepspeed_bamboo.config.section import RedundancyConfig, RedundancyMode
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.loss_cost import LossCost, fatal_pairs, loss_cost
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     _SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _SHOWN_COORDINATES = 6
+_COLUMNS = 80  # of what is no table
 _EXIT_FATAL = 3
 _DESCRIPTION = """Place a grid of pipelines and stages on workers, neighbours and shadows apart in nodes and zones. The
 exit code is 3 if the loss of some node, or of one of several zones, would be fatal."""
@@ -135,13 +137,15 @@ def run(args: argparse.Namespace) -> int:
     if memory is not None:
         rows = list(memory_rows(decision.placement, memory, micro_batches=args.micro_batches))
         print("\n".join(["", *_table(MEMORY_HEADING, rows), "", *MEMORY_LEGEND]))
+        print(answer(decision.placement, memory, micro_batches=args.micro_batches))
     measured = args.profile is not None
     times = loss_times(decision.placement, decision.sites, profile, micro_batches=args.micro_batches, measured=measured)
     if times_of_losses := list(times):
-        print("\n".join(["", *_table(HEADING, times_of_losses), "", legend(measured=measured)]))
+        print("\n".join(["", *_table(HEADING, times_of_losses), "", *legend(measured=measured)]))
     fatal = _fatal(decision)
     if fatal:
-        print(f"\nnot survived: the loss of {', or of '.join(fatal)} (exit code {_EXIT_FATAL})")
+        text = f"not survived: the loss of {', or of '.join(fatal)} (exit code {_EXIT_FATAL})"
+        print("\n".join(["", *wrapped(text, _COLUMNS)]))
     return _EXIT_FATAL if fatal else 0
 
 
@@ -198,7 +202,7 @@ def plan_lines(decision: Decision | Balanced, *, current: Placement | None = Non
         "",
         f"standby: {', '.join(standbys) if standbys else 'none'}",
         "",
-        *decision.reason.splitlines(),
+        *(part for line in decision.reason.splitlines() for part in wrapped(line, _COLUMNS)),
         "",
         *_table(("loss of zone", *_LOSS_COLUMNS), [_loss_row(placement, name, lost) for name, lost in zones]),
         "",
@@ -212,13 +216,15 @@ def plan_lines(decision: Decision | Balanced, *, current: Placement | None = Non
 
 _LOSS_COLUMNS = ("workers", "taken over", "copied", "shadow lost", "outcome")
 _LEGEND = (
-    "neighbours: a coordinate and the next stage's in its pipeline (with one stage: the next pipeline's)",
-    "taken over: coordinates that move to the worker with their shadow. copied: to one with the same stage of another",
-    "pipeline. shadow lost: coordinates that stay where they are, unprotected until they have a new shadow",
+    "neighbours: a coordinate and the next stage's in its pipeline (with one stage:",
+    "the next pipeline's)",
+    "taken over: coordinates that move to the worker with their shadow. copied: to",
+    "one with the same stage of another pipeline. shadow lost: coordinates that stay",
+    "where they are, unprotected until they have a new shadow",
 )
 _LEGEND_FATAL = (
-    "FATAL: nobody has these coordinates any more; the job ends, and continues from its last checkpoint when started",
-    "again",
+    "FATAL: nobody has these coordinates any more; the job ends, and continues from",
+    "its last checkpoint when started again",
 )
 
 

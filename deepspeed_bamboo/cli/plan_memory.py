@@ -66,9 +66,21 @@ def memory_rows(placement: Placement, memory: Memory, *, micro_batches: int) -> 
 
 
 LEGEND = (
-    "device memory, estimated: parameters, gradients and optimizer state; activations of the micro-batches that are on",
-    "their way at once, without what kernels and allocator need besides",
+    "device memory, estimated: parameters, gradients and optimizer state, and",
+    "activations of the micro-batches that are on their way at once. Kernels and the",
+    "allocator need more besides",
 )
+
+
+def answer(placement: Placement, memory: Memory, *, micro_batches: int) -> str:
+    """Whether what workers hold fits their devices, where they are named, and how much the fullest has."""
+    held = memory.held(placement, micro_batches=micro_batches)
+    fullest = max(held, key=lambda worker: held[worker])
+    size = held[fullest]
+    has = f"{fullest}, has " + (f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / _MIB:.1f} MiB")
+    if not memory.room:
+        return f"the fullest, {has}"
+    return f"all fit into {max(memory.room.values()) / _GIB:g} GiB: the fullest, {has}"
 
 
 def too_little(placed: Callable[[Memory], Placement], memory: Memory, *, micro_batches: int) -> str:

@@ -40,8 +40,10 @@ def loss_times(
         yield lost, hosted, shown(until), shown(min(until, later.seconds))
 
 
-def legend(*, measured: bool) -> str:
+def legend(*, measured: bool) -> tuple[str, ...]:
     """What the columns mean."""
-    return "times of an iteration after a loss, as multiples of an undisturbed one" + (
-        "" if measured else "; assumes that stages are alike, and that backwards take twice as long as forwards"
+    assumed = (
+        "assumed: stages are alike, and backwards take twice as long as forwards; give",
+        "--profile for what was measured",
     )
+    return ("times of an iteration after a loss, as multiples of an undisturbed one", *(() if measured else assumed))

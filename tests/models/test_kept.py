@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,9 @@ def test_plan_shows_what_devices_hold_and_plans_nothing_that_they_cannot(
     known = ["--config", str(config), "--model", "gpt2-tiny"]
     assert main([*common, *known, "--device-gib", "1"]) == 0
     shown = capsys.readouterr().out
-    assert "worker  stages  shadows  state" in shown and shown.count(" MiB") == 4 * 3
+    assert "worker  stages  shadows  state" in shown and shown.count(" MiB") == 4 * 3 + 1
+    assert re.search(r"^all fit into 1 GiB: the fullest, w[0-2], has \d+\.\d MiB$", shown, re.MULTILINE)
+    assert max(map(len, shown.splitlines())) <= 80
     needs = []
     for given in ("0.001", "0.0001"):
         assert main([*common, *known, "--device-gib", given]) == 2
