@@ -61,14 +61,23 @@ def of_vanished_machines(found: MeasuredJob, *, lease_seconds: float) -> Measure
 
 def said(found: MeasuredJob) -> str:
     """In words what the profile rests on."""
+    counts = {"loss": found.counts["losses"], "move": found.counts["moves"]}
+    parts = [_counted(name, number) for name, number in counts.items() if number]
     ways_back = found.counts.get("ways_back", 0)
-    lacking = [name for name in ("losses", "moves") if not found.counts[name]]
-    text = (
-        f"{found.pipelines} x {len(found.profile.forward)} stages, {found.micro_batches} micro-batches; "
-        f"{found.counts['losses']} losses and {found.counts['moves']} moves measured"
-    )
     if ways_back:
-        text += f", and {ways_back} times that survivors went back in place"
+        parts.append(f"{_counted('time', ways_back)} that survivors went back in place")
+    lacking = [_plural(name) for name, number in counts.items() if not number]
+    text = f"{found.pipelines} x {len(found.profile.forward)} stages, {found.micro_batches} micro-batches"
+    if parts:
+        text += f"; measured: {', '.join(parts)}"
     if lacking:
         text += f"; no {' and no '.join(lacking)} in this log, so their costs stay what the scenario assumes"
     return text + "."
+
+
+def _plural(name: str) -> str:
+    return f"{name}es" if name.endswith("s") else f"{name}s"
+
+
+def _counted(name: str, number: int) -> str:
+    return f"{number} {name if number == 1 else _plural(name)}"

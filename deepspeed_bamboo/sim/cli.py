@@ -11,7 +11,9 @@ import argparse
 import contextlib
 import json
 import random
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -116,7 +118,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         for name in preset_names():
             preset = load_preset(name)
-            console.print(f"{name}: {preset.description} Policies: {', '.join(available_policies(preset))}.")
+            text = f"{name}: {preset.description} Policies: {', '.join(available_policies(preset))}."
+            columns = shutil.get_terminal_size().columns
+            print(textwrap.fill(text, columns, subsequent_indent="  ", break_on_hyphens=False))
         return 0
     if arguments.predictors:
         return _compare_predictors(arguments, console)

@@ -249,3 +249,13 @@ def test_machines_beyond_the_capacity_are_named(tmp_path: Path, capsys: pytest.C
     assert "up to 3 machines at a time, and the capacity is 2: up to 1 are not used (--capacity 3 uses all)" in told
     assert main([*options, "--capacity", "3"]) == 0
     assert "not used" not in capsys.readouterr().out
+
+
+def test_the_list_is_as_wide_as_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 60 and not [line for line in lines if line != line.rstrip()]
+    assert [line.partition(":")[0] for line in lines if not line.startswith("  ")] == list(preset_names())

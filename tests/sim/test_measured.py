@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deepspeed_bamboo.cli.main import main
+from deepspeed_bamboo.cli.profile import said
 from deepspeed_bamboo.core.timing import Profile
 from deepspeed_bamboo.errors import EventLogError
 from deepspeed_bamboo.eventlog.costs import measured_job
@@ -138,7 +140,7 @@ def test_from_a_log_to_advice_with_costs_of_ones_own(tmp_path: Path, capsys: pyt
         (folder / f"events-{name}.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     profile = tmp_path / "profile.json"
     assert main(["profile", str(folder), "--output", str(profile)]) == 0
-    assert "1 losses and 2 moves" in capsys.readouterr().err
+    assert "measured: 1 loss, 2 moves." in capsys.readouterr().err
     scenario = with_measurements(load_preset("bert"), profile)
     live = scenario.policies.live
     assert live is not None
@@ -159,3 +161,16 @@ def test_a_file_that_is_no_measurement_is_refused(tmp_path: Path) -> None:
         (tmp_path / "profile.json").write_text(text)
         with pytest.raises(ScenarioError, match="ds_bamboo profile"):
             with_measurements(load_preset("bert"), tmp_path / "profile.json")
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        ({"losses": 1, "moves": 0}, "4 micro-batches; measured: 1 loss; no moves in this log, so their costs stay"),
+        ({"losses": 2, "moves": 1}, "4 micro-batches; measured: 2 losses, 1 move."),
+        ({"losses": 0, "moves": 0}, "4 micro-batches; no losses and no moves in this log"),
+        ({"losses": 3, "moves": 2, "ways_back": 1}, "2 moves, 1 time that survivors went back in place."),
+    ],
+)
+def test_what_a_profile_rests_on_reads_well(counts: dict[str, int], words: str) -> None:
+    assert words in said(replace(measured_job(log()), counts=counts))
