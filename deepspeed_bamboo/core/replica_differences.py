@@ -69,7 +69,9 @@ def _properties(what: str, owner: Mapping[str, Any], replica: Mapping[str, Any])
         if isinstance(has, Mapping) and isinstance(would, Mapping):
             yield from _properties(f"{what}, {name}", has, would)
         else:
-            yield f"{what} has {name} {_shown(has)} with its owner and {_shown(would)} in a replica"
+            owners, replicas = _shown(has), _shown(would)
+            other = f"{replicas}, but of other code or with other values," if replicas == owners else replicas
+            yield f"{what} has {name} {owners} with its owner and {other} in a replica"
 
 
 def _optimizers(owner: Mapping[str, Any] | None, replica: Mapping[str, Any] | None) -> Iterator[str]:
@@ -97,4 +99,6 @@ def _shown(value: Any) -> str:
     text = "nothing" if value is None else str(value)
     if isinstance(value, list) and value and isinstance(value[0], str):  # a form, see runtime/stock/plain_forms.py
         text = " ".join(map(str, value[1:] if value[0] == "plain" else value))
+        if value[0] == "function" and len(value) > 3:
+            text = f"the function {value[2]} (line {value[3]} of {value[1]})"
     return text if len(text) <= 80 else f"{text[:77]}..."

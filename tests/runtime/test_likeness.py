@@ -56,6 +56,25 @@ def test_two_stages_from_the_same_specs_are_alike() -> None:
     assert differences(described(stage(2, 3)), described(stage(2, 3))) == ()
 
 
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def test_functions_that_differ_are_named_in_words() -> None:
+    owner, replica = stage(2, 3), stage(2, 3)
+    owner.forward_funcs[1].forward = doubled
+    line = doubled.__code__.co_firstlineno
+    named = f"the function doubled (line {line} of {__name__})"
+    (problem,) = differences(described(owner), described(replica))
+    assert problem == f"layer 1: module 1, attributes has forward {named} with its owner and nothing in a replica"
+    has, would = (["function", "here", "f", 7, checksum, ["plain", None]] for checksum in (1, 2))
+    (problem,) = differences({**described(owner), "forward": has}, {**described(owner), "forward": would})
+    one = "the function f (line 7 of here)"
+    assert problem == (
+        f"the stage has forward {one} with its owner and {one}, but of other code or with other values, in a replica"
+    )
+
+
 def test_attributes_can_be_left_out_of_a_comparison() -> None:
     owner, replica = stage(2, 3), stage(2, 3)
     owner.forward_funcs[0].seen = owner.forward_funcs[1][0].weight.noted = object()
