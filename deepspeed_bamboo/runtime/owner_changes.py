@@ -27,19 +27,23 @@ from deepspeed_bamboo.core.replica_differences import strayed
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.membership.starting import refuse_unlike
-from deepspeed_bamboo.runtime.recovery.stage_state import checksum
+from deepspeed_bamboo.runtime.owner_looks import (
+    buffers_checksum,
+    checksums,
+    count_gradients,
+    has_gradients,
+    held_now,
+    tell_of_hooked_steps,
+)
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
-from deepspeed_bamboo.runtime.stock.gradients import master_weights
 from deepspeed_bamboo.runtime.stock.held_attributes import global_values
 from deepspeed_bamboo.runtime.stock.hook_values import (
     HookReading,
-    hook_state,
     read_hooks,
     separate_hooks,
     unsendable_changes,
 )
 from deepspeed_bamboo.runtime.stock.noted_values import Held, NotedValues
-from deepspeed_bamboo.runtime.stock.optimizer_values import unfollowed_hooks
 from deepspeed_bamboo.runtime.stock.outline import Outline, outline_of
 from deepspeed_bamboo.runtime.stock.plain_values import PlainValues
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
@@ -107,6 +111,8 @@ class OwnerChanges:
         self._globals: dict[Coordinate, dict[str, list[Any]]] = {}  # likewise
         self._odd: Counter[tuple[Coordinate, str]] = Counter()  # how often global variables have changed in a step
         self._unsendable: list[str] = []  # changed by layers and hooks anywhere
+        self._script_has_it = False  # what a stage is now is what the script has left
+        self._pending_since: int | None = None  # before which step it has changed what nobody could do again
         self._alike: dict[Coordinate, tuple[int, str]] | None = None  # with their shadows, before an evaluation
         self._noted: EpochRecord | None = None  # who owned what when owners and shadows were alike
 
@@ -119,7 +125,7 @@ class OwnerChanges:
         if self._looks < _LOOKS or self.by_hand:
             self._known = {c: self._now(r) for c, r in worker.host.owned.items()}
         self._versions = {c: versions_of(r) for c, r in worker.host.owned.items()}
-        self._gradients = {c: _gradients(r) for c, r in worker.host.owned.items()}
+        self._gradients = {c: count_gradients(r) for c, r in worker.host.owned.items()}
         self._outlines = {c: self._outlines.get(c) or outline_of(r) for c, r in worker.host.owned.items()}
         if not self._looks:
             for replica in worker.host.owned.values():
@@ -136,17 +142,17 @@ class OwnerChanges:
         if not worker.protects:
             return
         self._refuse_unsendable()
-        self._look_at_values()
+        changed = self._look()
         if self._looks >= _LOOKS:
             self._look_at_outlines()
             if not self.by_hand:  # later a forward may have changed buffers
-                self._stale.update(self._changed_since())
+                self._stale.update(changed)
             if not (self.by_hand or self._anew or self._values_by_hand):
                 return
         first = self._looks == 0
         if first:
             self._first_epoch = worker.epoch
-            self._tell_of_hooked_steps()
+            tell_of_hooked_steps(worker)
         self._looks += 1
         weights: set[Coordinate] = set()
         structure: set[Coordinate] = set()
@@ -170,6 +176,7 @@ class OwnerChanges:
             self._bring(structure)
             self._past().forget()
         self._accept_all(agreed.values(), first=first, restored=worker.epoch != epoch)
+        self._pending_since = None
         self.note()
         if self._looks <= _LOOKS:
             self._hooks = {c: read_hooks(r.module, globals_too=True) for c, r in worker.host.owned.items()}
@@ -194,6 +201,8 @@ class OwnerChanges:
         self._alike = None
         if self._looks >= _LOOKS:
             self.follow()
+        elif self._worker.protects:
+            self._look()
 
     def begin_evaluation(self) -> None:
         """Before its forwards, also where it begins again after a loss: which stages their shadows have as they are."""
@@ -201,11 +210,40 @@ class OwnerChanges:
             owned, changed = self._worker.host.owned, {*self._changed_since(), *self._stale}
             self._alike = {c: touched(r) for c, r in owned.items() if c in self._versions and c not in changed}
             if self._looks < _LOOKS:
-                buffers = {c: _buffers(owned[c]) for c in self._alike}
+                buffers = {c: buffers_checksum(owned[c]) for c in self._alike}
                 self._alike = {c: its for c, its in self._alike.items() if buffers[c] == self._known[c][2]}
+
+    def rest(self) -> None:
+        """The script has its engine again."""
+        self._script_has_it = True
+
+    def redoes_from(self) -> int:
+        """The first step whose state has all that the script has changed by hand here; 0 where it has changed nothing.
+
+        It can't be done again, unless all workers have noted it (:meth:`follow`).
+        """
+        if self._script_has_it and self._worker.protects:
+            self._look()
+            self._script_has_it = True
+        return 0 if self._pending_since is None else self._pending_since + 1
+
+    def _look(self) -> list[Coordinate]:
+        """At stages as the script has left them, after which others change them: the weights that it has changed."""
+        self._script_has_it = False
+        changed = self._changed_since()
+        self._look_at_values()
+        if changed or self._values or self._held:
+            self._note_pending()
+        return changed
+
+    def _note_pending(self) -> None:
+        self._pending_since = self._worker.step
 
     def evaluated(self, moved: Sequence[NotedValues]) -> None:
         """An evaluation has moved these buffers: shadows get them, and steps that are done again begin with them."""
+        self._script_has_it = True
+        if not moved:
+            return
         host = self._worker.host
         for values in moved:
             for replica in host.replicas():
@@ -342,7 +380,7 @@ class OwnerChanges:
         worker = self._worker
         if worker.epoch != self._first_epoch:
             return {}
-        shadows = {str(c): list(_checksums(replica)) for c, replica in worker.host.shadows.items() if replica.complete}
+        shadows = {str(c): list(checksums(replica)) for c, replica in worker.host.shadows.items() if replica.complete}
         return {"owned": {str(c): list(known[1:3]) for c, known in self._known.items()}, "shadows": shadows}
 
     def _refuse_strayed(self, states: Sequence[Mapping[str, Mapping[str, list[int]]]]) -> None:
@@ -355,32 +393,21 @@ class OwnerChanges:
         )
         refuse_unlike(self._worker, [problem] if found else [])
 
-    def _tell_of_hooked_steps(self) -> None:
-        optimizers = (replica.attributes["basic_optimizer"] for replica in self._worker.host.owners())
-        hooks = sorted({hook for optimizer in optimizers for hook in unfollowed_hooks(optimizer)})
-        if hooks:
-            tell_once(
-                self._worker,
-                f"the script has hooked or wrapped the optimizer's step ({', '.join(hooks)}), and shadows step without "
-                "that: what it changes of weights or state is not there after a loss. If it only looks, all is well; "
-                "else put it into step() of an optimizer class of your own",
-            )
-
     def _look_at_values(self) -> None:
         owned = self._worker.host.owned
-        grown = {c for c, its in self._gradients.items() if c in owned and _gradients(owned[c]) > its}
-        self._with_gradients = {c for c in grown if _has_gradients(owned[c])}
+        grown = {c for c, its in self._gradients.items() if c in owned and count_gradients(owned[c]) > its}
+        self._with_gradients = {c for c in grown if has_gradients(owned[c])}
         for coordinate, replica in self._worker.host.owned.items():
             changed = replica.moving.look(replica.module)
             for path, values in changed.items():
                 self._values.setdefault(coordinate, {}).setdefault(path, {}).update(values)
             hooks = replica.moving_hooks.look(replica.module)
             if replica.moving_attributes.look(replica.module, by_script=True) or hooks or coordinate in self._held:
-                self._held[coordinate] = _held_now(replica)
+                self._held[coordinate] = held_now(replica)
 
     def _now(self, replica: StageReplica) -> tuple[str, int, int, str]:
         replica.finish_step()
-        return self._described(replica), *_checksums(replica), beside_weights(replica)
+        return self._described(replica), *checksums(replica), beside_weights(replica)
 
     def _changed_since(self) -> list[Coordinate]:
         owned = self._worker.host.owned
@@ -389,6 +416,8 @@ class OwnerChanges:
     def _look_at_outlines(self) -> None:
         before, self._outlines = self._outlines, {c: outline_of(r) for c, r in self._worker.host.owned.items()}
         self._reshaped |= {c for c, outline in self._outlines.items() if before.get(c, outline) != outline}
+        if self._reshaped:
+            self._note_pending()
 
     def _bring(self, rebuilt: set[Coordinate]) -> None:
         worker = self._worker
@@ -416,34 +445,3 @@ class OwnerChanges:
             # A forward may change them (a counter, a cache); hooks and structure it does not.
             module.pop("attributes")
         return repr(described)
-
-
-def _checksums(replica: StageReplica) -> tuple[int, int]:
-    """Of weights, and of buffers."""
-    replica.finish_step()
-    masters = master_weights(replica.attributes["optimizer"])
-    return checksum([*replica.module.parameters(), *masters]), _buffers(replica)
-
-
-def _buffers(replica: StageReplica) -> int:
-    return checksum(list(replica.module.buffers()))
-
-
-def _held_now(replica: StageReplica) -> Held:
-    """What hooks and attributes keep, in the host's memory."""
-    attributes = replica.moving_attributes.state(replica.module)
-    if attributes is not None:
-        attributes = {**attributes, "tensors": [tensor.cpu() for tensor in attributes["tensors"]]}
-    return [hook_state(replica.module, host=True), attributes]
-
-
-def _has_gradients(replica: StageReplica) -> bool:
-    """Whether one is not zero."""
-    gradients = (parameter.grad for parameter in replica.module.parameters())
-    return any(bool(gradient.any()) for gradient in gradients if gradient is not None)
-
-
-def _gradients(replica: StageReplica) -> int:
-    """Another number once a backward has added to a gradient."""
-    gradients = (parameter.grad for parameter in replica.module.parameters())
-    return sum(gradient._version + 1 for gradient in gradients if gradient is not None)

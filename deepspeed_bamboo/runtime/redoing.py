@@ -66,6 +66,7 @@ class Redoing:
             redo=self._redo_step,
             count_to=count_to,
             look_alike=self._owner_changes.note,
+            changed_by_hand=self._owner_changes.redoes_from,
             store=lambda: self._stored,
         )
 
@@ -87,6 +88,7 @@ class Redoing:
     def keep(self, *, loss: float) -> None:
         """At the boundary after an iteration: note what it takes to do it again, and take a checkpoint if it is due."""
         memory, step = self._memory, self._worker.step
+        self._owner_changes.rest()
         written = self._writes.take_written()
         if memory is None and self._stored is None:
             return

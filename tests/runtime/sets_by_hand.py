@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +61,20 @@ def late(engine: Any, step: int) -> None:
         engine.module.late = (0.5 + 0.1 * step,)
 
 
+def weights(engine: Any, step: int) -> None:
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.mul_(0.5)
+
+
+def share(engine: Any, step: int) -> None:
+    """Changes weights; then the workers of the first two stages are lost, while the others ask for something."""
+    weights(engine, step)
+    if engine.stage_id < 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    torch.distributed.all_reduce(torch.ones(1))
+
+
 def once(sets: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
     """Only before one step."""
 
@@ -71,5 +87,5 @@ def once(sets: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
 
 SETS: dict[str, Callable[[Any, int], None]] = {
     **{each.__name__: each for each in (clip, rate, scale, override, root, number, late)},
-    **{f"{each.__name__} once": once(each) for each in (clip, scale, override, root)},
+    **{f"{each.__name__} once": once(each) for each in (clip, scale, override, root, weights, share)},
 }

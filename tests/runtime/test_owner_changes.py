@@ -18,6 +18,9 @@ class _Host:
     def __init__(self) -> None:
         self.asked = 0
 
+    def owners(self) -> list[Any]:
+        return []
+
     @property
     def owned(self) -> dict[Any, Any]:
         self.asked += 1
@@ -56,3 +59,25 @@ def test_a_loss_before_shadows_had_what_was_changed_is_told(what: str, capsys: p
     changes.note()
     changes.learn({"b": {what: True}})
     assert "was lost before" not in capsys.readouterr().err
+
+
+def test_from_which_step_on_what_the_script_has_changed_is_there() -> None:
+    """At rest it is looked for when it is asked for; within a step, what was seen before it counts."""
+    worker: Any = _Worker(protects=True)
+    worker.step = 6
+    changes = OwnerChanges(worker, transfer=cast("Any", None), past=cast("Any", None))
+    seen: list[Any] = []
+    changes._changed_since = lambda: list(seen)  # type: ignore[method-assign]
+    changes.rest()
+    assert changes.redoes_from() == 0
+    seen.append("0.1")
+    assert changes.redoes_from() == 7, "the state of 6 steps lacks it"
+    other = OwnerChanges(worker, transfer=cast("Any", None), past=cast("Any", None))
+    other._changed_since = lambda: list(seen)  # type: ignore[method-assign]
+    assert other.redoes_from() == 0, "within a step its forwards have moved buffers"
+    other._looks = 3
+    other.follow()
+    seen.clear()
+    worker.step = 7
+    assert other.redoes_from() == 7, "the step is done, and others have not noted it yet"
+    assert "0.1" in other._stale

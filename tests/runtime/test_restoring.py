@@ -318,6 +318,16 @@ def test_what_the_script_sets_by_hand_is_set_again_before_steps_that_are_done_ag
     assert result.common("sources") == [source]
 
 
+@pytest.mark.parametrize("sets", ["weights once", pytest.param("share once", marks=pytest.mark.sweep)])
+def test_nobody_goes_back_past_a_first_change_of_weights_by_hand(jobs: Jobs, sets: str) -> None:
+    """In the step after it, or before that step: it could not be done again, so the job ends and says so."""
+    faults = pair(6, "forward", 1) if sets == "weights once" else []
+    training = Training("changed-1x4", 4, steps=8, settings=CLIPPED, bamboo=CHECKED, faults=faults)
+    result = jobs.run(train_remembering, world=4, training=training, sets=sets)
+    assert result.codes.count(-9) == 2 and result.survivors == [], result.transcript()
+    assert "by hand since step 6, which could not be done again" in result.transcript()
+
+
 STORED_VARIANTS = [case for case in VARIANTS if case[0].name not in ("eager", "paced")]
 
 

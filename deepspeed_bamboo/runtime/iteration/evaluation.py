@@ -122,8 +122,7 @@ def evaluate(engine: EvaluatedEngine, request: EvaluationRequest) -> Any:
     engine.evaluated_micro_batches = request.micro_batches
     agreed = engine.worker.agree_on("evaluate", outputs_here)
     moved = [NotedValues(c, {}, buffers=_named(its)) for v in agreed.values() for c, its in v.get(_BUFFERS, {}).items()]
-    if moved:
-        engine.owner_changes.evaluated(moved)
+    engine.owner_changes.evaluated(moved)
     evaluation = engine.feed.evaluation
     if engine.worker.protects and evaluation is not None:
         # Every worker's iterator advances as far, since each may have to feed a stage the next time.

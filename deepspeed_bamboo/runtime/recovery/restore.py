@@ -49,8 +49,9 @@ class WayBack:
 
     ``history`` is what was before each, ``data`` returns where micro-batches come from. ``writes`` carries what the
     script writes. ``redo`` does the next iteration. ``count_to`` has a worker that stands by be at a step,
-    ``look_alike`` is called when owners and shadows are. ``store`` returns the checkpoints of ``checkpoint.dir``, None
-    where none are.
+    ``look_alike`` is called when owners and shadows are. ``changed_by_hand`` returns the first step whose state has
+    what the script has changed by hand, and nobody could do again; 0 where that is nothing. ``store`` returns the
+    checkpoints of ``checkpoint.dir``, None where none are.
     """
 
     history: StepHistory
@@ -59,6 +60,7 @@ class WayBack:
     redo: Callable[[], None]
     count_to: Callable[[int], None]
     look_alike: Callable[[], None]
+    changed_by_hand: Callable[[], int]
     store: Callable[[], Store | None]
 
 
@@ -129,7 +131,10 @@ class Restoring:
         """What this worker could go back to, for its report."""
         store = self._way_back.store()
         parts = {} if self._memory is None else self._memory.parts.held()
-        return Kept(parts, self._way_back.history.first, () if store is None else store.known)
+        first = self._way_back.history.first
+        if self._steps is None and not self._returns:  # else stages are not what the script has left
+            first = max(first, self._way_back.changed_by_hand())
+        return Kept(parts, first, () if store is None else store.known)
 
     def interrupt(self) -> None:
         """There is a new epoch."""
@@ -152,7 +157,7 @@ class Restoring:
             self._way_back.writes.follow(modules=True)
         self._way_back.history.note(written=self._way_back.writes.take_written())
         while not self._bring_newest(record, conclusion, started):
-            self._give_up(record, before)
+            self._give_up(record, before, conclusion)
         self._enter(self._committed(record))
 
     def enter(self, record: EpochRecord) -> None:
@@ -220,7 +225,7 @@ class Restoring:
             started_seconds=started,
         )
 
-    def _give_up(self, record: EpochRecord, before: Placement) -> None:
+    def _give_up(self, record: EpochRecord, before: Placement, conclusion: Conclusion) -> None:
         """Nobody has what was lost; raises what :func:`give_up` raises."""
         session = self._worker.session
         gone = [c for c in before.grid if not set(before.copies_of(c)) & set(record.members)]
@@ -230,6 +235,12 @@ class Restoring:
             f"after the loss of {', '.join(record.lost)} ({record.reason}), and there is {known} that those who are "
             "left could go back to"
         )
+        by_hand = sorted(w for w, own in conclusion.kept.items() if own.redoes_from > conclusion.steps)
+        if by_hand:
+            why += (
+                f" (on {', '.join(by_hand)} the script has changed weights, optimizer state, buffers or attributes by "
+                f"hand since step {conclusion.step}, which could not be done again)"
+            )
         failure = fatal_loss(record.lost[0], gone or tuple(before.grid), why, stores=record.stores)
         give_up(session, record, failure=failure, why=why)
 
