@@ -17,6 +17,7 @@ from deepspeed_bamboo.runtime.owner_changes import OwnerChanges
 from deepspeed_bamboo.runtime.recovery.memory_rounds import MemoryRounds, limit_bytes
 from deepspeed_bamboo.runtime.recovery.restore import WayBack
 from deepspeed_bamboo.runtime.stock.noted_values import NotedValues
+from deepspeed_bamboo.runtime.stock.script_globals import GlobalValues, globals_again, globals_now
 from deepspeed_bamboo.runtime.stock.script_writes import ScriptWrites
 from deepspeed_bamboo.runtime.stock.torch_modes import TorchModes, training_modes
 
@@ -94,13 +95,16 @@ class Redoing:
             return
         self.history.note(written=written)
         modes = TorchModes.now(self._worker.device)
-        self.history.done(step - 1, loss=loss, size=self._batch.size(), modes=modes)
+        self.history.done(step - 1, loss=loss, size=self._batch.size(), modes=modes, named=self._globals_now())
         if memory is not None:
             memory.take_if_due()
             self._worker.host.activate_shown()
         first = self._first_to_keep()
         self.history.begin_at(first)
         self._feed.data.keep_from(first)
+
+    def _globals_now(self) -> GlobalValues:
+        return globals_now(replica.module for replica in self._worker.host.replicas())
 
     def _first_to_keep(self) -> int:
         """The first step that may have to be done again."""
@@ -142,7 +146,8 @@ class Redoing:
         worker = self._worker
         step, size, past = worker.step, self._batch.size(), self.history.of(worker.step)
         modes = past.modes or self.history.newest_modes or TorchModes.now(worker.device)
-        with training_modes(), modes.again(), self._feed.reading(None):
+        named = self._globals_now() if past.named is None else past.named
+        with training_modes(), modes.again(), globals_again(named), self._feed.reading(None):
             self._batch.use(past.size)
             worker.links.forget_forms()  # the last step that was done may have had other shapes
             self._feed.agree()
@@ -151,7 +156,7 @@ class Redoing:
             worker.host.activate_shown()
             loss = self._train()
             self.history.note(written=self._writes.take_written())
-            before = self.history.done(step, loss=loss, size=self._batch.size(), modes=modes)
+            before = self.history.done(step, loss=loss, size=self._batch.size(), modes=modes, named=named)
             self._batch.use(size)
             worker.links.forget_forms()
         worker.session.log("redone", step=step, loss=loss)

@@ -13,6 +13,8 @@ from deepspeed.pipe import PipelineModule
 
 ONCE = 6
 """Before which step those that do it once do it."""
+PACE = 0
+"""A global variable that a forward reads."""
 
 
 class Scaled(PipelineModule):
@@ -26,7 +28,7 @@ class Scaled(PipelineModule):
     def forward(self, x: Any) -> Any:
         return (
             self.bend(super().forward(x * self.factors[0] * self.mask) + self.shift) * getattr(self, "late", (1.0,))[0]
-        )
+        ) * (1 + 0.1 * PACE)
 
 
 def clip(engine: Any, step: int) -> None:
@@ -54,6 +56,11 @@ def root(engine: Any, step: int) -> None:
 
 def number(engine: Any, step: int) -> None:
     engine.module.shift = 0.1 * step
+
+
+def pace(engine: Any, step: int) -> None:
+    global PACE
+    PACE = step
 
 
 def late(engine: Any, step: int) -> None:
@@ -86,6 +93,6 @@ def once(sets: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
 
 
 SETS: dict[str, Callable[[Any, int], None]] = {
-    **{each.__name__: each for each in (clip, rate, scale, override, root, number, late)},
+    **{each.__name__: each for each in (clip, rate, scale, override, root, number, late, pace)},
     **{f"{each.__name__} once": once(each) for each in (clip, scale, override, root, weights, share)},
 }

@@ -287,7 +287,7 @@ BY_HAND = [
     ("clip once", {**CLIPPED, **SLOW, **ZERO, **BF16}),
     *((kind, {**CLIPPED, **SLOW, **FP16_SET}) for kind in ("scale", "scale once", "override", "override once")),
     ("scale once", {**CLIPPED, **SLOW, **FP16, **ZERO}),
-    *((kind, CLIPPED) for kind in ("root", "root once", "number", "late")),
+    *((kind, CLIPPED) for kind in ("root", "root once", "number", "late", "pace")),
 ]
 
 
@@ -297,7 +297,12 @@ BY_HAND_CASES = [(*case, *where) for case in BY_HAND for where in WHERE_BY_HAND]
 
 @pytest.mark.parametrize(
     ("sets", "settings", "at", "source"),
-    [BY_HAND_CASES[0], *(pytest.param(*case, marks=pytest.mark.sweep) for case in BY_HAND_CASES[1:])],
+    [
+        pytest.param(
+            *case, marks=() if case in (BY_HAND_CASES[0], ("pace", CLIPPED, *WHERE_BY_HAND[1])) else pytest.mark.sweep
+        )
+        for case in BY_HAND_CASES
+    ],
 )
 def test_what_the_script_sets_by_hand_is_set_again_before_steps_that_are_done_again(
     jobs: Jobs,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from deepspeed_bamboo.runtime.stock.noted_values import NotedValues
+from deepspeed_bamboo.runtime.stock.script_globals import GlobalValues
 from deepspeed_bamboo.runtime.stock.torch_modes import TorchModes
 from deepspeed_bamboo.runtime.stock.written import NOTHING, Written
 
@@ -17,7 +19,7 @@ BatchSize = tuple[int, int]
 class PastStep:
     """``written``: by hand, by the script, before it; ``values``: set in layers and hooks; ``evaluated``: how
     many micro-batches were evaluated since the step before; ``loss``: what it had, nothing while it is yet to be done;
-    ``size``: of its batch, and ``modes`` in which it was done, likewise.
+    ``size``: of its batch, and ``modes`` in which it was done, likewise; ``named``: global variables before it.
     """
 
     written: Written = NOTHING
@@ -26,6 +28,12 @@ class PastStep:
     loss: float | None = None
     size: BatchSize | None = None
     modes: TorchModes | None = None
+    named: GlobalValues | None = None
+
+    @property
+    def around(self) -> tuple[Any, ...]:
+        """What most steps have alike."""
+        return self.size, self.modes, self.named
 
 
 @dataclass
@@ -47,11 +55,11 @@ class StepHistory:
     def plain_from(self) -> int:
         """From here on the script has done nothing before any step that would have to be done again with it."""
         past = [*self._steps.items(), (self.following, self.coming)]
-        newest = next(((own.size, own.modes) for own in reversed(self._steps.values())), None)
+        newest = next((own.around for own in reversed(self._steps.values())), None)
         plain = [
             step + 1
             for step, own in past
-            if own.written or own.values or own.evaluated or (own.size, own.modes) not in ((None, None), newest)
+            if own.written or own.values or own.evaluated or own.around not in (PastStep().around, newest)
         ]
         return max(plain, default=self.first)
 
@@ -73,12 +81,18 @@ class StepHistory:
         self.coming.evaluated += evaluated
 
     def done(
-        self, step: int, *, loss: float, size: BatchSize | None = None, modes: TorchModes | None = None
+        self,
+        step: int,
+        *,
+        loss: float,
+        size: BatchSize | None = None,
+        modes: TorchModes | None = None,
+        named: GlobalValues | None = None,
     ) -> float | None:
         """``step`` is complete, with that loss. Returns the loss that it had before, if it was done again."""
         if step != self.following:
             return self.of(step).loss
-        self.coming.loss, self.coming.size, self.coming.modes = loss, size, modes
+        self.coming.loss, self.coming.size, self.coming.modes, self.coming.named = loss, size, modes, named
         self._steps[step], self.coming = self.coming, PastStep()
         self.following = step + 1
         return None

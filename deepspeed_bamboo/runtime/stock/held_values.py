@@ -206,7 +206,7 @@ class Reader:
         """A function, with what it keeps from call to call."""
         code = value.__code__
         where = [value.__module__, value.__qualname__, code.co_firstlineno, checksum_of(code)]
-        if _is_of_a_library(value.__module__):
+        if is_of_a_library(value.__module__):
             return ["function", *where, ["plain", None], []]
         defaults = self.item((value.__defaults__, value.__kwdefaults__))
         cells = [self.item(cell) for cell in value.__closure__ or ()]
@@ -215,7 +215,7 @@ class Reader:
 
     def _globals_of(self, value: types.FunctionType) -> list[Form]:
         names = value.__globals__
-        held = ((name, names[name]) for name in _global_names(value.__code__) if name in names)
+        held = ((name, names[name]) for name in global_names(value.__code__) if name in names)
         return [part for name, its in held if is_data(its) for part in (self.item(name), self.item(its))]
 
     def cell(self, value: types.CellType) -> Form:
@@ -259,7 +259,7 @@ class Reader:
 
     def _object(self, value: Any) -> Form:
         kind = type(value)
-        if _is_of_a_library(kind.__module__):
+        if is_of_a_library(kind.__module__):
             one_a_worker = kind.__module__.startswith("deepspeed") and not isinstance(value, torch.optim.Optimizer)
             return ["own" if one_a_worker else "other", class_name(kind)]
         if not is_plain_class(kind) or isinstance(value, torch.nn.Module):
@@ -319,7 +319,8 @@ def is_plain_class(kind: type) -> bool:
     return made_plainly and has_attributes and not odd
 
 
-def _is_of_a_library(module: str | None) -> bool:
+def is_of_a_library(module: str | None) -> bool:
+    """Whether a module's variables are none of the script's."""
     return module is None or module.partition(".")[0] in _LIBRARIES or module.startswith(_OWN)
 
 
@@ -330,11 +331,12 @@ def is_data(value: Any) -> bool:
         return True
     if isinstance(value, (torch.Generator, *generator_forms.KINDS)):
         return True
-    script = not _is_of_a_library(kind.__module__) and not isinstance(value, (torch.nn.Module, type))
+    script = not is_of_a_library(kind.__module__) and not isinstance(value, (torch.nn.Module, type))
     return script and is_plain_class(kind)
 
 
 @functools.lru_cache(maxsize=4096)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in _global_names(const)]
+def global_names(code: types.CodeType) -> tuple[str, ...]:
+    """The names that code may find in global variables, and those of attributes."""
+    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in global_names(const)]
     return tuple(dict.fromkeys([*code.co_names, *inner]))
