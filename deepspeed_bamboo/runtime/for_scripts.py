@@ -278,6 +278,7 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
                     STREAMS: self.data_streams.to_json(),
                 },
                 repair=lambda: self.redundancy_repair.repair(),
+                make_alike=self.owner_changes.make_alike,
                 loaded=self._after_load,
                 alike=self.owner_changes.note,
             ),

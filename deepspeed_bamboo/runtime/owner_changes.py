@@ -136,9 +136,7 @@ class OwnerChanges:
     def follow(self) -> None:
         """Before a step, on every worker: bring shadows to what their owners have become; collective at first."""
         worker = self._worker
-        if not self._separated:
-            self._separated = True
-            separate_hooks(replica.module for replica in worker.host.owners())
+        self._separate_hooks()
         if not worker.protects:
             return
         self._refuse_unsendable()
@@ -173,7 +171,7 @@ class OwnerChanges:
             tell_once(worker, f"{_BY_HAND}: before each step shadows get what has changed")
         self._stale.clear()
         if weights or structure:
-            self._bring(structure)
+            self._bring(structure, untouched=first)
             self._past().forget()
         self._accept_all(agreed.values(), first=first, restored=worker.epoch != epoch)
         self._pending_since = None
@@ -181,6 +179,38 @@ class OwnerChanges:
         if self._looks <= _LOOKS:
             self._hooks = {c: read_hooks(r.module, globals_too=True) for c, r in worker.host.owned.items()}
             self._globals = {c: global_values(r.module) for c, r in worker.host.owned.items()}
+
+    def make_alike(self) -> None:
+        """Before shadows get the state of their owners: those whose owner is made otherwise by now are made anew.
+
+        A script that makes its optimizer after ``initialize`` and then loads has a shadow without any. Collective.
+        """
+        worker = self._worker
+        self._separate_hooks()
+        if not worker.protects:
+            return
+        first = self._looks == 0
+        agreed = worker.agree_on("structure", self._changed_structure)
+        structure = {coordinate for value in agreed.values() for coordinate in value}
+        if structure:
+            self._bring(structure, untouched=first)
+            self._past().forget()
+            self._outlines.clear()
+            self._reshaped.clear()
+            self.note()
+
+    def _separate_hooks(self) -> None:
+        if not self._separated:
+            self._separated = True
+            separate_hooks(replica.module for replica in self._worker.host.owners())
+
+    def _changed_structure(self) -> list[Coordinate]:
+        """What this worker owns that is not made as it was when its shadow was."""
+        if self._looks >= _LOOKS:
+            self._look_at_outlines()
+            return sorted(self._reshaped)
+        owned = self._worker.host.owned
+        return [c for c, known in self._known.items() if c in owned and self._described(owned[c]) != known[0]]
 
     def _accept_all(self, agreed: Iterable[Mapping[str, Any]], *, first: bool, restored: bool) -> None:
         """``restored``: owners may have the state of before the script has set these."""
@@ -419,7 +449,8 @@ class OwnerChanges:
         if self._reshaped:
             self._note_pending()
 
-    def _bring(self, rebuilt: set[Coordinate]) -> None:
+    def _bring(self, rebuilt: set[Coordinate], *, untouched: bool) -> None:
+        """``untouched``: no forward has changed attributes of layers yet."""
         worker = self._worker
         problems: list[str] = []
 
@@ -428,9 +459,7 @@ class OwnerChanges:
             shadows = [(c, holder) for c, holder in worker.placement.all_shadows if c in rebuilt]
             for coordinate in {c for c, _ in shadows} & worker.host.shadows.keys():
                 worker.host.shadows[coordinate].finish_step()
-            unlike = self._transfer.copy_shadows(
-                worker.placement, shadows=shadows, label=label, attributes=self._looks == 1
-            )
+            unlike = self._transfer.copy_shadows(worker.placement, shadows=shadows, label=label, attributes=untouched)
             # On all workers alike, whoever of them could not make a shadow: others wait for what they send.
             self._transfer.refresh_shadows(label=f"{label}/all", leaving_out=rebuilt)
             return unlike

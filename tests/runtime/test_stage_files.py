@@ -28,7 +28,7 @@ class _Worker:
 
 
 def _files(worker: _Worker, *, stock: Any = None, transfer: Any = None) -> StageFiles:
-    around = SimpleNamespace(loaded=lambda: None, alike=lambda: None, repair=lambda: None)
+    around = SimpleNamespace(make_alike=lambda: None, loaded=lambda: None, alike=lambda: None, repair=lambda: None)
     return StageFiles(worker, stock=stock, transfer=transfer, beginning=None, around=around)  # type: ignore[arg-type]
 
 

@@ -43,13 +43,15 @@ class Around:
     """What else a checkpoint concerns.
 
     ``data`` returns the script's, whose position moves. ``numbers`` returns the plugin's own: the seed, and the loss of
-    the last iteration. ``repair`` makes shadows anew after a loss meanwhile; ``loaded`` is called when owners and
-    shadows have another state than training has brought, ``alike`` when they are alike again.
+    the last iteration. ``repair`` makes shadows anew after a loss meanwhile; ``make_alike`` is called, by all workers,
+    before shadows get their owners' state; ``loaded`` when owners and shadows have another state than training has
+    brought, ``alike`` when they are alike again.
     """
 
     data: Callable[[], PipelineData]
     numbers: Callable[[], dict[str, Any]]
     repair: Callable[[], object]
+    make_alike: Callable[[], None]
     loaded: Callable[[], None]
     alike: Callable[[], None]
 
@@ -239,6 +241,7 @@ class StageFiles:
             self._transfer.refresh_shadows(label=f"{worker.activity.index}/load")
             return self._reading(loaded)
 
+        self._around.make_alike()
         readings = worker.agree_on("load", load_owned)
         worker.host.activate_shown()
         _check_readings(readings, folder)
@@ -310,6 +313,7 @@ class StageFiles:
     def refresh_shadows(self) -> None:
         """Give shadows the state of their owners; collective, between iterations."""
         activity = self._worker.activity  # its index may be another one after a recovery
+        self._around.make_alike()
         self._worker.agree_on("refresh", lambda: self._transfer.refresh_shadows(label=f"{activity.index}/refresh"))
         self._around.loaded()
         self._around.alike()

@@ -34,6 +34,7 @@ _CALLS = {
     "latest": "save_checkpoint",
     "checkpoints there": "load_checkpoint",
     "checkpoint checked": "load_checkpoint",
+    "structure": "load_checkpoint or refresh_shadows",
     "load": "load_checkpoint",
     "refresh": "refresh_shadows",
     "digest": "state_digest",
