@@ -9,4 +9,10 @@ import time
 def tell(text: str, *, who: str = "") -> None:
     """Print ``text`` to stderr. ``who``: a worker, or a slot's agent; nothing where that is not known yet."""
     name = f" {who}" if who else ""
-    print(f"[bamboo {time.strftime('%H:%M:%S')}{name}] {text}", file=sys.stderr, flush=True)
+    say(f"[bamboo {time.strftime('%H:%M:%S')}{name}] {text}")
+
+
+def say(text: object) -> None:
+    """Print ``text`` to stderr, also where a script has replaced ``print`` to silence all ranks but the first."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -126,15 +126,15 @@ def _run(function: Callable[[], Any], engines: Sequence[BambooPipelineEngine], g
                 _report_failure(engine, last_words)
         return code
     except DrainedError as error:
-        print(error, file=sys.stderr, flush=True)
+        news.say(error)
         for engine in engines:
             engine.leave()
         return EXIT_DRAINED
     except JobFailedError as error:
-        print(error, file=sys.stderr, flush=True)
+        news.say(error)
         return EXIT_JOB_FAILED
     except ExpelledError as error:
-        print(error, file=sys.stderr, flush=True)
+        news.say(error)
         # Peers have gone on; nothing of this process may reach them any more, exit handlers included.
         os._exit(EXIT_EXPELLED)
     except Exception as error:  # noqa: BLE001 - the user's bug, whatever it is: reported, then the job ends
@@ -177,12 +177,12 @@ def _exit_code(function: Callable[[], Any]) -> tuple[int, str]:
     try:
         function()
     except JobStoppedError as stopped:
-        print(stopped, file=sys.stderr, flush=True)
+        news.say(stopped)
     except SystemExit as leaving:
         if leaving.code is None or isinstance(leaving.code, int):
             code = EXIT_USER_ERROR if leaving.code in _NOT_FOR_SCRIPTS else leaving.code or 0
             return code, f"its script ended itself with exit code {leaving.code}"
-        print(leaving.code, file=sys.stderr, flush=True)
+        news.say(leaving.code)
         return EXIT_USER_ERROR, f"its script ended itself: {leaving.code}"
     return 0, ""
 
@@ -210,7 +210,7 @@ def _hand_over(text: str) -> None:
     if path:
         Path(path).write_text(text, encoding="utf-8")
     else:
-        print(text, file=sys.stderr, flush=True)
+        news.say(text)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 
 import torch
 
+from deepspeed_bamboo import news
 from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobFailure
 from deepspeed_bamboo.core.consensus import Conclusion
 from deepspeed_bamboo.protocol import EXIT_EXPELLED, EXIT_JOB_FAILED
@@ -29,7 +29,7 @@ def end_for_want_of_machines(session: WorkerSession, error: BaseException) -> in
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     reason = f"worker {session.worker} has no room on its device for what losses have given it ({first})"
     record = session.interruption.active
-    print(reason, file=sys.stderr, flush=True)
+    news.say(reason)
     with contextlib.suppress(CoordinatorUnavailable):
         if record is not None and record.waits_seconds:
             session.coordinator.wait_for_machines(record, reason=reason, proposer=session.worker)
