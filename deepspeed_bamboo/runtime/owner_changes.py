@@ -23,16 +23,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from deepspeed_bamboo.core.grid import Coordinate
-from deepspeed_bamboo.core.replica_differences import strayed
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.membership.starting import refuse_unlike
 from deepspeed_bamboo.runtime.owner_looks import (
     buffers_checksum,
-    checksums,
     count_gradients,
+    described,
     has_gradients,
     held_now,
+    look_at,
+    refuse_strayed,
+    states_after_step,
     tell_of_hooked_steps,
 )
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
@@ -46,8 +48,7 @@ from deepspeed_bamboo.runtime.stock.hook_values import (
 from deepspeed_bamboo.runtime.stock.noted_values import Held, NotedValues
 from deepspeed_bamboo.runtime.stock.outline import Outline, outline_of
 from deepspeed_bamboo.runtime.stock.plain_values import PlainValues
-from deepspeed_bamboo.runtime.stock.replica import StageReplica
-from deepspeed_bamboo.runtime.stock.state_versions import beside_weights, touched, versions_of
+from deepspeed_bamboo.runtime.stock.state_versions import touched, versions_of
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.coordination import EpochRecord
@@ -123,7 +124,7 @@ class OwnerChanges:
             return
         self._noted, self._alike = worker.record, None
         if self._looks < _LOOKS or self.by_hand:
-            self._known = {c: self._now(r) for c, r in worker.host.owned.items()}
+            self._known = {c: look_at(self._worker, r) for c, r in worker.host.owned.items()}
         self._versions = {c: versions_of(r) for c, r in worker.host.owned.items()}
         self._gradients = {c: count_gradients(r) for c, r in worker.host.owned.items()}
         self._outlines = {c: self._outlines.get(c) or outline_of(r) for c, r in worker.host.owned.items()}
@@ -158,7 +159,7 @@ class OwnerChanges:
         for value in agreed.values():
             weights.update(value["weights"])
             structure.update(value["structure"])
-        self._refuse_strayed([value["state"] for value in agreed.values()])
+        refuse_strayed(worker, [value["state"] for value in agreed.values()])
         if self.by_hand or self._values_by_hand:
             self._tell_what_was_lost("since its last step")
         self._values.clear()
@@ -210,7 +211,7 @@ class OwnerChanges:
             self._look_at_outlines()
             return sorted(self._reshaped)
         owned = self._worker.host.owned
-        return [c for c, known in self._known.items() if c in owned and self._described(owned[c]) != known[0]]
+        return [c for c, known in self._known.items() if c in owned and described(self._worker, owned[c]) != known[0]]
 
     def _accept_all(self, agreed: Iterable[Mapping[str, Any]], *, first: bool, restored: bool) -> None:
         """``restored``: owners may have the state of before the script has set these."""
@@ -284,7 +285,7 @@ class OwnerChanges:
             if owned is not None and touched(owned) == before:
                 self._versions[coordinate] = versions_of(owned)
                 if self._looks < _LOOKS:
-                    self._known[coordinate] = self._now(owned)
+                    self._known[coordinate] = look_at(self._worker, owned)
         self._past().note_values(moved)
 
     def contribution(self) -> dict[str, Any]:
@@ -395,33 +396,16 @@ class OwnerChanges:
                 "held": held,
                 "state": {},
             }
-        now = {c: self._now(replica) for c, replica in owned.items()}
+        now = {c: look_at(self._worker, r) for c, r in owned.items()}
         known = {c: self._known.get(c, now[c]) for c in now}
+        compared = self._looks > 1 and self._worker.epoch == self._first_epoch  # after a loss others have the stages
         return {
             "structure": [c for c in now if now[c][0] != known[c][0]],
             "weights": [c for c in now if now[c][1:] != known[c][1:]],
             "values": values,
             "held": held,
-            "state": self._state_after_step() if self._looks > 1 else {},
+            "state": states_after_step(self._worker, self._known) if compared else {},
         }
-
-    def _state_after_step(self) -> dict[str, dict[str, list[int]]]:
-        """Checksums of weights and buffers after the last step, of owners and of shadows; none after a loss."""
-        worker = self._worker
-        if worker.epoch != self._first_epoch:
-            return {}
-        shadows = {str(c): list(checksums(replica)) for c, replica in worker.host.shadows.items() if replica.complete}
-        return {"owned": {str(c): list(known[1:3]) for c, known in self._known.items()}, "shadows": shadows}
-
-    def _refuse_strayed(self, states: Sequence[Mapping[str, Mapping[str, list[int]]]]) -> None:
-        """Raise ConfigError, the same on all workers, where a shadow has taken another step than its owner."""
-        found = strayed(states)
-        problem = (
-            f"{', '.join(found)} differ after a step that owner and shadow took with the same gradients (the script "
-            "has wrapped or replaced step(), an optimizer or a layer keeps something outside its state_dict(), or "
-            "computing depends on more than its inputs)"
-        )
-        refuse_unlike(self._worker, [problem] if found else [])
 
     def _look_at_values(self) -> None:
         owned = self._worker.host.owned
@@ -434,10 +418,6 @@ class OwnerChanges:
             hooks = replica.moving_hooks.look(replica.module)
             if replica.moving_attributes.look(replica.module, by_script=True) or hooks or coordinate in self._held:
                 self._held[coordinate] = held_now(replica)
-
-    def _now(self, replica: StageReplica) -> tuple[str, int, int, str]:
-        replica.finish_step()
-        return self._described(replica), *checksums(replica), beside_weights(replica)
 
     def _changed_since(self) -> list[Coordinate]:
         owned = self._worker.host.owned
@@ -467,10 +447,3 @@ class OwnerChanges:
         for value in worker.agree_on("refresh", copy).values():
             problems += value
         refuse_unlike(worker, problems)
-
-    def _described(self, replica: StageReplica) -> str:
-        described = {**self._worker.host.description(replica), "held": None}
-        for module in described["modules"].values():
-            # A forward may change them (a counter, a cache); hooks and structure it does not.
-            module.pop("attributes")
-        return repr(described)
