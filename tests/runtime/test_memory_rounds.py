@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,7 +69,9 @@ class Alone:
         self.memory.note({member: own if member == "a" else others for member in self.members})
         began = before is None and self.memory.progress.step == self.step
         self.memory.take_if_due()
-        self.memory.wait()
+        for thread in threading.enumerate():
+            if thread.name == "bamboo-memory":
+                thread.join()  # memory.wait() leaves out a round that others may have given up
         return began
 
     def _beside(self, interruption: Any, *, name: str) -> Any:

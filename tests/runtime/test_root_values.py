@@ -78,13 +78,11 @@ def test_what_forwards_of_the_running_step_have_set_is_not_taken_for_the_scripts
         _of_the_job=False,
         _written=NOTHING,
         _detached=lambda: False,
-        _sources=list,
-        _wrappers=list,
-        _host=SimpleNamespace(owners=list, replicas=list),
+        _host=SimpleNamespace(replicas=list),
         _root=lambda: "shown",
         _roots=SimpleNamespace(follow=follow),
         **dict.fromkeys(("_refuse_replaced_scheduler", "_find_scheduler", "_place_scheduler"), nothing),
-        **dict.fromkeys(("_clipping", "_scale"), SimpleNamespace(follow=nothing)),
+        _follow_optimizers=nothing,
     )
     ScriptWrites.follow(writes)
     assert not followed

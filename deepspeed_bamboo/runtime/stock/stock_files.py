@@ -87,9 +87,11 @@ class StockFiles:
         """Stock's ``save_checkpoint``, which asks the engine for the files in its middle."""
         self._engine.save_checkpoint(folder, **options)
 
-    def save_stage(self, folder: str, tag: str, *, client_state: Mapping[str, Any], **options: Any) -> None:
+    def save_stage(
+        self, folder: str, tag: str, *, client_state: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
         """Write the files of the active stage, those of ZeRO included."""
-        state = {**client_state, **beside_tied_weights(self._attributes["module"])}
+        state = {**(client_state or {}), **beside_tied_weights(self._attributes["module"])}
         self._engine._create_checkpoint_file(folder, tag, False)
         self._engine._save_checkpoint(folder, tag, client_state=state, **options)
         if self._attributes["save_zero_checkpoint"]:
