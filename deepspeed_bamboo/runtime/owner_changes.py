@@ -263,7 +263,8 @@ class OwnerChanges:
         self._script_has_it = False
         changed = self._changed_since()
         self._look_at_values()
-        if changed or self._values or self._held:
+        # What is set on the PipelineModule itself (no path) every worker's script has set.
+        if changed or self._held or any(path for values in self._values.values() for path in values):
             self._note_pending()
         return changed
 

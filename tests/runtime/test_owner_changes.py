@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from deepspeed_bamboo.core.grid import Grid
+from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.runtime.owner_changes import CHANGED, VALUES, OwnerChanges
 
@@ -81,3 +81,15 @@ def test_from_which_step_on_what_the_script_has_changed_is_there() -> None:
     worker.step = 7
     assert other.redoes_from() == 7, "the step is done, and others have not noted it yet"
     assert "0.1" in other._stale
+
+
+@pytest.mark.parametrize(("path", "first"), [("", 0), ("0.linear", 7)])
+def test_numbers_on_the_pipeline_module_are_set_again_by_every_script_and_those_of_layers_by_their_owners(
+    path: str, first: int
+) -> None:
+    worker: Any = _Worker(protects=True)
+    worker.step = 6
+    changes = OwnerChanges(worker, transfer=cast("Any", None), past=cast("Any", None))
+    changes._values[Coordinate(0, 1)] = {path: {"shift": 0.7}}
+    changes.rest()
+    assert changes.redoes_from() == first

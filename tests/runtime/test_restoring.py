@@ -230,7 +230,8 @@ def test_all_but_one_lost_of_four_workers_with_six_stages(
 def test_a_damaged_newest_copy_is_passed_over(jobs: Jobs, undisturbed: Undisturbed, how: str) -> None:
     """Nobody's copy of one stage is whole: the checkpoint before is taken."""
     whole = undisturbed(ONE_BY_FOUR, world=4)
-    killed = dataclasses.replace(ONE_BY_FOUR, faults=pair(4, "forward", 1))
+    # At a backward, when all have begun the step, and so have damaged what they have.
+    killed = dataclasses.replace(ONE_BY_FOUR, faults=pair(4, "backward", 1))
     result = jobs.run(train_remembering, world=4, training=killed, damages=(4, how))
     check(result, whole, ONE_BY_FOUR, lost=2, world=4)
     [[from_step, _, _]] = result.values[2]["restored"]
@@ -392,7 +393,8 @@ def test_another_one_lost_while_it_reads_the_store(jobs: Jobs, undisturbed: Undi
     killed = dataclasses.replace(STORED, faults=[*pair(6, "idle"), *(kill(s, 0, 2, "load") for s in (4, 6))])
     result = jobs.run(train_remembering, world=4, training=killed, stored=str(tmp_path / "kept"))
     check(result, whole, STORED, lost=3, world=4)
-    assert result.survivors == [3] and result.common("sources") == ["store"]
+    # Both read stage 2, for its owner and for its shadow: who comes to it first is lost.
+    assert result.survivors in ([2], [3]) and result.common("sources") == ["store"]
 
 
 @pytest.mark.sweep
@@ -402,7 +404,7 @@ def test_a_damaged_newest_one_in_the_store_is_passed_over(
 ) -> None:
     training = dataclasses.replace(STORED, steps=11)
     whole = undisturbed(training, world=4)
-    killed = dataclasses.replace(training, faults=pair(9, "idle"))
+    killed = dataclasses.replace(training, faults=pair(9, "backward", 1))
     result = jobs.run(train_remembering, world=4, training=killed, damages=(9, how), stored=str(tmp_path / "kept"))
     check(result, whole, training, lost=2, world=4)
     [[from_step, _, _]] = result.values[2]["restored"]
