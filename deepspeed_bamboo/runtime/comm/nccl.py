@@ -186,17 +186,20 @@ class DeviceLanes:
         return tensors, complete
 
     def abort(self) -> None:
-        """Give up both communicators, on a thread of its own: aborting can take half a second. Once is enough."""
+        """Give up both communicators, on threads of their own: aborting can take half a second. Once is enough.
+
+        A thread for each: an abort may wait for a kernel that is behind one of the other communicator, as a send of
+        what is computed from a tensor that does not come.
+        """
         if self.aborted:
             return
         self.aborted = True
+        for group in (self._in, self._out):
+            threading.Thread(target=self._abort, args=(group,), name="bamboo-abort-lane", daemon=True).start()
 
-        def run() -> None:
-            torch.cuda.set_device(self._device)
-            for group in (self._out, self._in):
-                group.abort()
-
-        threading.Thread(target=run, name="bamboo-abort-lane", daemon=True).start()
+    def _abort(self, group: Any) -> None:
+        torch.cuda.set_device(self._device)
+        group.abort()
 
     @staticmethod
     def _group(store: Any, name: str, *, first: bool, sending: bool, timeout_seconds: float) -> Any:
