@@ -673,6 +673,7 @@ def load_and_train(training: Training, folder: str, twice: bool = False) -> dict
     ``twice``: and then read it once more, with all workers that the job has by then, and train again.
     """
     engine = build(training)
+    _from_step(engine, training, 0)  # a worker that is to have a shadow of another pipeline needs data for it
     before = engine.load_checkpoint(folder)
     if twice:
         while engine.global_steps < training.steps:

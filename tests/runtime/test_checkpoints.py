@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,10 @@ def save_and_break(training: Training, folder: str) -> dict[str, Any]:
     attempt("missing layers", lambda: engine._load_checkpoint(folder, tag.name))
     engine.checkpoint_engine.save = _no_room
     attempt("unwritable", lambda: engine._save_checkpoint(folder, "full"))
+    # Whoever ends has the job end; the other one is to come to its own error before.
+    Path(folder, f"ended{rank}").touch()
+    while not all(Path(folder, f"ended{other}").exists() for other in range(2)):
+        time.sleep(0.01)
     return found
 
 
