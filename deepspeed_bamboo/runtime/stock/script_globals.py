@@ -56,7 +56,7 @@ def globals_again(values: GlobalValues) -> Iterator[None]:
 
 def _modules_of(stage: Any) -> Iterator[str]:
     """Layers of other stages too: who goes back may get any of them."""
-    kinds = [type(part) for part in stage.modules()]
+    kinds = list(dict.fromkeys(type(part) for part in stage.modules()))  # in each step: a stage has many of few kinds
     specs = [spec for spec in getattr(stage, "_layer_specs", ()) if not isinstance(spec, type)]
     kinds += [getattr(spec, "typename", spec) if isinstance(spec, LayerSpec) else spec for spec in specs]
     for kind in (*kinds, getattr(stage, "loss_fn", None)):
