@@ -42,11 +42,11 @@ def _open_lanes_between_gpus_only(own: str) -> None:
 
     opened = Links._open_lanes
 
-    def open_lanes(self: Links, peer: str, opening: Any) -> Any:
+    def open_lanes(self: Links, peer: str, opening: Any, **kwargs: Any) -> Any:
         with self._store_for(peer) as (store, first):
             # By place in the pair, since a name may be no key.
             store.set(f"gpu/{first}", own)
             other = store.get(f"gpu/{not first}").decode()
-        return None if other == own else opened(self, peer, opening)
+        return None if other == own else opened(self, peer, opening, **kwargs)
 
     Links._open_lanes = open_lanes  # type: ignore[method-assign]

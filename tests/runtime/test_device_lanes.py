@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from deepspeed_bamboo.runtime.comm import nccl
+from deepspeed_bamboo.runtime.comm.lane_aborts import LaneAborts
 
 
 class _Group:
@@ -37,7 +38,9 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lanes_of(*, first: bool) -> nccl.DeviceLanes:
-    return nccl.DeviceLanes(None, first=first, device=torch.device("cpu"), timeout_seconds=1.0)
+    return nccl.DeviceLanes(
+        None, first=first, device=torch.device("cpu"), timeout_seconds=1.0, aborts=LaneAborts(lambda: None)
+    )
 
 
 @pytest.mark.usefixtures("no_device")

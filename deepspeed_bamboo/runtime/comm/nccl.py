@@ -9,7 +9,6 @@ ahead of that.
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,6 +19,7 @@ import torch
 from deepspeed_bamboo.runtime.comm.c10d import c10d
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption
 from deepspeed_bamboo.runtime.comm.header import Description
+from deepspeed_bamboo.runtime.comm.lane_aborts import LaneAborts
 
 # The first polls spin: data that is early is there at once, and late data is the next micro-batch's, on which the
 # device waits. Later polls leave the processor to others.
@@ -111,6 +111,7 @@ class DeviceLanes:
         first: True on the side with rank 0.
         device: this worker's device.
         timeout_seconds: bound of NCCL's own watchdog; longer than any recovery.
+        aborts: this worker's, which has NCCL give up both.
     """
 
     # Thread blocks of one transfer: while a receive waits for its sender it takes them from computing.
@@ -125,8 +126,10 @@ class DeviceLanes:
         first: bool,
         device: torch.device,
         timeout_seconds: float,
+        aborts: LaneAborts,
     ) -> None:
         self._device = device
+        self._aborts = aborts
         self._peer = 1 if first else 0
         self._in_order = self.receives_in_order
         self.aborted = False
@@ -195,7 +198,7 @@ class DeviceLanes:
             return
         self.aborted = True
         for group in (self._in, self._out):
-            threading.Thread(target=self._abort, args=(group,), name="bamboo-abort-lane", daemon=True).start()
+            self._aborts.start(functools.partial(self._abort, group))
 
     def _abort(self, group: Any) -> None:
         torch.cuda.set_device(self._device)

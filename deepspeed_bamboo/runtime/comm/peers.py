@@ -19,6 +19,7 @@ from deepspeed_bamboo.runtime.comm.channel import Channel, Message, Meter
 from deepspeed_bamboo.runtime.comm.connection_errors import cause_of
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption, PeerLostError
 from deepspeed_bamboo.runtime.comm.guarded_store import StoreClient
+from deepspeed_bamboo.runtime.comm.lane_aborts import LaneAborts
 from deepspeed_bamboo.runtime.comm.nccl import DeviceLanes
 from deepspeed_bamboo.runtime.comm.pair_store import SharedStore
 from deepspeed_bamboo.runtime.comm.proved_group import connect_proved, network_device
@@ -31,11 +32,21 @@ class _Attempts:
     def __init__(self, interruption: Interruption) -> None:
         self._interruption = interruption
         self._errors: list[Exception] = []
+        self._ended = False
 
     @property
     def failed(self) -> bool:
         """Whether one of them did."""
         return bool(self._errors)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nobody needs what is still to be made."""
+        return self._ended or self.failed
+
+    def end(self) -> None:
+        """Nobody waits any more."""
+        self._ended = True
 
     def run(self, peer: WorkerId, build: Callable[[], None]) -> None:
         """Call ``build`` in the thread of ``peer``."""
@@ -84,6 +95,7 @@ class Links:
         # Clients of other workers' stores that nobody is using, by address and port.
         self._idle_clients: dict[tuple[str, int], list[Any]] = defaultdict(list)
         self._aside: dict[WorkerId, dict[str, Message]] = defaultdict(dict)
+        self._aborts = LaneAborts(interruption.notify)
 
     def beside(self, interruption: Interruption, *, name: str) -> Links:
         """Other channels in the same epoch, without lanes: for another thread, whose waits ``interruption`` ends.
@@ -128,8 +140,9 @@ class Links:
     def connect(self, peers: Iterable[WorkerId], *, with_lanes: Iterable[WorkerId] = ()) -> None:
         """Build a channel to every worker in ``peers``, all at once; each of them does the same for this one.
 
-        The ones in ``with_lanes`` get lanes for device tensors too, also where there was a channel without. Raises
-        PeerLostError, or what interrupts the wait; what was half built is dropped.
+        The ones in ``with_lanes`` get lanes for device tensors too, also where there was a channel without. Returns
+        once NCCL has given up all lanes that were dropped before, see :mod:`lane_aborts`. Raises PeerLostError, or what
+        interrupts the wait; what was half built is dropped.
         """
         peers = [peer for peer in dict.fromkeys(peers) if peer != self._me]
         wanted = [peer for peer in peers if peer not in self._channels]
@@ -144,25 +157,38 @@ class Links:
         def build_channel(peer: WorkerId) -> None:
             attempts.run(peer, lambda: made.update({peer: self._channel_to(peer, network)}))
 
+        settled = threading.Event()  # nothing is being given up any more
+
         def build_lanes() -> None:
             # One after the other, in an order common to all workers: a communicator is made by both sides at
             # once, and inside one process NCCL makes only one at a time.
             for peer in sorted(fast, key=lambda peer: sorted(map(self._order.index, (self._me, peer)))):
-                if not attempts.failed:
+                if not attempts.ended:
                     attempts.run(peer, lambda peer=peer: open_lanes(peer))  # type: ignore[misc]
+            # Both sides open lanes in one order, so that never holds up who still gives others up. What comes next may.
+            self._aborts.wait()
+            settled.set()
+            self._interruption.notify()
 
         def open_lanes(peer: WorkerId) -> None:
-            lanes[peer] = self._open_lanes(peer, opening)
+            lanes[peer] = self._open_lanes(peer, opening, ended=lambda: attempts.ended)
             if peer in self._channels:  # whose reader may need it at once
                 self._channels[peer].lanes = lanes[peer]
 
         for peer in wanted:
             threading.Thread(target=build_channel, args=(peer,), name=f"bamboo-link-{peer}", daemon=True).start()
-        if fast:
+        if fast or self._aborts.pending:
             threading.Thread(target=build_lanes, name="bamboo-lanes", daemon=True).start()
+        else:
+            settled.set()
+
+        def complete() -> bool:
+            return settled.is_set() and len(made) + len(lanes) == len(wanted) + len(fast)
+
         try:
-            self._interruption.wait_until(lambda: attempts.failed or len(made) + len(lanes) == len(wanted) + len(fast))
+            self._interruption.wait_until(lambda: attempts.failed or complete())
         finally:
+            attempts.end()
             self._channels.update(made)
             for peer in set(lanes) & set(self._channels):
                 self._channels[peer].lanes = lanes[peer]
@@ -267,14 +293,20 @@ class Links:
             with self.store_of(worker) as store:
                 yield store
 
-    def _open_lanes(self, peer: WorkerId, opening: dict[WorkerId, DeviceLanes]) -> DeviceLanes:
+    def _open_lanes(
+        self, peer: WorkerId, opening: dict[WorkerId, DeviceLanes], *, ended: Callable[[], bool]
+    ) -> DeviceLanes:
         with self._store_for(peer) as (store, first):
             opening[peer] = DeviceLanes(
                 c10d.PrefixStore("lanes", store),
                 first=first,
                 device=self._device,
                 timeout_seconds=self._timeout_seconds,
+                aborts=self._aborts,
             )
+            if ended():  # whoever ended it may not have seen these
+                opening[peer].abort()
+                raise RuntimeError("nobody waits for these lanes any more")
             opening[peer].open()
         return opening.pop(peer)
 
