@@ -16,52 +16,13 @@ from deepspeed_bamboo.coordination import Member
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.runtime.comm.c10d import c10d
 from deepspeed_bamboo.runtime.comm.channel import Channel, Message, Meter
-from deepspeed_bamboo.runtime.comm.connection_errors import cause_of
-from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption, PeerLostError
+from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption
 from deepspeed_bamboo.runtime.comm.guarded_store import StoreClient
 from deepspeed_bamboo.runtime.comm.lane_aborts import LaneAborts
+from deepspeed_bamboo.runtime.comm.lane_opening import Attempts, LaneOpening
 from deepspeed_bamboo.runtime.comm.nccl import DeviceLanes
 from deepspeed_bamboo.runtime.comm.pair_store import SharedStore
 from deepspeed_bamboo.runtime.comm.proved_group import connect_proved, network_device
-from deepspeed_bamboo.trust.handshake import StrangerError
-
-
-class _Attempts:
-    """To reach peers, each in a thread of its own; what they raise is carried to the thread that waits for them."""
-
-    def __init__(self, interruption: Interruption) -> None:
-        self._interruption = interruption
-        self._errors: list[Exception] = []
-        self._ended = False
-
-    @property
-    def failed(self) -> bool:
-        """Whether one of them did."""
-        return bool(self._errors)
-
-    @property
-    def ended(self) -> bool:
-        """Whether nobody needs what is still to be made."""
-        return self._ended or self.failed
-
-    def end(self) -> None:
-        """Nobody waits any more."""
-        self._ended = True
-
-    def run(self, peer: WorkerId, build: Callable[[], None]) -> None:
-        """Call ``build`` in the thread of ``peer``."""
-        try:
-            build()
-        except (RuntimeError, ValueError, StrangerError) as error:
-            self._errors.append(PeerLostError(peer, cause_of(error)))
-        except Exception as error:  # noqa: BLE001 - a fault of this program, raised where somebody waits
-            self._errors.append(error)
-        self._interruption.notify()
-
-    def raise_first(self) -> None:
-        """Raise what the first one raised, if any did: PeerLostError for what a peer or the network may cause."""
-        for error in self._errors:
-            raise error
 
 
 class Links:
@@ -146,55 +107,41 @@ class Links:
         """
         peers = [peer for peer in dict.fromkeys(peers) if peer != self._me]
         wanted = [peer for peer in peers if peer not in self._channels]
-        fast = self._without_lanes(set(peers) & set(with_lanes))
         # Only the groups keep it: they end its thread without Python's lock, which takes 10 ms.
         network = network_device() if wanted else None
         made: dict[WorkerId, Channel] = {}
-        lanes: dict[WorkerId, DeviceLanes] = {}
-        opening: dict[WorkerId, DeviceLanes] = {}
-        attempts = _Attempts(self._interruption)
+        attempts = Attempts(self._interruption)
+        opening = LaneOpening(
+            # In an order common to all workers.
+            sorted(
+                self._without_lanes(set(peers) & set(with_lanes)),
+                key=lambda peer: sorted(map(self._order.index, (self._me, peer))),
+            ),
+            attempts=attempts,
+            aborts=self._aborts,
+            open_to=self._open_lanes,
+            # A channel that there was before has a reader that may need them at once.
+            opened=self._use_lanes,
+        )
 
         def build_channel(peer: WorkerId) -> None:
             attempts.run(peer, lambda: made.update({peer: self._channel_to(peer, network)}))
 
-        settled = threading.Event()  # nothing is being given up any more
-
-        def build_lanes() -> None:
-            # One after the other, in an order common to all workers: a communicator is made by both sides at
-            # once, and inside one process NCCL makes only one at a time.
-            for peer in sorted(fast, key=lambda peer: sorted(map(self._order.index, (self._me, peer)))):
-                if not attempts.ended:
-                    attempts.run(peer, lambda peer=peer: open_lanes(peer))  # type: ignore[misc]
-            # Both sides open lanes in one order, so that never holds up who still gives others up. What comes next may.
-            self._aborts.wait()
-            settled.set()
-            self._interruption.notify()
-
-        def open_lanes(peer: WorkerId) -> None:
-            lanes[peer] = self._open_lanes(peer, opening, ended=lambda: attempts.ended)
-            if peer in self._channels:  # whose reader may need it at once
-                self._channels[peer].lanes = lanes[peer]
-
         for peer in wanted:
             threading.Thread(target=build_channel, args=(peer,), name=f"bamboo-link-{peer}", daemon=True).start()
-        if fast or self._aborts.pending:
-            threading.Thread(target=build_lanes, name="bamboo-lanes", daemon=True).start()
-        else:
-            settled.set()
-
-        def complete() -> bool:
-            return settled.is_set() and len(made) + len(lanes) == len(wanted) + len(fast)
-
+        opening.start()
         try:
-            self._interruption.wait_until(lambda: attempts.failed or complete())
+            self._interruption.wait_until(lambda: attempts.failed or (len(made) == len(wanted) and opening.complete))
         finally:
             attempts.end()
             self._channels.update(made)
-            for peer in set(lanes) & set(self._channels):
-                self._channels[peer].lanes = lanes[peer]
-            for half_open in list(opening.values()):
-                half_open.abort()
+            self._use_lanes(opening.lanes)
+            opening.abandon()
         attempts.raise_first()
+
+    def _use_lanes(self, lanes: Mapping[WorkerId, DeviceLanes]) -> None:
+        for peer in set(lanes) & set(self._channels):
+            self._channels[peer].lanes = lanes[peer]
 
     def meet(self, peers: Iterable[WorkerId]) -> None:
         """Channels to all of ``peers`` that there are none to yet. Each of them does the same for this worker.
