@@ -17,7 +17,8 @@ from typing import Any
 from deepspeed_bamboo.coordination import CoordinatorUnavailable
 from deepspeed_bamboo.runtime.checkpoint.beginning import Beginning, Loaded
 from deepspeed_bamboo.runtime.checkpoint.script_resume import Asked
-from deepspeed_bamboo.runtime.iteration.feeding import BatchOfJob, Feed
+from deepspeed_bamboo.runtime.iteration.batch_of_job import BatchOfJob
+from deepspeed_bamboo.runtime.iteration.feeding import Feed
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell
 from deepspeed_bamboo.runtime.script_position import Phase, ScriptPosition

@@ -16,9 +16,11 @@ import torch
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.runtime.catching_up import CatchingUp, ScriptParts
+from deepspeed_bamboo.runtime.checkpoint.beginning import BATCH
 from deepspeed_bamboo.runtime.checkpoint.script_resume import Asked
 from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 from deepspeed_bamboo.runtime.iteration.data_streams import STREAMS
+from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.late_worker import LateWorker
 from deepspeed_bamboo.runtime.membership.joining import check_grid, join
 from deepspeed_bamboo.runtime.membership.own_facts import check_same_job
@@ -84,6 +86,8 @@ class CatchingUpEngine(BambooPipelineEngine):
     def _take_seed(self, state: dict[str, Any]) -> None:
         self.forward_seed = state.get("seed", self.forward_seed)
         self.data_streams.take(state.get(STREAMS, {}))
+        if changed := self.batch_of_job.restore(state.get(BATCH, {})):
+            tell_once(self.worker, changed)
 
     @property
     def _catching_up(self) -> CatchingUp:
@@ -125,7 +129,7 @@ class CatchingUpEngine(BambooPipelineEngine):
         """As stock's, and surviving losses; the loss that it had for an iteration that the job did before."""
         if self._catching_up.is_before_its_time():
             loss = self._catching_up.past_loss()
-            self.data.pass_by(data_iter, micro_batches=self.micro_batches)
+            self.data.pass_by(data_iter, micro_batches=self.micro_batches, transform=self.batch_fn)
             return torch.tensor(loss, device=self.device)
         self._catching_up.answers = False
         self.position.trained = True
@@ -137,7 +141,8 @@ class CatchingUpEngine(BambooPipelineEngine):
             with self.position.unnoticed():
                 return super().eval_batch(data_iter, return_logits, **arguments)
         # One iterator may serve all evaluations; the others' has gone on.
-        self.evaluated.skip(data_iter, arguments.get("num_micro_batches") or self.micro_batches)
+        count = arguments.get("num_micro_batches") or self.micro_batches
+        self.evaluated.skip(data_iter, count, transform=self.batch_fn)
         loss = torch.tensor(self._catching_up.past_evaluation(), device=self.device)
         if not return_logits:
             return loss

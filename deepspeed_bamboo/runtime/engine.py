@@ -23,10 +23,10 @@ from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerL
 from deepspeed_bamboo.runtime.comm.peers import Links
 from deepspeed_bamboo.runtime.for_scripts import ScriptEngine
 from deepspeed_bamboo.runtime.iteration.activity import ActivityState
+from deepspeed_bamboo.runtime.iteration.batch_of_job import BatchOfJob
 from deepspeed_bamboo.runtime.iteration.evaluation import EvaluationRequest, data_as_others, evaluate
 from deepspeed_bamboo.runtime.iteration.evaluation_position import EvaluationPositions
 from deepspeed_bamboo.runtime.iteration.executor import FAULT_POINTS, Executor
-from deepspeed_bamboo.runtime.iteration.feeding import BatchOfJob
 from deepspeed_bamboo.runtime.iteration.iteration_end import Contributors, IterationEnd
 from deepspeed_bamboo.runtime.iteration.losses import aggregate_losses, agreed_losses, stage_losses
 from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
@@ -109,8 +109,8 @@ class BambooPipelineEngine(ScriptEngine):
         self.last_losses: list[Any] = []
         self.mean_loss = 0.0
         self.worker = self._as_worker()
-        self.feed = self._make_feed()
         self.batch_of_job = BatchOfJob(size=self._batch_size, change=self._change_batch)
+        self.feed = self._make_feed()
         take_over_stock_state(self, grid)
         show_all_hosted(self.module, self._shown_to_script)
         self._make_parts_of_an_iteration()

@@ -19,7 +19,7 @@ from deepspeed_bamboo.core.slowness import DATA, SCRIPT, Cause
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.eventlog.log import EventLog
 from deepspeed_bamboo.runtime.at_work import at_work
-from deepspeed_bamboo.runtime.checkpoint.beginning import ENDED
+from deepspeed_bamboo.runtime.checkpoint.beginning import BATCH, ENDED
 from deepspeed_bamboo.runtime.checkpoint.stage_files import Around, StageFiles
 from deepspeed_bamboo.runtime.comm.epoch_monitor import JobCompleteError
 from deepspeed_bamboo.runtime.iteration.activity import Round
@@ -255,6 +255,7 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
             data=self.data,
             home=self.home,
             transform=lambda: self.batch_fn,
+            batch=self.batch_of_job,
             used=lambda: int(self.global_samples // (self.micro_batch_size * self.job_grid.pipelines)),
         )
         if self._training_set is not None:
@@ -276,6 +277,7 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
                     "loss": self.mean_loss,
                     ENDED: self._ending,
                     STREAMS: self.data_streams.to_json(),
+                    BATCH: self.batch_of_job.to_json(),
                 },
                 repair=lambda: self.redundancy_repair.repair(),
                 make_alike=self.owner_changes.make_alike,

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from deepspeed_bamboo.runtime.checkpoint.automatic import automatic_checkpoints
 from deepspeed_bamboo.runtime.checkpoint.in_place import StoredStates
 from deepspeed_bamboo.runtime.checkpoint.stage_files import StageFiles
-from deepspeed_bamboo.runtime.iteration.feeding import BatchOfJob, Feed
+from deepspeed_bamboo.runtime.iteration.batch_of_job import BatchOfJob
+from deepspeed_bamboo.runtime.iteration.feeding import Feed
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.owner_changes import OwnerChanges
 from deepspeed_bamboo.runtime.recovery.memory_rounds import memory_rounds

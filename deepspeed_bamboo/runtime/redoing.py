@@ -9,7 +9,8 @@ from typing import Any
 
 from deepspeed_bamboo.core.memory_rounds import MemoryProgress
 from deepspeed_bamboo.runtime.checkpoint.in_place import StoredStates
-from deepspeed_bamboo.runtime.iteration.feeding import BatchOfJob, Feed
+from deepspeed_bamboo.runtime.iteration.batch_of_job import BatchOfJob
+from deepspeed_bamboo.runtime.iteration.feeding import Feed
 from deepspeed_bamboo.runtime.iteration.step_history import StepHistory
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once

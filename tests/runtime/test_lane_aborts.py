@@ -16,9 +16,9 @@ from deepspeed_bamboo.coordination import Member
 from deepspeed_bamboo.errors import ExpelledError
 from deepspeed_bamboo.runtime.comm.channel import Message
 from deepspeed_bamboo.runtime.comm.epoch_monitor import Interruption
-from deepspeed_bamboo.runtime.comm.store_server import StoreServer
 from deepspeed_bamboo.runtime.comm.lane_aborts import LaneAborts
 from deepspeed_bamboo.runtime.comm.peers import Links
+from deepspeed_bamboo.runtime.comm.store_server import StoreServer
 
 SECRET = "0123456789abcdef"
 NAMES = ("w0", "w1")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +33,21 @@ def test_a_late_workers_first_micro_batch_is_what_the_others_have_and_is_kept() 
     assert late.get(0, 0, step=2)[0][0] == 6 and late.get(0, 1, step=2)[0][0] == 7
     late.forget(2)
     assert late.first(step=3) != other.first(step=3)
+
+
+def test_the_scripts_function_for_batches_sees_those_that_a_late_worker_reads_past() -> None:
+    """It may keep something from one to the next, as the generator of its masks."""
+    late, counted = PipelineData(0), PipelineData(0)
+    seen: dict[str, list[float]] = {"late": [], "counted": []}
+
+    def noting(name: str) -> Callable[[Any], Any]:
+        return lambda batch: seen[name].append(float(batch[0][0])) or batch
+
+    late.start_at(2, used=6)
+    late.set_iterator(batches())
+    assert late.get(0, 0, step=2, transform=noting("late"))[0][0] == 6
+    counted.pass_by(batches(), micro_batches=3, transform=noting("counted"))
+    assert seen == {"late": [0, 1, 2, 3, 4, 5, 6], "counted": [0, 1, 2]}
 
 
 def test_an_iterator_that_has_ended_is_nobodys_and_what_is_distrusted_is_not_read() -> None:

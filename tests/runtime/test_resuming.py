@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.runtime import models
 from tests.runtime.jobs import Jobs
@@ -26,11 +28,13 @@ def resume(
     seeks: bool = False,
     by_count: bool = False,
     waits: dict[str, int] | None = None,
+    masks: bool = False,
+    grows: dict[str, int] | None = None,
 ) -> dict[str, Any]:
     """A script that goes on from the newest checkpoint in ``own``; ``kept``: where the plugin keeps its own.
 
     ``seeks``: it looks in the client state where its data begin; otherwise they begin anew. ``by_count``: it counts
-    its steps from there itself.
+    its steps from there itself. ``masks``: its function for batches draws. ``grows``: by step, samples of a batch.
     """
     checkpoint = {"dir": kept, "interval_minutes": 1e-9} if kept is not None else {}
     engine = build(dataclasses.replace(training, bamboo={**training.bamboo, "checkpoint": checkpoint}))
@@ -39,8 +43,12 @@ def resume(
     data_step = first if seeks else 0
     data = models.micro_batches(models.vectors, pipeline=0, first_step=data_step, count=training.micro_batches)
     losses: dict[str, float] = {}
+    if masks:
+        engine.set_batch_fn(masking(torch.Generator().manual_seed(5)))
     for step in range(first, training.steps) if by_count else iter(lambda: engine.global_steps, training.steps):
         wait_for_joiners(engine, (waits or {}).get(str(step), 0))
+        if str(step) in (grows or {}):
+            engine.set_train_batch_size(grows[str(step)])  # type: ignore[index]
         losses[str(step)] = float(engine.train_batch(data))
     hosted = [str(coordinate) for coordinate in engine.placement.hosted_by(engine.session.worker)]
     result = {
@@ -51,6 +59,11 @@ def resume(
     }
     engine.close()
     return result
+
+
+def masking(generator: torch.Generator) -> Callable[[Any], Any]:
+    """Drops some of each sample, others in each micro-batch."""
+    return lambda batch: (batch[0] * (torch.rand(batch[0].shape, generator=generator) < 0.8), batch[1])
 
 
 def resume_all(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -94,6 +107,36 @@ def test_a_job_that_continues_trains_on_the_data_that_it_would_have_had(jobs: Jo
         assert again.common(kind)["loaded"] == whole.common(kind)["loaded"] == [f"global_step{SAVED_AT}", SAVED_AT]
     assert "train_batch returns at once for steps 3 to 5, with the losses that they had" in again.transcript()
     assert "load_checkpoint reads nothing, for the job is beyond at step 6" in again.transcript()
+
+
+def test_a_job_that_continues_has_the_masks_and_the_size_of_batches_that_it_would_have_had(
+    jobs: Jobs, tmp_path: Path, own: str
+) -> None:
+    """Its function for batches draws from a generator of its own, and its batches have grown at step 4."""
+    own_size = TRAINING.micro_batches * 2
+    shared = {"masks": True, "grows": {"4": 2 * own_size}}
+    kinds = {"counts": {**shared, "by_count": True}, "asks": shared}
+    short = dataclasses.replace(TRAINING, steps=6)
+
+    def runs(training: Training, *, kept: bool) -> dict[str, dict[str, Any]]:
+        return {
+            kind: {
+                "training": dataclasses.replace(training, name=f"{kind}-{training.steps}-{kept}"),
+                "own": own,
+                "kept": str(tmp_path / kind) if kept else None,
+                **options,
+            }
+            for kind, options in kinds.items()
+        }
+
+    whole = jobs.run(resume_all, world=2, runs=runs(TRAINING, kept=False))
+    jobs.run(resume_all, world=2, runs=runs(short, kept=True))
+    again = jobs.run(resume_all, world=2, runs=runs(TRAINING, kept=True))
+    expected = whole.common("counts")
+    assert whole.common("asks")["losses"] == expected["losses"]
+    assert again.common("counts")["losses"] == expected["losses"], again.transcript()
+    assert again.common("asks")["losses"] == {step: expected["losses"][step] for step in ("6", "7")}
+    assert {again.common(kind)["digest"] for kind in kinds} == {expected["digest"]}
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.runtime.for_scripts import ScriptEngine
+from deepspeed_bamboo.runtime.iteration.batch_of_job import BatchOfJob
 from deepspeed_bamboo.runtime.iteration.data_streams import DataStreams, states_from_text, states_now, states_to_text
-from deepspeed_bamboo.runtime.iteration.feeding import BatchOfJob
 from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
 from deepspeed_bamboo.runtime.iteration.training_data import TrainingData
 from deepspeed_bamboo.runtime.iteration.watched_samples import WatchedSamples
@@ -229,6 +229,26 @@ def test_a_worker_that_joins_has_the_jobs_size_of_micro_batches_too() -> None:
     batch.adopt()
     batch.adopt()
     assert now == [(8, 2), (4, 1)]
+
+
+def test_a_job_that_continues_has_its_size_of_batches_unless_the_configuration_has_another_one_since() -> None:
+    sizes = [(8, 2)]
+    before = BatchOfJob(size=lambda: sizes[-1], change=lambda *size: sizes.append(size))
+    before.note(0, micro_batches=4)
+    before.use((20, 2))
+    before.note(3, micro_batches=10)
+    saved = json.loads(json.dumps(before.to_json()))
+    now: list[tuple[int, int]] = [(8, 2)]
+    again = BatchOfJob(size=lambda: now[-1], change=lambda *size: now.append(size))
+    assert again.restore(saved) == "" and now == [(8, 2)]
+    again.adopt()
+    assert now[-1] == (20, 2) and again.counts.total(0, until=5) == 3 * 4 + 2 * 10
+    other: list[tuple[int, int]] = [(12, 2)]
+    changed = BatchOfJob(size=lambda: other[-1], change=lambda *size: other.append(size))
+    assert "have 12 samples (2 in a micro-batch), and had 8 (2)" in changed.restore(saved)
+    changed.adopt()
+    assert other == [(12, 2)]
+    assert again.restore({}) == ""
 
 
 def test_who_shadows_an_end_no_more_reads_it_no_more() -> None:

@@ -27,6 +27,9 @@ SEVERAL = "several iterators"
 ENDED = "ended"
 """Under which key it has whether the script had ended; otherwise the state is that at the end of a ``train_batch``."""
 
+BATCH = "batch"
+"""Under which key it has the size of the job's batch."""
+
 # It travels through etcd, which takes 1.5 MB at a time.
 _MOST_BYTES = 256 * 1024
 # DeepSpeed's and the plugin's, and large; they are in the client state only where the script did not have them loaded.

@@ -82,7 +82,8 @@ def data_as_others(engine: EvaluatedEngine, iterator: Iterator[Any] | None) -> E
     given: dict[str, Any] = {"data": lambda: data, "transform": lambda: engine.batch_fn}
     supply = DataSupply(engine.worker, **given)
     told = engine.worker.agree_on("evaluation position", lambda: (own, supply.own()))
-    engine.evaluated.skip(iterator, max(position for position, _ in told.values()) - own)
+    behind = max(position for position, _ in told.values()) - own
+    engine.evaluated.skip(iterator, behind, transform=engine.batch_fn)
     table = {worker: has for worker, (_, has) in told.items()}
     given |= {"evaluation": engine.feed.said_of_evaluations, "had": engine.feed.had_for_evaluations}
     supply = DataSupply(engine.worker, **given, table=table)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import islice
+from contextlib import suppress
 from typing import Any
+
+from deepspeed_bamboo.runtime.iteration.micro_batches import Transform, read_past
 
 
 class EvaluationPositions:
@@ -34,10 +35,12 @@ class EvaluationPositions:
         others = [entry for kept, entry in known if kept is not iterator]
         self._used = [entry for entry in others if weak or isinstance(entry[0], weakref.ref)] + [(reference, count)]
 
-    def skip(self, iterator: Iterator[Any] | None, micro_batches: int) -> None:
-        """Take so many from ``iterator`` and throw them away."""
+    def skip(self, iterator: Iterator[Any] | None, micro_batches: int, *, transform: Transform = None) -> None:
+        """Take so many from ``iterator``, as far as it has them, let ``transform`` see them, and throw them away."""
         if iterator is not None and micro_batches > 0:
-            deque(islice(iterator, micro_batches), maxlen=0)
+            with suppress(StopIteration):
+                for _ in range(micro_batches):
+                    read_past(iterator, transform)
             self.advance(iterator, micro_batches)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.runtime.iteration.batch_of_job import BatchOfJob
 from deepspeed_bamboo.runtime.iteration.micro_batches import (
     DataFactory,
     PipelineData,
@@ -15,43 +16,10 @@ from deepspeed_bamboo.runtime.iteration.micro_batches import (
     check_complete,
     missing_data,
 )
-from deepspeed_bamboo.runtime.iteration.step_history import BatchSize
 from deepspeed_bamboo.runtime.iteration.supply import DataSupply
 from deepspeed_bamboo.runtime.iteration.training_data import TrainingData
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
-
-
-class BatchOfJob:
-    """The size of the job's batch, which a script may change: known alike on all workers.
-
-    Args:
-        size: returns it.
-        change: changes it on this worker; as :data:`BatchSize` says.
-    """
-
-    def __init__(self, *, size: Callable[[], BatchSize], change: Callable[[int, int], None]) -> None:
-        self.size = size
-        self._change = change
-        self._of_job: BatchSize | None = None
-
-    def to_json(self) -> BatchSize:
-        """What a worker that joins has to know."""
-        return self.size()
-
-    def take(self, value: Sequence[int]) -> None:
-        """Inverse of :meth:`to_json`; it counts when :meth:`adopt` is called."""
-        samples, of_micro_batch = value
-        self._of_job = samples, of_micro_batch
-
-    def adopt(self) -> None:
-        """Use the job's; a script that counts by itself has set its own on the way."""
-        self.use(self._of_job)
-
-    def use(self, size: BatchSize | None) -> None:
-        """Iterations have this size from now on, on this worker; None changes nothing."""
-        if size is not None and size != self.size():
-            self._change(*size)
 
 
 @dataclass(frozen=True)
@@ -70,7 +38,8 @@ class Feed:
         data: the script's, for training.
         home: the pipeline whose iterators this worker's script passes.
         transform: returns what the script has the engine do to each batch, or None.
-        used: returns how many micro-batches each pipeline has used since the job began.
+        batch: the size of the job's batch.
+        used: returns how many micro-batches each pipeline has used since the job began, by the count of samples.
     """
 
     def __init__(
@@ -80,11 +49,13 @@ class Feed:
         data: PipelineData,
         home: int,
         transform: Callable[[], Transform],
+        batch: BatchOfJob,
         used: Callable[[], int],
     ) -> None:
         self._worker = worker
         self._home = home
         self._transform = transform
+        self._batch = batch
         self._used = used
         self._evaluation: EvaluationData | None = None
         self._evaluation_factory: DataFactory | None = None
@@ -109,10 +80,14 @@ class Feed:
 
     def agree(self) -> None:
         """Before an iteration: know what the others have, as :class:`DataSupply` does; collective."""
+        self._batch.note(self._worker.step, micro_batches=self._worker.micro_batches)
         self.supply.agree()
 
     def used(self, *, since: int) -> int:
         """How many micro-batches each pipeline has used since step ``since``, at which the script's iterators began."""
+        known = self._batch.counts.total(since, until=self._worker.step)
+        if known is not None:
+            return known
         return (self._worker.step - since) * self._worker.micro_batches if since else self._used()
 
     # -- evaluation --------------------------------------------------------------------------------

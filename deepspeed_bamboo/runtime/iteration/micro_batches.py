@@ -25,6 +25,16 @@ def own_copy(batch: Any) -> Any:
     return tree_map_only(torch.Tensor, torch.Tensor.clone, batch)
 
 
+def read_past(iterator: Iterator[Any], transform: Transform) -> None:
+    """Read one micro-batch of ``iterator``, do to it what the script would have done, and drop it.
+
+    Raises what the iterator raises.
+    """
+    batch = next(iterator)
+    if transform is not None:
+        transform(batch)
+
+
 class MicroBatchSource:
     """Pulls from an iterator in order and remembers what an iteration has pulled.
 
@@ -161,18 +171,18 @@ class PipelineData:
         self._to_skip = used
         self._user.first_step = step
 
-    def pass_by(self, iterator: Iterator[Any] | None, *, micro_batches: int) -> None:
+    def pass_by(self, iterator: Iterator[Any] | None, *, micro_batches: int, transform: Transform = None) -> None:
         """The script has passed ``iterator`` for an iteration of ``micro_batches`` that the job did before: read them.
 
-        So every iterator of the script is where it is on the others, also one for each epoch, or several in turn.
-        Raises what the iterator raises.
+        So every iterator of the script is where it is on the others, also one for each epoch, or several in turn; and
+        so is what ``transform`` keeps (a generator of masks, a count). Raises what the iterator raises.
         """
         its = self._user.iterator if iterator is None else iterator
         self._shows_itself = True
         if its is None or self._factory is not None:
             return
         for _ in range(micro_batches):
-            next(its)
+            read_past(its, transform)
 
     def resume_at(self, step: int) -> None:
         """A checkpoint was read: the user's iterator, of which nothing is used yet, begins at global step ``step``."""
@@ -194,12 +204,12 @@ class PipelineData:
             self._iterators += 1
         self._user.set_iterator(iterator)
 
-    def _skip(self) -> None:
+    def _skip(self, transform: Transform) -> None:
         iterator = self._user.iterator
         if self._shows_itself:
             return
         while self._to_skip and iterator is not None:
-            next(iterator)
+            read_past(iterator, transform)
             self._to_skip -= 1
 
     def _uses_iterator(self) -> bool:
@@ -256,7 +266,7 @@ class PipelineData:
         Raises what iterator or factory raise.
         """
         if self._uses_iterator():
-            self._skip()
+            self._skip(transform)
         return self._source(pipeline, step, last=last).get(micro_batch, transform=transform)
 
     def has_read(self, pipeline: int, micro_batch: int, *, step: int, last: bool = False) -> bool:
@@ -278,7 +288,7 @@ class PipelineData:
     def complete(self, micro_batches: int, *, step: int, transform: Transform = None) -> None:
         """Pull what this worker did not need of ``step``, so that every worker's iterator agrees."""
         if micro_batches and self._uses_iterator():
-            self._skip()
+            self._skip(transform)
             self._user.get(micro_batches - 1, transform=transform)
         self.complete_made(micro_batches, step=step, transform=transform)
 

@@ -1,0 +1,71 @@
+"""The size of the job's batch, which a script may change from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from deepspeed_bamboo.core.micro_batch_counts import MicroBatchCounts
+from deepspeed_bamboo.runtime.iteration.step_history import BatchSize
+
+
+class BatchOfJob:
+    """The size of the job's batch, which a script may change: known alike on all workers, and kept in checkpoints.
+
+    Args:
+        size: returns it.
+        change: changes it on this worker; as :data:`BatchSize` says.
+    """
+
+    def __init__(self, *, size: Callable[[], BatchSize], change: Callable[[int, int], None]) -> None:
+        self.size = size
+        self._change = change
+        self._configured = size()
+        self._of_job: BatchSize | None = None
+        self._counts = MicroBatchCounts()
+
+    @property
+    def counts(self) -> MicroBatchCounts:
+        """How many micro-batches the steps had, as far as it is known."""
+        return self._counts
+
+    def note(self, step: int, *, micro_batches: int) -> None:
+        """``step`` begins, maybe again, with so many of each pipeline."""
+        self._counts = self._counts.with_step(step, micro_batches)
+
+    def to_json(self) -> dict[str, Any]:
+        """What a worker that joins has to know, and a job that continues."""
+        return {"size": self.size(), "configured": self._configured, "counts": self._counts.to_json()}
+
+    def take(self, value: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`to_json`; the size counts when :meth:`adopt` is called."""
+        samples, of_micro_batch = value["size"]
+        self._of_job = samples, of_micro_batch
+        self._counts = MicroBatchCounts.from_json(value["counts"])
+
+    def restore(self, value: Mapping[str, Any]) -> str:
+        """As :meth:`take`, from a checkpoint. Returns what to say where the configuration has another size since then.
+
+        That size is meant, since somebody has changed it between two starts, so it is the job's from now on.
+        """
+        if not value:  # of an older version
+            return ""
+        self.take(value)
+        configured = tuple(value["configured"])
+        if configured == self._configured:
+            return ""
+        self._of_job = None
+        return (
+            f"the configuration's batches have {self._configured[0]} samples ({self._configured[1]} in a micro-batch), "
+            f"and had {configured[0]} ({configured[1]}) when the checkpoint was made: training continues with "
+            f"{self._configured[0]}"
+        )
+
+    def adopt(self) -> None:
+        """Use the job's; a script that counts by itself has set its own on the way."""
+        self.use(self._of_job)
+
+    def use(self, size: BatchSize | None) -> None:
+        """Iterations have this size from now on, on this worker; None changes nothing."""
+        if size is not None and size != self.size():
+            self._change(*size)
