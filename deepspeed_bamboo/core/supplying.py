@@ -23,7 +23,8 @@ class Claim:
 
     ``own``: the pipelines that it has the data of; ``known``: the workers that it knew before; ``first``: by pipeline a
     checksum of the coming step's first micro-batch, where that is from an iterator; ``several``: its script has passed
-    more than one iterator; ``guesses``: it came late, in a loop by the job's step, so its iterator's place is a guess.
+    more than one iterator; ``guesses``: it came late, in a loop by the job's step, so its iterator's place is a guess;
+    ``exchanges``: its script has sent or received messages between ranks.
     """
 
     own: tuple[int, ...]
@@ -31,16 +32,17 @@ class Claim:
     first: Mapping[int, int]
     several: bool = False
     guesses: bool = False
+    exchanges: bool = False
 
     def to_json(self) -> tuple[object, ...]:
         """As values that can be sent."""
-        return self.own, self.known, dict(self.first), self.several, self.guesses
+        return self.own, self.known, dict(self.first), self.several, self.guesses, self.exchanges
 
     @classmethod
     def from_json(cls, value: Sequence[Any]) -> Claim:
         """Inverse of :meth:`to_json`."""
-        own, known, first, several, guesses = value
-        return cls(tuple(own), tuple(known), dict(first), bool(several), bool(guesses))
+        own, known, first, several, guesses, exchanges = value
+        return cls(tuple(own), tuple(known), dict(first), bool(several), bool(guesses), bool(exchanges))
 
 
 def trusted(claims: Mapping[WorkerId, Claim]) -> dict[WorkerId, tuple[int, ...]]:
@@ -121,6 +123,24 @@ def deliveries(
         last = placement.grid.stages - 1
         result.append(Delivery(found[0], worker, pipeline, inputs=0 in stages, labels=last in stages))
     return tuple(result)
+
+
+def read_with_messages(
+    placement: Placement, claims: Mapping[WorkerId, Claim]
+) -> Iterator[tuple[Coordinate, WorkerId, WorkerId]]:
+    """The ends whose owner's script reads data and exchanges messages, with owner and holder of the shadow.
+
+    Of those only whose holder's script does neither: it would begin to read after a loss, when messages of before are
+    gone.
+    """
+    for coordinate, holder in placement.shadows:
+        owner = placement.owner(coordinate)
+        reads, idle = claims.get(owner), claims.get(holder)
+        if not is_end(coordinate, placement) or reads is None or idle is None:
+            continue
+        active = reads.exchanges and coordinate.pipeline in reads.own
+        if active and not idle.exchanges and coordinate.pipeline not in idle.own:
+            yield coordinate, owner, holder
 
 
 def unsafe_ends(placement: Placement, table: Table, *, members: Sequence[WorkerId]) -> Iterator[Coordinate]:

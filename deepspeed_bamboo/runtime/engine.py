@@ -36,7 +36,7 @@ from deepspeed_bamboo.runtime.iteration.redundant_forwards import RedundantForwa
 from deepspeed_bamboo.runtime.iteration.step_event import log_step
 from deepspeed_bamboo.runtime.iteration.worker import Numbers, Worker
 from deepspeed_bamboo.runtime.job import garbage
-from deepspeed_bamboo.runtime.job.mismatched_calls import Where, whereabouts_of
+from deepspeed_bamboo.runtime.job.mismatched_calls import whereabouts_of
 from deepspeed_bamboo.runtime.job.news import tell
 from deepspeed_bamboo.runtime.job.session import WorkerSession
 from deepspeed_bamboo.runtime.job.view import CurrentView
@@ -117,7 +117,7 @@ class BambooPipelineEngine(ScriptEngine):
         self._make_parts_of_changes()
         self.redoing.forget()
         follow_reporter(self)
-        self._whereabouts = whereabouts_of(session, where=self._where)
+        self._whereabouts = whereabouts_of(session, where=self.script_server.where)
         self._begin(grid)
         self._whereabouts.start()
 
@@ -252,10 +252,6 @@ class BambooPipelineEngine(ScriptEngine):
     @at_work
     def _recover(self, cause: EpochChangedError | PeerLostError) -> None:
         self.failover.run(cause)
-
-    def _where(self) -> Where | None:
-        kind = self.activity.kind
-        return None if kind is None or self.epoch < 0 else Where(self.epoch, self.activity.index, kind)
 
     def _begin(self, grid: Grid) -> None:
         # As ZeRO does, DeepSpeed's bf16 optimizer spreads its fp32 weights and moments over the pipelines.

@@ -257,6 +257,7 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
             transform=lambda: self.batch_fn,
             batch=self.batch_of_job,
             used=lambda: int(self.global_samples // (self.micro_batch_size * self.job_grid.pipelines)),
+            exchanges=lambda: self.script_server.exchanges,
         )
         if self._training_set is not None:
             feed.set_training_data(TrainingData(self, self._training_set, streams=self.data_streams))

@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.placement import Placement
-from deepspeed_bamboo.core.supplying import Claim, Delivery, deliveries, trusted, unlike, unsafe_ends
+from deepspeed_bamboo.core.supplying import (
+    Claim,
+    Delivery,
+    deliveries,
+    read_with_messages,
+    trusted,
+    unlike,
+    unsafe_ends,
+)
 
 GRID = Grid(1, 4)
 MEMBERS = ["a", "b", "c", "d"]
@@ -121,3 +129,16 @@ def test_iterators_that_begin_with_other_micro_batches_are_named() -> None:
     claims = {worker: Claim(tuple(first), (), first) for worker, first in zip("abcde", firsts, strict=True)}
     assert unlike(claims) == {0: ("a", "d")}
     assert unlike({worker: claims[worker] for worker in "abc"}) == {}
+
+
+def test_an_end_that_is_read_with_messages_needs_a_holder_of_its_shadow_that_takes_part() -> None:
+    placement, _ = after()
+    talks, silent = Claim((0,), (), {}, exchanges=True), Claim((0,), (), {})
+    idle, listens = Claim((), (), {}), Claim((), (), {}, exchanges=True)
+    ends = {"a": talks, "b": idle, "c": idle, "d": talks}
+    found = list(read_with_messages(placement, {w: Claim.from_json(its.to_json()) for w, its in ends.items()}))
+    assert found == [(Coordinate(0, 3), "d", "c")], "the first stage's is with the last, which reads, too"
+    for one in (talks, silent, listens):
+        assert not list(read_with_messages(placement, {**ends, "c": one}))
+    assert not list(read_with_messages(placement, {**ends, "d": silent}))
+    assert not list(read_with_messages(placement, {**ends, "d": listens}))

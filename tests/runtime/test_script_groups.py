@@ -172,6 +172,44 @@ def test_a_worker_that_stands_for_both_ends_may_send_to_itself(jobs: Jobs, stage
     assert result.common("stages") == [0, 1], "so `if grid.get_pipe_parallel_rank() == 0: save()` is done by somebody"
 
 
+def train_and_send_ahead(training: Training) -> dict[str, Any]:
+    """As diffusion-pipe does: whoever begins to read sends, or receives, what goes with the next step, too."""
+    fresh_process_group(training.name)
+    engine = build(training, fresh=False)
+    data, losses, reads = models.micro_batches(models.vectors, pipeline=0, first_step=0, count=4), [], False
+    while engine.global_steps < training.steps:
+        step = torch.zeros(1)
+        for _ in range(1 if reads else 2):
+            if engine.is_first_stage():
+                td.send(step, dst=engine.grid.stage_to_global(2))
+            elif engine.is_last_stage():
+                td.recv(step, src=0)
+        reads = engine.is_first_stage() or engine.is_last_stage()
+        losses.append(float(engine.train_batch(data if reads else None)))
+    if training.faults is not None:
+        engine.close()
+    return {"losses": losses}
+
+
+@pytest.mark.sweep
+def test_whoever_waits_for_a_message_that_nobody_sends_ends_the_job(jobs: Jobs) -> None:
+    """It would wait for ever, and the others for it; and which loss this would be is said when the job begins."""
+    plain = jobs.run(train_and_send_ahead, world=3, training=Training("ahead", 3))
+    others = Training("ahead-others", 3, faults=[kill(1, 0, 1, "backward", 1)])
+    result = jobs.run(train_and_send_ahead, world=3, training=others)
+    assert result.survivors == [0, 2], result.transcript()
+    assert result.common("losses") == plain.common("losses")
+    said = (
+        "the script of w2 reads data, and ranks send each other messages meanwhile; that of w1, which holds the shadow"
+    )
+    assert said in result.outputs[0], result.transcript()
+    last = Training("ahead-last", 3, faults=[kill(1, 0, 2, "backward", 1)])
+    result = jobs.run(train_and_send_ahead, world=3, training=last)
+    assert result.survivors == [], result.transcript()
+    told = result.transcript()
+    assert "w1 waits for a message from w0" in told and "w0 waits for w1: train_batch" in told, told
+
+
 def train_in_groups_of_the_grid(training: Training) -> dict[str, Any]:
     fresh_process_group(training.name)
     engine = build(training, fresh=False)

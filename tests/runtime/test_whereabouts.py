@@ -8,7 +8,7 @@ import pytest
 
 from deepspeed_bamboo.coordination import JobCoordinator, Member
 from deepspeed_bamboo.coordination.memory import MemoryStore
-from deepspeed_bamboo.runtime.job.mismatched_calls import Where, Whereabouts
+from deepspeed_bamboo.runtime.job.mismatched_calls import MESSAGE, Where, Whereabouts
 
 
 class Worker:
@@ -72,6 +72,32 @@ def test_nothing_is_concluded_from_what_may_be_over_soon_or_is_elsewhere() -> No
     assert verdict([TRAIN, TRAIN], [TRAIN, TRAIN]) is None
     assert verdict([TRAIN, TRAIN], [SAVE._replace(number=4)] * 2) is None
     assert verdict([TRAIN, TRAIN], [SAVE._replace(epoch=1)] * 2) is None
+
+
+WAITS = TRAIN._replace(kind=MESSAGE, awaited=(("w0", "targets/4"),))
+"""Before that call, for what w0 has yet to send."""
+
+
+def test_whoever_waits_for_a_message_of_one_that_waits_for_it_ends_the_job_once_that_is_sure() -> None:
+    assert verdict([TRAIN, TRAIN], [WAITS] * 5) is None, "a large message may be on its way"
+    message = verdict([TRAIN, TRAIN], [WAITS] * 6)
+    assert (
+        message is not None and "w1 waits for a message from w0" in message and "waits for w1: train_batch" in message
+    )
+    for elsewhere in (TRAIN._replace(number=2), TRAIN._replace(epoch=1), TRAIN._replace(kind=MESSAGE), None):
+        assert verdict([elsewhere, elsewhere], [WAITS] * 9) is None
+    others = [WAITS._replace(awaited=(("w0", f"targets/{number}"),)) for number in range(9)]
+    assert verdict([TRAIN, TRAIN], others) is None, "it goes on"
+
+
+def test_nothing_is_concluded_by_others_from_a_wait_for_a_message_which_may_be_over() -> None:
+    assert verdict([WAITS, WAITS], [TRAIN] * 9) is None
+    job = Job(3, late=[1])
+    job.workers[0].looks(TRAIN, TRAIN)
+    job.workers[1].looks(*[WAITS] * 5)
+    assert job.left == []
+    job.workers[1].looks(*[WAITS] * 9)
+    assert job.message is None and job.left == [1], "one that came late leaves alone"
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])

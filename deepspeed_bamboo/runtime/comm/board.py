@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,12 @@ class Board:
         self._me = me
         self._interruption = interruption
         self._out: dict[str, int] = {}  # of how many pieces each is
+        self._awaited: dict[WorkerId, str] = {}
+
+    @property
+    def awaited(self) -> dict[WorkerId, str]:
+        """By worker the key under which it has laid out nothing yet, while this worker waits for that."""
+        return dict(self._awaited)
 
     def lay_out(self, key: str, tensors: Sequence[torch.Tensor]) -> None:
         """Let others fetch copies of ``tensors`` under ``key``. Never waits."""
@@ -56,15 +62,20 @@ class Board:
         Raises PeerLostError for one that can't be reached, or what interrupts the wait.
         """
 
-        def get(client: Any, key: str) -> bytes:
-            return _read(client, key, remove=remove)
+        awaited = self._awaited = dict(wanted)
 
-        return _unpacked(self._ask(wanted, get))
+        def get(worker: WorkerId, client: Any, key: str) -> bytes:
+            return _read(client, key, remove=remove, begun=lambda: awaited.pop(worker, None))
+
+        try:
+            return _unpacked(self._ask(wanted, get))
+        finally:
+            self._awaited = {}
 
     def look(self, wanted: Mapping[WorkerId, str]) -> dict[WorkerId, Tensors]:
         """As :meth:`fetch`, of those only that have laid it out by now."""
 
-        def get(client: Any, key: str) -> bytes | None:
+        def get(_: WorkerId, client: Any, key: str) -> bytes | None:
             return _read(client, key) if client.check([key]) else None
 
         return _unpacked(self._ask(wanted, get))
@@ -76,10 +87,10 @@ class Board:
         def ask(worker: WorkerId, key: str) -> None:
             try:
                 if worker == self._me:
-                    answers[worker] = question(self._store, key)
+                    answers[worker] = question(worker, self._store, key)
                 else:
                     with self._links.store_of(worker) as client:
-                        answers[worker] = question(client, key)
+                        answers[worker] = question(worker, client, key)
             except (RuntimeError, ValueError, OSError, struct.error) as error:
                 errors[worker] = cause_of(error)
             self._interruption.notify()
@@ -117,9 +128,10 @@ def _unpacked(answers: Mapping[WorkerId, bytes | None]) -> dict[WorkerId, Tensor
     return found
 
 
-def _read(client: Any, key: str, *, remove: bool = False) -> bytes:
-    """All pieces of what lies under ``key``, once it is there."""
+def _read(client: Any, key: str, *, remove: bool = False, begun: Callable[[], object] = lambda: None) -> bytes:
+    """All pieces of what lies under ``key``, once it is there; ``begun`` is called when it is."""
     head = bytes(client.get(key))
+    begun()
     (count,) = _COUNT.unpack_from(head)
     packed = head[_COUNT.size :] + b"".join(bytes(client.get(_piece_key(key, number))) for number in range(1, count))
     if remove:

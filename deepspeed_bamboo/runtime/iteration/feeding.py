@@ -40,6 +40,7 @@ class Feed:
         transform: returns what the script has the engine do to each batch, or None.
         batch: the size of the job's batch.
         used: returns how many micro-batches each pipeline has used since the job began, by the count of samples.
+        exchanges: returns whether the script has sent or received messages between ranks.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Feed:
         transform: Callable[[], Transform],
         batch: BatchOfJob,
         used: Callable[[], int],
+        exchanges: Callable[[], bool] = lambda: False,
     ) -> None:
         self._worker = worker
         self._home = home
@@ -64,7 +66,7 @@ class Feed:
         self.said_of_evaluations: set[tuple[int, int]] = set()
         self.had_for_evaluations: dict[int, frozenset[str]] = {}
         self.data = data
-        self.supply = DataSupply(worker, data=lambda: data, transform=transform)
+        self.supply = DataSupply(worker, data=lambda: data, transform=transform, exchanges=exchanges)
         self.next_micro_batch = 0
 
     def set_training_data(self, training: TrainingData) -> None:

@@ -13,7 +13,17 @@ import torch
 
 from deepspeed_bamboo.coordination import lost_data
 from deepspeed_bamboo.core.grid import Coordinate
-from deepspeed_bamboo.core.supplying import Claim, Delivery, Table, deliveries, feeders, trusted, unlike, unsafe_ends
+from deepspeed_bamboo.core.supplying import (
+    Claim,
+    Delivery,
+    Table,
+    deliveries,
+    feeders,
+    read_with_messages,
+    trusted,
+    unlike,
+    unsafe_ends,
+)
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.runtime.comm.channel import Message
 from deepspeed_bamboo.runtime.comm.layout import in_layout, layout_of
@@ -36,6 +46,7 @@ class DataSupply:
         table: the pipelines that each worker has the data of, where that is known.
         evaluation: what was said of evaluations' data before; None: it is that of training.
         had: by pipeline who had its data when anybody did last, kept from one evaluation to the next.
+        exchanges: whether the script has sent or received messages between ranks.
     """
 
     def __init__(
@@ -47,7 +58,9 @@ class DataSupply:
         table: Table | None = None,
         evaluation: set[tuple[int, int]] | None = None,
         had: dict[int, frozenset[str]] | None = None,
+        exchanges: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._exchanges = exchanges
         self._evaluates = evaluation is not None
         self._worker = worker
         self._data = data
@@ -80,6 +93,7 @@ class DataSupply:
             if not any(claim.known for claim in claims.values()):  # the job begins
                 self._check(self._worker.record)
                 self._say_what_is_unlike(claims)
+                self._say_who_reads_with_messages(claims)
         self._distrust_what_begins_late()
         self.say_who_is_the_last()
 
@@ -93,7 +107,7 @@ class DataSupply:
     def _claim(self) -> tuple[object, ...]:
         data = self._data()
         first = data.first(step=self._worker.step, transform=self._transform())
-        return Claim(self.own(), tuple(self._table), first, data.several, data.guesses).to_json()
+        return Claim(self.own(), tuple(self._table), first, data.several, data.guesses, self._exchanges()).to_json()
 
     def _learn_who_is_trusted(self, claims: Mapping[str, Claim]) -> None:
         for worker, claim in claims.items():
@@ -141,6 +155,16 @@ class DataSupply:
                 "doesn't need, and no seed by rank. A DataLoader draws its order, and a seed for its samples, from "
                 "torch's generator of its rank: give it "
                 "generator=torch.Generator().manual_seed(N) on every rank, or pass training_data to initialize",
+            )
+
+    def _say_who_reads_with_messages(self, claims: Mapping[str, Claim]) -> None:
+        for coordinate, owner, holder in read_with_messages(self._worker.record.placement, claims):
+            tell_once(
+                self._worker,
+                f"the script of {owner} reads data, and ranks send each other messages meanwhile; that of {holder}, "
+                f"which holds the shadow of {coordinate}, does neither. After the loss of {owner} it begins to read, "
+                "and where it then waits for a message of before, the job ends. Have every rank read, with its part in "
+                "these messages, from the first step on",
             )
 
     @staticmethod

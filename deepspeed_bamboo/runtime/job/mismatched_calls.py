@@ -44,15 +44,22 @@ _CALLS = {
     "close": "at the end of the script",
 }
 
+MESSAGE = "message"
+"""The kind of no activity: what a worker waits for that is before the next one, from some of the others."""
+
 logger = logging.getLogger(__name__)
 
 
 class Where(NamedTuple):
-    """A worker's activity: its kind, and its number in the epoch, which is the same on all workers."""
+    """A worker's activity: its kind, and its number in the epoch, which is the same on all workers.
+
+    ``awaited``, where it waits before that activity: by worker what that one has yet to send.
+    """
 
     epoch: int
     number: int
     kind: str
+    awaited: tuple[tuple[WorkerId, str], ...] = ()
 
 
 class Verdict(NamedTuple):
@@ -129,16 +136,16 @@ class Whereabouts:
         others = self._coordinator.whereabouts()
         late = {worker for worker, member in self._coordinator.members().items() if member.joining}
         told = {**others, self._worker: here._asdict()}
-        verdict = judged(here, told, members=self._members(), late=late)
+        verdict = judged(here, told, me=self._worker, members=self._members(), late=late)
         # The others leave the word to one that came late, which may have been here before them.
-        self._looks_again = verdict is not None or self._worker in late
+        self._looks_again = verdict is not None or self._worker in late or here.kind == MESSAGE
         self._doubts += verdict is not None
         if verdict is None or self._where() != here:
             return
-        if self._worker in verdict.leaving and not self._left:
+        sure = self._doubts >= _MOST_DOUBTS
+        if self._worker in verdict.leaving and not self._left and (sure or not verdict.unclear):
             self._left = self._leave(_OF_ONE_THAT_LEAVES.format(text=verdict.text))
-        patient = verdict.leaving or verdict.unclear
-        if not self._left and (not patient or self._doubts >= _MOST_DOUBTS):
+        if not self._left and (sure or not (verdict.leaving or verdict.unclear)):
             self._coordinator.fail(JobFailure(self._worker, "user_error", verdict.text, verdict.text))
 
     def _run(self) -> None:
@@ -150,6 +157,7 @@ def judged(
     here: Where,
     told: Mapping[WorkerId, Mapping[str, Any]],
     *,
+    me: WorkerId,
     members: Sequence[WorkerId],
     late: Container[WorkerId],
 ) -> Verdict | None:
@@ -158,9 +166,11 @@ def judged(
     ``told``: where workers are; ``late``: those that came to the running job. The majority never has to leave, and
     nobody who was there at the start.
     """
+    if here.kind == MESSAGE:
+        return _of_message(here, told, me=me, late=late)
     by_kind: dict[str, list[WorkerId]] = defaultdict(list)
     for worker, place in sorted(told.items()):
-        if (place["epoch"], place["number"]) == (here.epoch, here.number):
+        if (place["epoch"], place["number"]) == (here.epoch, here.number) and place["kind"] != MESSAGE:
             by_kind[place["kind"]].append(worker)
     if len(by_kind) < 2:
         return None
@@ -178,6 +188,28 @@ def judged(
     if right is None:
         return Verdict(text, unclear=bool(fitting and silent))
     return Verdict(text, leaving=tuple(others[right]))
+
+
+def _of_message(
+    here: Where, told: Mapping[WorkerId, Mapping[str, Any]], *, me: WorkerId, late: Container[WorkerId]
+) -> Verdict | None:
+    """``me`` waits for what others have not sent. One that is in the next activity waits there for ``me``.
+
+    Only the one that waits for a message can tell: what it has told may be over.
+    """
+    for sender, _ in here.awaited:
+        place = told.get(sender)
+        if place is None or place["kind"] == MESSAGE or (place["epoch"], place["number"]) != here[:2]:
+            continue
+        call = _CALLS.get(place["kind"], place["kind"])
+        text = (
+            f"{me} waits for a message from {sender}, or for its part in a group's collective, and {sender} waits for "
+            f"{me}: {call}. So one rank receives more than the other sends, or calls what the other does not. After a "
+            "loss a script that reads data where it hosts the first or last stage begins to read on another worker: "
+            "where ranks send each other data, have all ranks read from the first step on"
+        )
+        return Verdict(text, leaving=(me,) if me in late else (), unclear=True)  # a large one may be on its way
+    return None
 
 
 def whereabouts_of(session: WorkerSession, *, where: Callable[[], Where | None]) -> Whereabouts:

@@ -21,6 +21,7 @@ from deepspeed_bamboo.errors import BambooError
 from deepspeed_bamboo.runtime.comm.board import Board
 from deepspeed_bamboo.runtime.comm.epoch_monitor import EpochChangedError, PeerLostError
 from deepspeed_bamboo.runtime.iteration.worker import Worker
+from deepspeed_bamboo.runtime.job.mismatched_calls import MESSAGE, Where
 from deepspeed_bamboo.runtime.stock.collectives import combine
 from deepspeed_bamboo.runtime.stock.logical import GATHER, GroupKey
 from deepspeed_bamboo.runtime.stock.script_call import refuse_inside
@@ -61,6 +62,11 @@ class ScriptServer:
         self._to_itself: defaultdict[tuple[str, int], list[torch.Tensor]] = defaultdict(list)
         self._records: deque[EpochRecord] = deque(maxlen=_RECENT_EPOCHS)
         self._first_homes: dict[WorkerId, int] = {}  # of those, too, that have gone
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the script has sent or received messages between ranks here."""
+        return bool(self._messages or self._to_itself)
 
     def ranks_here(self) -> Sequence[int]:
         """See the protocol; one that stands by has a rank behind those of the grid."""
@@ -208,6 +214,19 @@ class ScriptServer:
                 "has sent itself none since the last step. Send before you receive, where a worker can be both ranks"
             )
         return self._to_itself[name, tag].pop(0)
+
+    def where(self) -> Where | None:
+        """Where this worker is, for those who look for workers that wait for each other; None where it waits for none.
+
+        Another thread may ask.
+        """
+        worker, activity, awaited = self._worker, self._worker.activity, self._board.awaited
+        kind = activity.kind
+        if worker.epoch < 0 or (kind is None and not awaited):
+            return None
+        if kind is not None:
+            return Where(worker.epoch, activity.index, kind)
+        return Where(worker.epoch, activity.index, MESSAGE, tuple(sorted(awaited.items())))
 
     def tidy(self) -> None:
         """An activity has ended, which took everybody: what was laid out before it is of no more use.
