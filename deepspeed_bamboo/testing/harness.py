@@ -18,6 +18,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -155,9 +156,18 @@ class Machine:
         """The agents' processes by rank."""
         return {rank: agent.pid for rank, agent in self._agents.items()}
 
-    def join(self, *, node: str = "", zone: str = "unknown", environment: Mapping[str, str] | None = None) -> int:
+    def join(
+        self,
+        *,
+        node: str = "",
+        zone: str = "unknown",
+        environment: Mapping[str, str] | None = None,
+        notices: Mapping[str, Any] | None = None,
+    ) -> int:
         """Start one more agent, as a command that joins the running job would; returns its rank."""
         coordinator = self.coordinator
+        if notices is not None:
+            self._notices[node] = notices
         coordinator.reserve_ranks(self._workers)
         rank = coordinator.next_rank()
         self._add(rank, node=node, zone=zone, entry=Entry.JOIN, environment=environment or {})
@@ -186,6 +196,15 @@ class Machine:
     def signal_agent(self, rank: int, number: int) -> None:
         """Send ``number`` to a rank's agent."""
         self._agents[rank].signal(number)
+
+    def take(self, rank: int) -> None:
+        """Kill a rank's agent and its worker at once, as if their machine had gone; nothing where they have ended."""
+        if self._agents[rank].exit_code(within_seconds=0.0) is not None:
+            return
+        self.signal_agent(rank, signal.SIGKILL)
+        for pid in self._worker_pids(rank)[-1:]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def output(self, rank: int) -> str:
         """What agent and worker of a rank have printed so far."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cloud.fake_metadata import FakeMetadata
+from deepspeed_bamboo.testing.fake_metadata import FakeMetadata
 
 
 @pytest.fixture

@@ -7,21 +7,14 @@ import threading
 from typing import Any
 
 from deepspeed_bamboo.cloud.notice import Notice
-from tests.cloud.fake_metadata import FakeMetadata, Question, Reply
-
-AWS_TOKEN = "/latest/api/token"
-AWS_ZONE = "/latest/meta-data/placement/availability-zone"
-AWS_INSTANCE = "/latest/meta-data/instance-id"
-AWS_ACTION = "/latest/meta-data/spot/instance-action"
-AWS_REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
+from deepspeed_bamboo.testing.fake_aws import HTML
+from deepspeed_bamboo.testing.fake_metadata import FakeMetadata, Question, Reply
 
 GCP = "/computeMetadata/v1/instance"
 GOOGLE = {"Metadata-Flavor": "Google"}
 
 AZURE_COMPUTE = "/metadata/instance/compute"
 AZURE_EVENTS = "/metadata/scheduledevents"
-
-HTML = "<html><body>Welcome to the hotel</body></html>"
 
 
 class Arrivals:
@@ -40,44 +33,6 @@ class Arrivals:
         with self._news:
             assert self._news.wait_for(lambda: len(self.notices) >= count, within_seconds), self.notices
             return list(self.notices)
-
-
-class Tokens:
-    """The token side of IMDSv2: gives out tokens, knows which is valid, refuses everything without it."""
-
-    def __init__(self, fake: FakeMetadata) -> None:
-        self.given = 0
-        self.valid = True
-        self._fake = fake
-        self._pages: dict[str, Reply] = {}
-        fake.routes[f"PUT {AWS_TOKEN}"] = self._give
-        fake.default = self._serve
-
-    def page(self, path: str, reply: Reply) -> None:
-        self._pages[path] = reply
-
-    def expire(self) -> None:
-        """The token that was given last is worth nothing any more."""
-        self.valid = False
-
-    def _give(self, question: Question) -> Reply:
-        if not question.headers.get("x-aws-ec2-metadata-token-ttl-seconds", "").isdigit():
-            return Reply("bad", 400)
-        self.given += 1
-        self.valid = True
-        return Reply(f"token-{self.given}==")
-
-    def _serve(self, question: Question) -> Reply:
-        if not self.valid or question.headers.get("x-aws-ec2-metadata-token") != f"token-{self.given}==":
-            return Reply("", 401)
-        return self._pages.get(question.path, Reply(HTML, 404))
-
-
-def as_aws(fake: FakeMetadata) -> Tokens:
-    tokens = Tokens(fake)
-    tokens.page(AWS_ZONE, Reply("us-east-1b"))
-    tokens.page(AWS_INSTANCE, Reply("i-0123456789abcdef0"))
-    return tokens
 
 
 def as_gcp(fake: FakeMetadata) -> None:

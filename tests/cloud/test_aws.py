@@ -9,8 +9,8 @@ import pytest
 
 from deepspeed_bamboo.cloud.aws import AwsMetadata
 from deepspeed_bamboo.cloud.errors import MetadataError
-from tests.cloud.fake_metadata import FakeMetadata, Question, Reply
-from tests.cloud.services import AWS_ACTION, AWS_REBALANCE, AWS_TOKEN, HTML, as_aws
+from deepspeed_bamboo.testing.fake_aws import AWS_ACTION, AWS_REBALANCE, AWS_TOKEN, HTML, as_aws
+from deepspeed_bamboo.testing.fake_metadata import FakeMetadata, Question, Reply
 
 DATE = "Tue, 15 Sep 2026 08:20:00 GMT"
 ACTION = '{"action": "terminate", "time": "2026-09-15T08:21:40Z"}'

@@ -10,8 +10,9 @@ import pytest
 
 from deepspeed_bamboo.cloud.azure import AzureMetadata
 from deepspeed_bamboo.cloud.errors import MetadataError
-from tests.cloud.fake_metadata import FakeMetadata, Reply
-from tests.cloud.services import AZURE_COMPUTE, AZURE_EVENTS, HTML, as_azure, azure_event
+from deepspeed_bamboo.testing.fake_aws import HTML
+from deepspeed_bamboo.testing.fake_metadata import FakeMetadata, Reply
+from tests.cloud.services import AZURE_COMPUTE, AZURE_EVENTS, as_azure, azure_event
 
 DATE = "Mon, 11 Apr 2022 22:26:28 GMT"  # 30 s before the event
 STOP = threading.Event()

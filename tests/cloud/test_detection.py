@@ -12,8 +12,9 @@ import pytest
 
 from deepspeed_bamboo.cloud import Detection, Identity, detect
 from deepspeed_bamboo.errors import ConfigError
-from tests.cloud.fake_metadata import FakeMetadata, Reply
-from tests.cloud.services import AWS_TOKEN, HTML, as_aws, as_azure, as_gcp
+from deepspeed_bamboo.testing.fake_aws import AWS_TOKEN, HTML, as_aws
+from deepspeed_bamboo.testing.fake_metadata import FakeMetadata, Reply
+from tests.cloud.services import as_azure, as_gcp
 
 Dress = Callable[[FakeMetadata], object]
 

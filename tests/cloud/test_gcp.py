@@ -10,8 +10,9 @@ import pytest
 from deepspeed_bamboo.cloud.errors import MetadataError
 from deepspeed_bamboo.cloud.gcp import GcpMetadata
 from deepspeed_bamboo.cloud.watcher import NoticeWatcher
-from tests.cloud.fake_metadata import FakeMetadata, Question, Reply
-from tests.cloud.services import GCP, GOOGLE, HTML, Arrivals, as_gcp
+from deepspeed_bamboo.testing.fake_aws import HTML
+from deepspeed_bamboo.testing.fake_metadata import FakeMetadata, Question, Reply
+from tests.cloud.services import GCP, GOOGLE, Arrivals, as_gcp
 
 STOP = threading.Event()
 

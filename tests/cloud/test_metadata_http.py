@@ -11,7 +11,7 @@ import pytest
 from deepspeed_bamboo.cloud.errors import MetadataError
 from deepspeed_bamboo.cloud.metadata_http import MetadataClient
 from deepspeed_bamboo.errors import ConfigError
-from tests.cloud.fake_metadata import FakeMetadata, Reply
+from deepspeed_bamboo.testing.fake_metadata import FakeMetadata, Reply
 
 STOP = threading.Event()
 

@@ -15,21 +15,9 @@ from deepspeed_bamboo.cloud.errors import MetadataError
 from deepspeed_bamboo.cloud.gcp import GcpMetadata
 from deepspeed_bamboo.cloud.notice import MetadataCloud, Notice
 from deepspeed_bamboo.cloud.watcher import NoticeWatcher
-from tests.cloud.fake_metadata import FakeMetadata, Reply
-from tests.cloud.services import (
-    AWS_ACTION,
-    AWS_TOKEN,
-    AZURE_COMPUTE,
-    AZURE_EVENTS,
-    GCP,
-    GOOGLE,
-    HTML,
-    Arrivals,
-    as_aws,
-    as_azure,
-    as_gcp,
-    azure_event,
-)
+from deepspeed_bamboo.testing.fake_aws import AWS_ACTION, AWS_TOKEN, HTML, as_aws
+from deepspeed_bamboo.testing.fake_metadata import FakeMetadata, Reply
+from tests.cloud.services import AZURE_COMPUTE, AZURE_EVENTS, GCP, GOOGLE, Arrivals, as_azure, as_gcp, azure_event
 
 ONE = Notice("preemption", 5.0, "one", "test")
 TWO = Notice("rebalance", None, "two", "test")

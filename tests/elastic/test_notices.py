@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 import time
@@ -17,10 +16,11 @@ import pytest
 from deepspeed_bamboo.cloud.hints import likely_cloud
 from deepspeed_bamboo.config.section import NoticesConfig
 from deepspeed_bamboo.elastic.notices import look_around, notice_plan
+from deepspeed_bamboo.testing.fake_aws import AWS_REBALANCE, HTML, as_aws
+from deepspeed_bamboo.testing.fake_metadata import FakeMetadata, Reply
 from deepspeed_bamboo.testing.fork_server import ForkServer
 from deepspeed_bamboo.testing.harness import Machine
-from tests.cloud.fake_metadata import FakeMetadata, Reply
-from tests.cloud.services import AWS_ACTION, AWS_REBALANCE, GCP, GOOGLE, HTML, as_aws, as_azure, as_gcp, azure_event
+from tests.cloud.services import GCP, GOOGLE, as_azure, as_gcp, azure_event
 from tests.coordination.helpers import wait_until
 from tests.elastic import workers
 from tests.elastic.launched import LaunchedJob
@@ -36,8 +36,7 @@ def fake() -> Iterator[FakeMetadata]:
 
 
 def aws_takes_it(fake: FakeMetadata, seconds: float) -> None:
-    moment = (datetime.now(timezone.utc) + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
-    as_aws(fake).page(AWS_ACTION, Reply(json.dumps({"action": "terminate", "time": moment})))
+    as_aws(fake).take(after_seconds=seconds)
 
 
 def gcp_takes_it(fake: FakeMetadata, seconds: float) -> None:

@@ -13,10 +13,11 @@ from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.eventlog.files import read_events
 from deepspeed_bamboo.sweep.gate import Gate, gated_worker
 from deepspeed_bamboo.sweep.random_run import RandomRun, run_undisturbed, script_of
+from deepspeed_bamboo.testing.fake_aws import as_aws
+from deepspeed_bamboo.testing.fake_metadata import FakeMetadata
 from deepspeed_bamboo.testing.fork_server import ForkServer
 from deepspeed_bamboo.testing.harness import Machine
-from tests.cloud.fake_metadata import FakeMetadata
-from tests.cloud.services import as_aws, as_azure, as_gcp
+from tests.cloud.services import as_azure, as_gcp
 from tests.coordination.helpers import wait_until
 from tests.elastic.test_notices import aws_takes_it, azure_takes_it, gcp_takes_it
 

@@ -55,6 +55,7 @@ class FakeMetadata:
 
     @property
     def url(self) -> str:
+        """Where it is."""
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> FakeMetadata:
@@ -69,18 +70,20 @@ class FakeMetadata:
         self._server.server_close()
 
     def note(self, question: Question) -> None:
+        """Remember what was asked. For the server's own threads."""
         with self.asked:
             self.questions.append(question)
             self.asked.notify_all()
 
     def wait_for(self, count: int, path: str, *, within_seconds: float = 10.0) -> list[Question]:
-        """Wait until ``path`` was asked ``count`` times; return those questions."""
+        """Wait until ``path`` was asked ``count`` times; return those questions. Raises TimeoutError."""
 
         def found() -> list[Question]:
             return [question for question in self.questions if question.path == path]
 
         with self.asked:
-            assert self.asked.wait_for(lambda: len(found()) >= count, within_seconds), f"{path}: {len(found())}"
+            if not self.asked.wait_for(lambda: len(found()) >= count, within_seconds):
+                raise TimeoutError(f"{path} was asked {len(found())} times within {within_seconds:g} s, not {count}")
             return found()
 
 
