@@ -190,20 +190,23 @@ def _way_back_costs(events: Sequence[Event]) -> dict[str, float]:
 def _move_costs(events: Sequence[Event]) -> dict[str, float]:
     """Of each reconfiguration what those waited who stayed, and the longest transfer of all who took part.
 
-    By least squares what the state of a coordinate takes; who joins takes longer, since all is new to it.
+    By least squares what the state of a coordinate takes; who joins takes longer, since all is new to it, and so do the
+    others, who connect to it.
     """
-    whole: list[float] = []
+    whole: dict[bool, list[float]] = {False: [], True: []}
     points: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for reports in moves_of(events):
         waited, transfer = move_seconds(reports)
-        whole.append(max(0.0, waited - transfer))
-        points[bool(reports[0]["joining"])].append((max(event.get("received", 0) for event in reports), transfer))
-    if not whole:
+        joined = bool(reports[0]["joining"])
+        whole[joined].append(max(0.0, waited - transfer))
+        points[joined].append((max(event.get("received", 0) for event in reports), transfer))
+    if not any(whole.values()):
         return {}
-    costs = {"handover_seconds": mean(whole)}
+    costs = {"handover_seconds": mean(whole[False] or whole[True])}
     base, each = _line(points[False] or points[True])
     costs |= {"transfer_seconds": base, "coordinate_copy_seconds": each}
     if points[False] and points[True]:
+        costs["join_handover_seconds"] = max(0.0, mean(whole[True]) - mean(whole[False]))
         longer = mean(taken - base - each * received for received, taken in points[True])
         costs["join_transfer_seconds"] = max(0.0, longer)
     return costs

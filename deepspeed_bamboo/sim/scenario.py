@@ -248,6 +248,8 @@ class LiveSpec(_Spec):
     """What a machine receives state at: half of 10 Gb/s."""
     transfer_seconds: NonNegative = 0.0
     """Of a reconfiguration or a copy, besides what the state of each coordinate takes."""
+    join_handover_seconds: NonNegative = 0.0
+    """What a reconfiguration takes longer where somebody joins, besides its transfer: all connect to the newcomer."""
     join_transfer_seconds: NonNegative = 0.0
     """What a transfer takes longer where somebody joins, to whom all is new."""
     coordinate_copy_seconds: NonNegative | None = None

@@ -362,11 +362,12 @@ class PlannedPolicy(AlarmedPolicy):
         self._draining.clear()
         self.ledger.reconfigurations += 1
         moving = self._moving_seconds(before, self._placement or before, joined=joined)
-        self._note("join" if joined else "move", self._spec.handover_seconds + moving)
+        standstill = self._handover_seconds(joined=joined) + moving
+        self._note("join" if joined else "move", standstill)
         self._note("transfer", moving)
         # State and shadows are where they belong when the pause is over.
         self._copying_until = now
-        self._pause(now, self._spec.handover_seconds + moving)
+        self._pause(now, standstill)
 
     def _starts_again(self, now: int, before: Placement) -> bool:
         """Whether the job is started again with all who are there, from a checkpoint of this moment."""
@@ -409,12 +410,16 @@ class PlannedPolicy(AlarmedPolicy):
             Standing.of(after, then),
             stays_safe=enough and not is_safer(after, self._protected(before), sites),
             waited_seconds=None if since is None else seconds - since / MILLISECONDS_PER_SECOND,
-            move_seconds=spec.handover_seconds + self._moving_seconds(before, after, joined=since is not None),
-            stand_by_seconds=spec.handover_seconds + spec.join_transfer_seconds,
+            move_seconds=self._handover_seconds(joined=since is not None)
+            + self._moving_seconds(before, after, joined=since is not None),
+            stand_by_seconds=self._handover_seconds(joined=True) + spec.join_transfer_seconds,
         )
         self._availability = self._availability.at(seconds)
         pause = spec.detect_seconds + spec.regroup_seconds
         return self._steering.decide(options, Outlook(len(workers), pause, self._availability)).action
+
+    def _handover_seconds(self, *, joined: bool) -> float:
+        return self._spec.handover_seconds + (self._spec.join_handover_seconds if joined else 0.0)
 
     def _moving_seconds(self, before: Placement, after: Placement, *, joined: bool) -> float:
         moving = self._received(move.destination for move in transfers(before, after))
