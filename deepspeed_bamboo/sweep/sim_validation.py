@@ -10,7 +10,7 @@ import json
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -19,6 +19,7 @@ from deepspeed_bamboo.errors import BambooError
 from deepspeed_bamboo.eventlog.costs import MeasuredJob, measured_job, move_seconds, moves_of, step_ends
 from deepspeed_bamboo.eventlog.files import Event, read_worker_files
 from deepspeed_bamboo.sim.build import build_policy
+from deepspeed_bamboo.sim.clock import MILLISECONDS_PER_HOUR
 from deepspeed_bamboo.sim.engine import RunLimits, simulate
 from deepspeed_bamboo.sim.jobs import build_job
 from deepspeed_bamboo.sim.ledger import Ledger
@@ -36,7 +37,11 @@ _HOURS = 1.0
 
 @dataclass(frozen=True)
 class SleepingJob:
-    """What is trained. ``seconds``: of each stage's forward; a backward takes twice as long."""
+    """What is trained. ``seconds``: of each stage's forward; a backward takes twice as long.
+
+    ``bamboo``: the section of that name. ``optimizer``: DeepSpeed's section. ``lease_seconds``: long, since
+    workers share two cores and may be silent for a while.
+    """
 
     script: Path
     seconds: tuple[float, ...]
@@ -44,6 +49,9 @@ class SleepingJob:
     micro_batches: int
     steps: int
     limit_seconds: float
+    bamboo: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=lambda: {"type": "SGD", "params": {"lr": 0.1}})
+    lease_seconds: float = 6.0
 
     def settings(self) -> dict[str, Any]:
         """DeepSpeed's configuration."""
@@ -52,8 +60,8 @@ class SleepingJob:
             "gradient_accumulation_steps": self.micro_batches,
             "steps_per_print": 1000000,
             "gradient_clipping": 0.0,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "bamboo": {},
+            "optimizer": dict(self.optimizer),
+            "bamboo": dict(self.bamboo),
         }
 
 
@@ -89,17 +97,11 @@ def drawn(seed: int, *, workers: int, count: int, first_seconds: float, every_se
 
 def run_job(job: SleepingJob, incidents: Sequence[Incident], *, server: ForkServer, folder: Path) -> Happened:
     """Train while the incidents happen. Raises BambooError when the job fails."""
-    folder.mkdir(parents=True)
-    (folder / "deepspeed.json").write_text(json.dumps(job.settings()), encoding="utf-8")
-    argv = [str(job.script), "--deepspeed_config", str(folder / "deepspeed.json"), "--steps", str(job.steps)]
-    argv += ["--event-log", str(folder / "events"), "--seconds", *map(str, job.seconds)]
-    happened = Happened()
     nodes = [f"n{rank}" for rank in range(job.workers)]
-    with Machine(server, train_worker, workers=job.workers, argv=argv, nodes=nodes, lease_seconds=6.0) as machine:
+    happened = Happened()
+    with started(job, server=server, folder=folder, nodes=nodes) as machine:
         deadline = time.monotonic() + job.limit_seconds
-        while not list((folder / "events").glob("events-*.jsonl")) or not _ends(folder):
-            if time.monotonic() > deadline or not machine.wait(within_seconds=_LOOK_SECONDS).timed_out:
-                raise BambooError(f"the job ended before its first step:\n{machine.output(0)[-3000:]}")
+        wait_for_first_step(machine, folder, deadline=deadline)
         began = time.time()
         hands = _Hands(machine, nodes, began=began, happened=happened)
         for incident in incidents:
@@ -114,6 +116,37 @@ def run_job(job: SleepingJob, incidents: Sequence[Incident], *, server: ForkServ
             raise BambooError(f"the job ended with {outcome.exit_codes}:\n{outcome.output[-3000:]}")
     happened.files = read_worker_files(folder / "events")
     return happened
+
+
+def started(
+    job: SleepingJob,
+    *,
+    server: ForkServer,
+    folder: Path,
+    nodes: Sequence[str],
+    notices: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Machine:
+    """The job, just started, with a worker on each of ``nodes``; events go to ``folder / "events"``."""
+    folder.mkdir(parents=True)
+    (folder / "deepspeed.json").write_text(json.dumps(job.settings()), encoding="utf-8")
+    argv = [str(job.script), "--deepspeed_config", str(folder / "deepspeed.json"), "--steps", str(job.steps)]
+    argv += ["--event-log", str(folder / "events"), "--seconds", *map(str, job.seconds)]
+    return Machine(
+        server,
+        train_worker,
+        workers=len(nodes),
+        argv=argv,
+        nodes=nodes,
+        lease_seconds=job.lease_seconds,
+        notices=notices,
+    )
+
+
+def wait_for_first_step(machine: Machine, folder: Path, *, deadline: float) -> None:
+    """Until it has ended. Raises BambooError when the job ends before, or at ``deadline`` (monotonic)."""
+    while not _ends(folder):
+        if time.monotonic() > deadline or not machine.wait(within_seconds=_LOOK_SECONDS).timed_out:
+            raise BambooError(f"the job ended before its first step:\n{machine.output(0)[-3000:]}")
 
 
 def _ends(folder: Path) -> dict[int, float]:
@@ -180,14 +213,19 @@ def compare(job: SleepingJob, happened: Happened, profile: Path, *, join_seconds
     ends = step_ends(events)
     first, last = min(ends), max(ends)
     record: list[tuple[str, float]] = []
-    seconds = _predicted(job, happened, profile, join_seconds=join_seconds, steps=last - first, record=record)
+    changes = {"kill": Change.REMOVE, "join": Change.ADD, "drain": Change.NOTICE}
+    machines = [MachineEvent(0, Change.ADD, f"n{rank}") for rank in range(job.workers)]
+    machines += [MachineEvent(round(1000.0 * at), changes[what], node) for at, what, node in happened.incidents]
+    seconds = predicted(
+        machines, profile, join_seconds=join_seconds, steps=last - first, capacity=10 * job.workers, record=record
+    ).seconds
     measured = _measured(events)
     names = ("pause", "join", "transfer")
-    predicted = {name: [taken for what, taken in record if what == name] for name in names}
+    said = {name: [taken for what, taken in record if what == name] for name in names}
     return Comparison(
         ((last - first) / (ends[last] - ends[first]), (last - first) / seconds),
         {
-            name: (mean(measured[name]) if measured[name] else None, mean(predicted[name]) if predicted[name] else None)
+            name: (mean(measured[name]) if measured[name] else None, mean(said[name]) if said[name] else None)
             for name in names
         },
     )
@@ -210,38 +248,62 @@ def _measured(events: Sequence[Event]) -> dict[str, list[float]]:
     }
 
 
-def _predicted(
-    job: SleepingJob,
-    happened: Happened,
+@dataclass(frozen=True)
+class Prediction:
+    """From the first step's end to the last one's: how long, and what the machines cost."""
+
+    seconds: float
+    dollars: float
+
+
+def predicted(
+    machines: Sequence[MachineEvent],
     profile: Path,
     *,
     join_seconds: float,
     steps: int,
-    record: list[tuple[str, float]],
-) -> float:
-    """Seconds from the first step's end to the last one's."""
-    scenario = with_measurements(load_preset("bert"), profile)
-    data = scenario.model_dump(exclude_none=True)
-    data["model"]["steps"] = steps
-    data["model"]["parameters"] = 1
-    data["market"] |= {"capacity": 10 * job.workers, "boot_seconds": 0.0}
+    capacity: int,
+    live: Mapping[str, Any] | None = None,
+    dollars_per_hour: float = 1.0,
+    record: list[tuple[str, float]] | None = None,
+) -> Prediction:
+    """What the simulator says of so many steps.
+
+    Args:
+        machines: when which of them come, are warned and go, in milliseconds since the first step's end; those at 0 are
+            there from the beginning.
+        profile: as `ds_bamboo profile` writes it.
+        join_seconds: from a machine's coming to its registration.
+        capacity: no fewer than there ever are at once.
+        live: what the simulated policy has besides what the profile says.
+        dollars_per_hour: of a machine.
+        record: see PlannedPolicy.
+    """
+    data = with_measurements(load_preset("bert"), profile).model_dump(exclude_none=True)
+    data["model"] |= {"steps": steps, "parameters": 1}
+    data["market"] |= {"capacity": capacity, "boot_seconds": 0.0, "dollars_per_hour": dollars_per_hour}
     data["run"] = {"duration_hours": None, "limit_hours": _HOURS}
-    data["policies"] = {"live": {**data["policies"]["live"], "join_seconds": join_seconds, "start_seconds": 0.0}}
+    start = {"join_seconds": join_seconds, "start_seconds": 0.0}
+    data["policies"] = {"live": {**data["policies"]["live"], **(live or {}), **start}}
     made = build_job(validated(data, where="validation"))
-    offset = round(join_seconds * 1000.0)
-    events = [MachineEvent(0, Change.ADD, f"n{rank}") for rank in range(job.workers)]
-    changes = {"kill": Change.REMOVE, "join": Change.ADD, "drain": Change.NOTICE}
-    for seconds, what, node in happened.incidents:
-        events.append(MachineEvent(offset + round(seconds * 1000.0), changes[what], node))
+    # Who is there from the beginning has registered when the first step begins.
+    offset, there = round(join_seconds * 1000.0), sum(event.at_milliseconds == 0 for event in machines)
+    events = [
+        replace(event, at_milliseconds=event.at_milliseconds + offset if event.at_milliseconds else 0)
+        for event in machines
+    ]
     ledger = Ledger(made.prices)
     policy = build_policy(made, ledger, policy="deepspeed-bamboo", seed=1)
     if not isinstance(policy, PlannedPolicy):
         raise BambooError("the simulator does not plan this job")
     policy.record = record
     simulate(policy, iter(ordered(events)), limits=RunLimits(made.end_milliseconds, 0))
-    if not policy.progress.finished:
+    progress = policy.progress
+    if not progress.finished:
         raise BambooError("the simulated job did not finish")
-    return (policy.progress.last_step_at - (policy.progress.first_start or 0)) / 1000.0
+    began = progress.first_start or 0
+    before = there * dollars_per_hour * began / MILLISECONDS_PER_HOUR
+    return Prediction((progress.last_step_at - began) / 1000.0, progress.last_step_dollars - before)
 
 
 def calibrated(happened: Happened, *, path: Path) -> tuple[MeasuredJob, float]:
