@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib.abc
 import importlib.machinery
+import re
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -65,3 +67,54 @@ def absent(packages: Sequence[str]) -> None:
         with contextlib.suppress(ImportError):  # these look which packages are there, and would use them
             importlib.import_module(library)
     sys.meta_path.insert(0, _Absent(tuple(packages)))
+
+
+def changes_by_file(changes: Iterable[tuple[str, str, str]]) -> dict[str, list[tuple[str, str]]]:
+    """By file the patterns, and what takes their places."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for file, pattern, replacement in changes:
+        found.setdefault(file, []).append((pattern, replacement))
+    return found
+
+
+def changed_text(source: bytes, changes: Sequence[tuple[str, str]], *, path: str) -> str:
+    """A file's text with each pattern replaced, which must be there once."""
+    text = source.decode("utf-8")
+    for pattern, replacement in changes:
+        text, count = re.subn(pattern, replacement, text)
+        if count != 1:
+            raise SystemExit(f"{path}: {count} places are like {pattern!r}, and one has to be changed")
+    return text
+
+
+class _ChangedLoader(importlib.machinery.SourceFileLoader):
+    """Loads a module with lines changed; its file stays as it is."""
+
+    changes: Sequence[tuple[str, str]] = ()
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        """Never what was compiled before, which is of the file as it is."""
+        source = changed_text(self.get_data(self.path), self.changes, path=self.path)
+        return compile(source, self.path, "exec", dont_inherit=True)
+
+
+class _Changed(importlib.abc.MetaPathFinder):
+    def __init__(self, changes: Mapping[Path, Sequence[tuple[str, str]]]) -> None:
+        self._changes = changes
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if not any(file.stem == name.rpartition(".")[2] for file in self._changes):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        its = self._changes.get(Path(spec.origin)) if spec is not None and spec.origin else None
+        if spec is None or its is None:
+            return None
+        spec.loader = _ChangedLoader(name, str(spec.origin))
+        spec.loader.changes = its
+        return spec
+
+
+def import_changed(changes: Mapping[Path, Sequence[tuple[str, str]]]) -> None:
+    """Modules of these files are loaded with these changes from now on."""
+    if changes:
+        sys.meta_path.insert(0, _Changed(changes))

@@ -11,11 +11,10 @@ import contextlib
 import importlib
 import itertools
 import os
-import re
 import runpy
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import torch
 from codebase_collie import COLLIE_SHIMS, run_collie_engine
 from codebase_diffusion import DIFFUSION_SHIMS
 from codebase_mpp import MPP_SHIMS
+from codebase_parts import changed_text, changes_by_file, import_changed
 from codebase_parts import made_module as _module
 from torch import nn
 
@@ -313,6 +313,9 @@ def run(name: str, checkout: str, arguments: list[str], *, launch: bool = False)
     codebase, folder = CODEBASES[name], Path(checkout)
     script = folder / (codebase.launcher if launch and codebase.launcher else codebase.script)
     sys.path[:0] = [str(folder), *(str(folder / path) for path in codebase.paths)]
+    changes = changes_by_file(codebase.changed)
+    own = changes.pop(codebase.script, [])
+    import_changed({folder / file: its for file, its in changes.items()})
     for shim in codebase.shims:
         SHIMS[shim]()
     engines = {"qlora-pipe": run_qlora_engine, "collie": run_collie_engine}
@@ -322,17 +325,15 @@ def run(name: str, checkout: str, arguments: list[str], *, launch: bool = False)
     print_losses()
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
-    if codebase.changed is None:
-        runpy.run_path(str(script), run_name="__main__")
+    if own:
+        run_changed(script, own)
     else:
-        run_changed(script, *codebase.changed)
+        runpy.run_path(str(script), run_name="__main__")
 
 
-def run_changed(script: Path, pattern: str, replacement: str) -> None:
-    """Run the script with the one line changed that ``docs/ways-in.md`` names; the file itself stays as it is."""
-    text, count = re.subn(pattern, replacement, script.read_text(encoding="utf-8"))
-    if count != 1:
-        raise SystemExit(f"{script}: {count} places are like {pattern!r}, and one has to be changed")
+def run_changed(script: Path, changes: Sequence[tuple[str, str]]) -> None:
+    """Run the script with the lines changed that ``docs/ways-in.md`` names; the file itself stays as it is."""
+    text = changed_text(script.read_bytes(), changes, path=str(script))
     module = types.ModuleType("__main__")
     module.__file__ = str(script)
     sys.modules["__main__"] = module

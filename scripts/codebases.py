@@ -1,6 +1,6 @@
 """Runs a public codebase's own script on CPUs, tiny: plain DeepSpeed, with the plugin, and with each stage killed.
 
-    python scripts/codebases.py NAME CHECKOUT [--stages 2] [--steps 3] [--keep FOLDER]
+    python scripts/codebases.py NAME CHECKOUT [--stages N] [--steps 3] [--keep FOLDER]
 
 CHECKOUT is a folder with the codebase; nothing is fetched. What is replaced of what the script needs (CUDA, data to
 download) is printed first. Equal losses, to the last bit, are what is wanted; or, for a codebase whose engine overrides
@@ -39,8 +39,9 @@ class Codebase:
     ``section_in``: the key of its configuration under which the section belongs, if it makes DeepSpeed's by itself.
     ``resumes``: run a second time, with the arguments ``to_resume`` added, it continues from what it has saved.
     ``log``: what its own log says, if it is to be equal, too; ``saved``: a folder whose tensors are to be, too.
-    ``own_configuration``: it makes DeepSpeed's by itself, so BAMBOO_CONFIG names the section. ``changed``: one line
-    that has to be changed, as docs/ways-in.md says: a pattern, and what takes its place.
+    ``own_configuration``: it makes DeepSpeed's by itself, so BAMBOO_CONFIG names the section. ``changed``: lines that
+    have to be changed, as docs/ways-in.md says: file, a pattern, and what takes its place. ``stages``: how many it is
+    tried with.
     """
 
     script: str
@@ -56,7 +57,8 @@ class Codebase:
     log: str | None = None
     saved: str | None = None
     own_configuration: bool = False
-    changed: tuple[str, str] | None = None
+    changed: tuple[tuple[str, str, str], ...] = ()
+    stages: int = 2
 
 
 MEGATRON = {
@@ -112,6 +114,19 @@ DIFFUSION = {
     **{"eval_datasets": [{"name": "held-out", "config": "data.toml"}], "eval_every_n_steps": 2},
 }
 
+DIFFUSION_WRITER = ("train.py", r"(?m)^(\s*tb_writer = \S+) if .*$", r"\1")  # on each rank: any may become rank 0
+# For more than two stages: every rank reads, and all get the first one's targets.
+DIFFUSION_READ_BY_ALL = (
+    ("train.py", r"if not \(engine\.is_first_stage\(\) or .*\):", "if False:"),
+    (
+        "utils/dataset.py",
+        r"(?m)^( *)assert model_engine\.is_first_stage\(\) or .*$",
+        r"\1target, grid = target.to('cuda'), model_engine.grid\n"
+        r"\1dist.broadcast(target, grid.stage_to_global(0), group=grid.get_pipe_parallel_group())\n"
+        r"\1return target",
+    ),
+)
+
 CODEBASES = {
     "deepspeed-examples": Codebase(
         "training/pipeline_parallelism/train.py",
@@ -166,7 +181,7 @@ CODEBASES = {
             *("--options", *(f"{name}={value}" for name, value in MPP_OPTIONS.items())),
         ),
         ("omegaconf", "mpp_absent", "cuda_is_the_cpu", "tiny_qwen", "mpp_conversations"),
-        changed=(r"if \S+:(\s+wandb\.init)", r"if True:\1"),  # on each rank: any may become rank 0
+        changed=(("train_pipeline.py", r"if \S+:(\s+wandb\.init)", r"if True:\1"),),  # any may become rank 0
         log=r"OWN LOG [^\r\n]+",
         own_configuration=True,
         saved="out",
@@ -179,12 +194,26 @@ CODEBASES = {
             *("tiny_diffusion", "diffusion_latents"),
         ),
         settings=DIFFUSION,
-        changed=(r"(?m)^(\s*tb_writer = \S+) if .*$", r"\1"),  # each rank has the writer: any may become rank 0
+        changed=(DIFFUSION_WRITER,),
         log=r"OWN LOG [^\r\n]+",
         own_configuration=True,
         saved="out",
         resumes=True,
         to_resume=("--resume_from_checkpoint",),
+    ),
+    "diffusion-pipe-deeper": Codebase(
+        "train.py",
+        ("--config", "{settings}"),
+        (
+            *("diffusion_absent", "scalars_are_printed", "tensors_stay_on_the_cpu"),
+            *("tiny_diffusion", "diffusion_latents"),
+        ),
+        settings=DIFFUSION,
+        changed=(DIFFUSION_WRITER, *DIFFUSION_READ_BY_ALL),
+        log=r"OWN LOG [^\r\n]+",
+        own_configuration=True,
+        saved="out",
+        stages=3,
     ),
     "collie": Codebase(
         "collie/utils/dist_utils.py",
@@ -229,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", choices=sorted(CODEBASES), help="which codebase")
     parser.add_argument("checkout", nargs="?", type=Path, help="the folder with it")
-    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--stages", type=int, help="2, but for those that are tried with more")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--keep", type=Path, help="a folder for what runs print and write; else that is removed")
     parser.add_argument("--list", action="store_true", help="what there is, and what is replaced for each")
@@ -243,12 +272,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if found.keep is not None and found.keep.exists() and any(found.keep.iterdir()):
         parser.error(f"{found.keep} is not empty; give an empty folder, or one that is not there yet")
     codebase = CODEBASES[found.name]
+    stages = found.stages or codebase.stages
     if not (found.checkout / codebase.script).is_file():
         parser.error(f"{found.checkout} has no {codebase.script}, which a checkout of {found.name} has")
-    print(f"{found.name}, {found.stages} stages, {found.steps} steps; replaced are\n{_shims(codebase)}", flush=True)
+    print(f"{found.name}, {stages} stages, {found.steps} steps; replaced are\n{_shims(codebase)}", flush=True)
     with tempfile.TemporaryDirectory() as removed:
         folder = Path(removed) if found.keep is None else found.keep.resolve()
-        return _try(found.name, found.checkout.resolve(), folder, stages=found.stages, steps=found.steps)
+        return _try(found.name, found.checkout.resolve(), folder, stages=stages, steps=found.steps)
 
 
 def _try(name: str, checkout: Path, folder: Path, *, stages: int, steps: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -94,10 +95,30 @@ def test_a_line_is_changed_only_where_there_is_exactly_one(
     script = tmp_path / "train.py"
     script.write_text("made = 1 if False else None\nraise SystemExit(made or 0)\n", encoding="utf-8")
     with pytest.raises(SystemExit) as ended:
-        run.run_changed(script, r"(?m)^(made = \S+) if .*$", r"\1")
+        run.run_changed(script, [(r"(?m)^(made = \S+) if .*$", r"\1")])
     assert ended.value.code == 1
     with pytest.raises(SystemExit, match="0 places are like"):
-        run.run_changed(script, "writer", "")
+        run.run_changed(script, [("writer", "")])
+
+
+def test_a_module_is_imported_with_its_lines_changed_and_another_of_that_name_is_not(
+    codebases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = load_script("codebase_parts")
+    for folder in ("readers_of_all", "others_of_all"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").touch()
+        (tmp_path / folder / "sets.py").write_text("reads = 1\nkept = 2\n", encoding="utf-8")
+        for name in (folder, f"{folder}.sets"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    changes = parts.changes_by_file([("readers_of_all/sets.py", "reads = 1", "reads = 3")])
+    parts.import_changed({tmp_path / file: its for file, its in changes.items()})
+    modules = [importlib.import_module(f"{folder}.sets") for folder in ("readers_of_all", "others_of_all")]
+    assert [(module.reads, module.kept) for module in modules] == [(3, 2), (1, 2)]
+    for name in ("readers_of_all", "others_of_all"):
+        sys.modules.pop(name), sys.modules.pop(f"{name}.sets")
 
 
 CHECKOUTS = "BAMBOO_CODEBASES"
@@ -108,11 +129,11 @@ CHECKOUTS = "BAMBOO_CODEBASES"
     "name",
     [
         *("deepspeed-examples", "megatron-deepspeed", "transpeeder", "gpt-neox", "mpp-llava", "diffusion-pipe"),
-        *("collie", "qlora-pipe"),
+        *("diffusion-pipe-deeper", "collie", "qlora-pipe"),
     ],
 )
 def test_a_codebase_runs_as_it_should(codebases: Any, name: str) -> None:
-    checkout = Path(os.environ.get(CHECKOUTS, ""), name)
+    checkout = Path(os.environ.get(CHECKOUTS, ""), name.removesuffix("-deeper"))
     if CHECKOUTS not in os.environ or not checkout.is_dir():
         pytest.skip(f"{CHECKOUTS} names no folder with a checkout {name}; nothing is fetched")
     assert codebases.main([name, str(checkout)]) == 0
