@@ -185,9 +185,8 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
 
     def set_dataloader(self, loader: Any) -> None:
         """Every worker keeps its own copy of the data position, since it may inherit the first or last stage."""
+        self.set_dataiterator(iter(loader))
         self.training_dataloader = loader
-        self.data_iterator = iter(loader)
-        self.data.set_iterator(self.data_iterator)
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """See :meth:`set_dataloader`."""
