@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.protocol import CONFIG
 from deepspeed_bamboo.runtime.job.session import WorkerIdentity, WorkerSession
 from deepspeed_bamboo.runtime.job.standalone import is_standalone, standalone_job
+from deepspeed_bamboo.runtime.stock.given_parameters import GivenParameters
 from deepspeed_bamboo.runtime.stock.meeting_layers import meeting_layers
 from deepspeed_bamboo.runtime.stock.patches.entry_points import engine_class
 from deepspeed_bamboo.runtime.stock.patches.full_values import count_full_values
@@ -99,22 +100,12 @@ def _needs_the_plugin(seat: Seat) -> ConfigError:
 
 def _take_apart(block: StartBlock, arguments: dict[str, Any]) -> None:
     """Leave one stage of the block in the model, and its parameters in what is to be trained; collective."""
-    block.take_apart(arguments["model"])
-    given = arguments.get("model_parameters")
+    model, given = arguments["model"], arguments.get("model_parameters")
     if given is not None:
-        own = {id(parameter) for parameter in arguments["model"].parameters()}
-        arguments["model_parameters"] = _restricted(given, own)
-
-
-def _restricted(parameters: Iterable[Any], own: Container[int]) -> list[Any]:
-    """Those of ``parameters``, which may be in groups, whose id is in ``own``."""
-    result: list[Any] = []
-    for item in parameters:
-        if isinstance(item, dict):
-            result.append({**item, "params": _restricted(item["params"], own)})
-        elif id(item) in own:
-            result.append(item)
-    return result
+        block.given = GivenParameters.of(given, model)
+    block.take_apart(model)
+    if block.given is not None:
+        arguments["model_parameters"] = block.given.within(model)
 
 
 def _kind_of_engine(session: WorkerSession) -> type[BambooPipelineEngine]:

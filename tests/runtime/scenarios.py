@@ -111,11 +111,16 @@ def build(training: Training, *, module_class: type[PipelineModule] = PipelineMo
 
 
 def build_module(
-    training: Training, make_module: Callable[[], PipelineModule], fresh: bool = True, **arguments: Any
+    training: Training,
+    make_module: Callable[[], PipelineModule],
+    fresh: bool = True,
+    trained: Callable[[PipelineModule], Any] = lambda module: list(module.parameters()),
+    **arguments: Any,
 ) -> Any:
     """As :func:`build`, for a module that ``make_module`` makes; further ``arguments`` go to ``deepspeed.initialize``.
 
     ``fresh``: with process groups as at the start of a process; False: :func:`fresh_process_group` was called before.
+    ``trained``: returns the ``model_parameters``.
     """
     if fresh:
         fresh_process_group(training.name)
@@ -133,7 +138,7 @@ def build_module(
     gc.freeze()  # DeepSpeed collects garbage up to eight times for each engine, through all that is imported
     with _loader_helpers(training.loader_helpers):
         engine, *_ = deepspeed.initialize(
-            model=module, model_parameters=list(module.parameters()), config=settings_of(training), **arguments
+            model=module, model_parameters=trained(module), config=settings_of(training), **arguments
         )
     return engine
 
@@ -587,9 +592,19 @@ class Changed(PipelineModule):
         return super().forward(inputs * (self.gain + 0.01 * self.calls))
 
 
+def grouped(module: PipelineModule) -> list[dict[str, Any]]:
+    """Two groups with values of their own; biases of even layers are in none, though they are trainable."""
+    named = [(name, its) for name, its in module.named_parameters() if its.dim() > 1 or name[0] not in "0246"]
+    weights = [its for _, its in named if its.dim() > 1]
+    return [
+        {"params": weights, "weight_decay": 0.5},
+        {"params": [its for _, its in named if its.dim() < 2], "weight_decay": 0.0, "lr": 0.003},
+    ]
+
+
 def train_changed(training: Training) -> dict[str, Any]:
-    """Run it with a model that the script has changed; losses and digest."""
-    engine = build(training, module_class=Changed)
+    """Run it with a model that the script has changed, and groups of parameters; losses and digest."""
+    engine = build(training, module_class=Changed, trained=grouped)
     iterator = models.micro_batches(models.vectors, pipeline=0, first_step=0, count=training.micro_batches)
     losses = [float(engine.train_batch(iterator)) for _ in range(training.steps)]
     result = {"losses": losses, "digest": engine.state_digest()}

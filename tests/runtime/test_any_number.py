@@ -88,7 +88,7 @@ def test_the_number_of_workers_does_not_show(
 
 
 def test_what_a_script_changes_before_initialize_reaches_every_stage(jobs: Jobs) -> None:
-    """First weights by name, on two workers as on four; with a loss."""
+    """First weights by name, and groups of parameters; on two workers as on four; with a loss."""
     training = Training("changed", 4, count=4, faults=[])
     lossy = replace(training, faults=[{"step": 1, "pipeline": 0, "stage": 2, "at": "forward", "signal": "KILL"}])
     expected = jobs.run(train_changed, world=4, training=training)

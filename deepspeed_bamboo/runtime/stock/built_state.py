@@ -41,5 +41,5 @@ def take_over_stock_state(engine: BambooPipelineEngine, grid: Grid) -> None:
     replica = engine.host.adopt_primary(coordinate, logical)
     for group in replica.groups:
         group.name_ranks(process_rank)
-    for other, fill in () if block is None else block.others():
-        engine.host.own(other, process_rank=process_rank, fill=fill)
+    for other, layers in () if block is None else block.others():
+        engine.host.own(other, process_rank=process_rank, layers=layers)

@@ -20,6 +20,7 @@ from deepspeed_bamboo.runtime.stock.blank import BlankParameters
 from deepspeed_bamboo.runtime.stock.building import built_apart
 from deepspeed_bamboo.runtime.stock.class_values import ClassValues, counting_from
 from deepspeed_bamboo.runtime.stock.description import Description, describe
+from deepspeed_bamboo.runtime.stock.given_parameters import BuiltLayers
 from deepspeed_bamboo.runtime.stock.gradients import clear_gradients, parameters, require_state, require_supported
 from deepspeed_bamboo.runtime.stock.hyperparameters import values_of
 from deepspeed_bamboo.runtime.stock.likeness import lay_out, liken
@@ -180,9 +181,9 @@ class StageHost:
             group_to_script=lambda kind: self._engine.group_to_script(kind),
         )
 
-    def own(self, coordinate: Coordinate, *, process_rank: int, fill: Callable[[Any], None]) -> None:
-        """Own one more coordinate, of which the layers are there already; ``fill`` puts them into a module."""
-        replica = self.build(coordinate, process_rank=process_rank, fill=fill)
+    def own(self, coordinate: Coordinate, *, process_rank: int, layers: BuiltLayers) -> None:
+        """Own one more coordinate, of which ``layers`` are there already."""
+        replica = self.build(coordinate, process_rank=process_rank, layers=layers)
         replica.complete = True
         self.owned[coordinate] = replica
 
@@ -199,12 +200,12 @@ class StageHost:
         *,
         process_rank: int,
         description: Description | None = None,
-        fill: Callable[[Any], None] | None = None,
+        layers: BuiltLayers | None = None,
     ) -> StageReplica:
         """Make a replica of ``coordinate`` with stock DeepSpeed's own means; its weights are not yet the owner's.
 
         The random number generators are where they were, and no other worker takes part. ``description``: what its
-        owner is; what can't be made alike shows when the result is described. ``fill``: see :meth:`own`.
+        owner is; what can't be made alike shows when the result is described. ``layers``: see :meth:`own`.
         """
         engine = self._engine
         if coordinate in self._spare and self._is_alike(self._spare[coordinate], description):
@@ -220,7 +221,7 @@ class StageHost:
         module = template.attributes["module"]
         with built_apart(engine.device), counting_from(self.beginning):
             logical = self.logical_grid(coordinate, topology=module._topo, process_rank=process_rank)
-            new_module = self._module(coordinate, logical=logical, like=module, description=description, fill=fill)
+            new_module = self._module(coordinate, logical=logical, like=module, description=description, layers=layers)
             for group in logical_groups(new_module, logical):
                 group.name_ranks(process_rank)
             replica = StageReplica(
@@ -230,7 +231,7 @@ class StageHost:
             engine.__dict__.update(replica.attributes)
             self.building = True
             try:
-                self._configure(new_module, logical, description)
+                self._configure(new_module, logical, description, layers)
             finally:
                 self.building = False
             self.save()
@@ -251,18 +252,18 @@ class StageHost:
         logical: LogicalGrid,
         like: Any,
         description: Description | None,
-        fill: Callable[[Any], None] | None,
+        layers: BuiltLayers | None,
     ) -> Any:
         """The layers of ``coordinate``, of the PipelineModule ``like`` whose stage is another one."""
         engine = self._engine
-        with BlankParameters() if fill is None else nullcontext():
+        with BlankParameters() if layers is None else nullcontext():
             module = stage_module(
                 like,
                 coordinate=coordinate,
                 grid=self._grid,
                 logical_grid=logical,
                 device=engine.device,
-                fill=fill,
+                fill=None if layers is None else layers.fill,
                 taken=ids_of(replica.module for replica in self.built()),
             )
             if description is not None:
@@ -337,7 +338,9 @@ class StageHost:
         for replica in self.replicas():
             replica.name_ranks(process_rank)
 
-    def _configure(self, module: Any, logical: LogicalGrid, description: Description | None) -> None:
+    def _configure(
+        self, module: Any, logical: LogicalGrid, description: Description | None, layers: BuiltLayers | None
+    ) -> None:
         engine = self._engine
         engine.mpu = logical
         engine._configure_distributed_model(module)
@@ -356,6 +359,8 @@ class StageHost:
             module=module,
         )
         trainable = parameters(module) if engine.trains_only_trainable else list(module.parameters())
+        if layers is not None and layers.given is not None:
+            trainable = layers.given.within(module)
         engine._configure_optimizer(maker, trainable)
         if engine.client_lr_scheduler is None or callable(engine.client_lr_scheduler):
             engine._configure_lr_scheduler()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.runtime.stock.plain_forms import Parts, form_of, is_known
 
 Maker = Callable[[Any], Any]
@@ -27,10 +28,11 @@ def maker_for(source: Any, *, configured: Maker, described: Mapping[str, Any] | 
 
     ``source`` is what the script gave, None for the configuration's entry, from which ``configured`` makes one;
     ``described`` is the owner's optimizer (``description.py``), None where the groups are those that ``source`` makes.
-    Raises LookupError, from the maker, where an object can't be made again.
+    Raises LookupError, from the maker, where an object can't be made again, and ConfigError where a function makes one
+    for other parameters than it was given.
     """
     if described is None:
-        return source
+        return _of_its_own(source, module) if callable(source) else source
     parts = Parts.of(module)
 
     def make(parameters: Any) -> Any:
@@ -51,6 +53,23 @@ def maker_for(source: Any, *, configured: Maker, described: Mapping[str, Any] | 
         made.param_groups.clear()
         for group in groups:
             made.add_param_group(group)
+        return made
+
+    return make
+
+
+def _of_its_own(source: Maker, module: torch.nn.Module) -> Maker:
+    def make(parameters: Any) -> Any:
+        made = source(parameters)
+        own = {id(parameter) for parameter in module.parameters()}
+        others = [p for group in made.param_groups for p in group["params"] if id(p) not in own]
+        if others:
+            raise ConfigError(
+                f"the function given to initialize as optimizer makes one for {len(others)} parameters that are not "
+                "among those that it is called with: it is called once for each stage that this worker hosts, with "
+                "that stage's. Make the groups of what it is called with (by shape, or an attribute of parameters), or "
+                "pass the groups as model_parameters"
+            )
         return made
 
     return make

@@ -11,7 +11,7 @@ pipelines are made equal as stock DeepSpeed does it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from deepspeed_bamboo.core.seating import Seat
 from deepspeed_bamboo.runtime.comm.start_workers import StartWorkers
 from deepspeed_bamboo.runtime.job.start import Start
 from deepspeed_bamboo.runtime.stock.class_values import ClassValues
+from deepspeed_bamboo.runtime.stock.given_parameters import BuiltLayers, GivenParameters
 from deepspeed_bamboo.runtime.stock.likeness import REGISTER
 from deepspeed_bamboo.runtime.stock.randomness import GeneratorStates
 
@@ -81,6 +82,7 @@ class StartBlock:
     def __init__(self, start: Start) -> None:
         self.start = start
         self.layers: dict[int, StageLayers] = {}
+        self.given: GivenParameters | None = None  # what the script wants trained; set before the stages are apart
 
     @property
     def seat(self) -> Seat:
@@ -151,12 +153,13 @@ class StartBlock:
         self.layers[self.seat.primary.stage].fill(module)
         _mark_replicated(module, stage=self.seat.primary.stage)
 
-    def others(self) -> Iterator[tuple[Coordinate, Callable[[PipelineModule], None]]]:
-        """The coordinates besides the first that this worker hosts, and what fills their modules."""
+    def others(self) -> Iterator[tuple[Coordinate, BuiltLayers]]:
+        """The coordinates besides the first that this worker hosts, and their layers."""
         used = {self.seat.primary.stage}
         for coordinate in self.seat.hosted[1:]:
             layers = self.layers[coordinate.stage]
-            yield coordinate, (layers.copied() if coordinate.stage in used else layers).fill
+            own = layers.copied() if coordinate.stage in used else layers
+            yield coordinate, BuiltLayers(own.fill, self.given)
             used.add(coordinate.stage)
 
     def _separate(self) -> None:
