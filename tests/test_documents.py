@@ -98,7 +98,11 @@ def test_scripts_are_ones_that_a_shell_reads(document: Path) -> None:
 def test_manifests_are_yaml_and_say_what_they_are() -> None:
     yaml = pytest.importorskip("yaml", reason="PyYAML, which reads the manifests, is not installed")
     found = [part for document in DOCUMENTS for block in blocks(document, "yaml") for part in yaml.safe_load_all(block)]
-    assert [part["kind"] for part in found] == ["Service", "StatefulSet"]
+    assert [part["kind"] for part in found if "kind" in part] == ["Service", "StatefulSet"]
+    (task,) = (part for part in found if "kind" not in part)  # of SkyPilot
+    assert set(task) == {"workdir", "resources", "secrets", "setup", "run"} and task["resources"]["use_spot"] is True
+    checked = subprocess.run(["bash", "-n"], input=task["run"], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
 
 
 def offered_by_engine() -> set[str]:
