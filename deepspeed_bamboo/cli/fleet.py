@@ -3,6 +3,7 @@
 ds_bamboo fleet up fleet.json --dry-run
 ds_bamboo fleet up fleet.json
 ds_bamboo fleet status NAME
+ds_bamboo fleet prices fleet.json --hours 168
 ds_bamboo fleet down NAME
 """
 
@@ -12,6 +13,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from datetime import datetime, timezone
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +22,7 @@ from rich.table import Table
 from deepspeed_bamboo.cloud.fleet import ec2_client
 from deepspeed_bamboo.cloud.fleet_control import FleetControl, FleetStatus
 from deepspeed_bamboo.cloud.fleet_spec import FleetSpec, creating_calls, read_fleet_spec, user_data
+from deepspeed_bamboo.cloud.price_history import price_history
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.options import file_path
 
@@ -40,18 +43,24 @@ def add_parser(subparsers: Any) -> None:
     status = verbs.add_parser("status", help="its machines, and what they cost")
     status.add_argument("--json", action="store_true", help="as JSON")
     status.set_defaults(run=run_status)
+    prices = verbs.add_parser("prices", help="what its machines have cost by zone, as the simulator reads it")
+    prices.add_argument("spec", metavar="FILE", type=file_path, help="the fleet as JSON")
+    prices.add_argument("--hours", type=float, default=24.0, help="until now (default: 24)")
+    prices.add_argument("--type", metavar="TYPE", help="of the spec's types (default: its first)")
+    prices.set_defaults(run=run_prices)
     down = verbs.add_parser("down", help="end all its machines")
     down.set_defaults(run=run_down)
     for verb in (status, down):
         verb.add_argument("name", metavar="NAME", help="the fleet's name in its spec")
     for verb in (up, down):
         verb.add_argument("--yes", action="store_true", help="don't ask")
-    up.add_argument("--region", help="default: the spec's, or as boto3 finds it")
+    for verb in (up, prices):
+        verb.add_argument("--region", help="default: the spec's, or as boto3 finds it")
     for verb in (status, down):
         verb.add_argument(
             "--region", help="that of `up` (its spec's is not known here); default: as boto3 finds it on this machine"
         )
-    for verb in (up, status, down):
+    for verb in (up, status, prices, down):
         verb.add_argument("--endpoint-url", help=argparse.SUPPRESS)
 
 
@@ -104,6 +113,16 @@ def run_status(arguments: argparse.Namespace) -> int:
         print(json.dumps({**dataclasses.asdict(status), "running": status.running, **known}, indent=1))
     else:
         _print(arguments.name, status)
+    return 0
+
+
+def run_prices(arguments: argparse.Namespace) -> int:
+    """Print a price history. Returns the exit code; raises ConfigError and FleetError."""
+    spec = read_fleet_spec(arguments.spec)
+    ec2 = ec2_client(region=arguments.region or spec.region, endpoint_url=arguments.endpoint_url)
+    kind, now = arguments.type or spec.instance_types[0], datetime.now(timezone.utc)
+    for line in price_history(ec2, spec, instance_type=kind, hours=arguments.hours, now=now):
+        print(line)
     return 0
 
 

@@ -171,7 +171,7 @@ class _Loop:
     def _tell(self, event: MachineEvent) -> None:
         policy, ledger, at = self._policy, self._policy.ledger, event.at_milliseconds
         if event.change is Change.ADD:
-            ledger.add(at, event.node)
+            ledger.add(at, event.node, event.zone)
             policy.added(at, event.node, event.zone)
             self._booting.append((at + self._limits.boot_milliseconds, event.node))
         elif event.change is Change.NOTICE:

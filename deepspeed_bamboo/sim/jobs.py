@@ -18,7 +18,7 @@ from .errors import ScenarioError
 from .machines import Change, MachineEvent
 from .market import HourlyMarket, hourly_events
 from .measured import is_measured, measured_profile
-from .prices import Prices, constant_price, read_prices
+from .prices import Prices, ZonedPrices, constant_price, read_prices
 from .scenario import Scenario
 from .steptimes import Grid, ProfiledSteps, StepTable, StepTimes, WithoutRedundancy
 from .traces import Trace, capped
@@ -42,7 +42,7 @@ class Job:
     scenario: Scenario
     steps: StepTimes
     overhead: float
-    prices: Prices
+    prices: Prices | ZonedPrices
     trace: Trace | None = None
     profile: JobProfile | None = None
 
@@ -95,6 +95,8 @@ def build_job(scenario: Scenario, *, trace: Trace | None = None, folder: Path | 
     prices = (
         read_prices(base / market.price_history) if market.price_history else constant_price(market.dollars_per_hour)
     )
+    if isinstance(prices, ZonedPrices):
+        prices.check({event.zone for event in trace.events} if trace is not None else market.zones or ("",))
     if model.profile is not None:
         profile = _read_profile(base / model.profile)
         steps: StepTimes = ProfiledSteps(profile, model.samples_per_step, model.most_pipelines)

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from .clock import MILLISECONDS_PER_HOUR, NEVER
-from .prices import Prices
+from .prices import Prices, ZonedPrices
 from .series import Series
 
 __all__ = ["Ledger", "Mode", "RunSeries"]
@@ -40,10 +40,14 @@ class Ledger:
         series: filled if given; None saves the time.
     """
 
-    def __init__(self, prices: Prices, *, series: RunSeries | None = None) -> None:
+    def __init__(self, prices: Prices | ZonedPrices, *, series: RunSeries | None = None) -> None:
         self._prices = prices
-        self._price = prices.dollars_per_hour[0]
+        self._changes = prices.changes
         self._price_index = 0
+        # By what machines of one price have in common: how many there are, and the price of one. And of each machine.
+        self._counts: dict[str, int] = {}
+        self._now_costs: dict[str, float] = {}
+        self._keys: dict[str, str] = {}
         # When the next price begins; the engine stops there, so that a price is constant between its instants.
         self.price_changes_at = self._following_change()
         self.series = series
@@ -74,7 +78,7 @@ class Ledger:
 
     def _following_change(self) -> int:
         following = self._price_index + 1
-        return self._prices.from_milliseconds[following] if following < len(self._prices.dollars_per_hour) else NEVER
+        return self._changes[following] if following < len(self._changes) else NEVER
 
     def accrue(self, now: int) -> None:
         """Bill the time up to `now`, at the current machines, price and mode."""
@@ -82,7 +86,9 @@ class Ledger:
         if not elapsed:
             return
         machine_milliseconds = elapsed * len(self.started)
-        dollars = machine_milliseconds * self._price / MILLISECONDS_PER_HOUR
+        dollars = sum(
+            elapsed * count * self._now_costs[key] / MILLISECONDS_PER_HOUR for key, count in self._counts.items()
+        )
         self.machine_milliseconds += machine_milliseconds
         self.dollars += dollars
         self.mode_milliseconds[self.mode] += elapsed
@@ -95,7 +101,7 @@ class Ledger:
         """Begin the next price."""
         self.accrue(now)
         self._price_index += 1
-        self._price = self._prices.dollars_per_hour[self._price_index]
+        self._now_costs = {key: self._prices.at(now, key) for key in self._now_costs}
         self.price_changes_at = self._following_change()
 
     def enter(self, now: int, mode: Mode) -> None:
@@ -103,15 +109,20 @@ class Ledger:
         self.accrue(now)
         self.mode = mode
 
-    def add(self, now: int, node: str) -> None:
-        """A machine is granted, and billed from now on."""
+    def add(self, now: int, node: str, zone: str = "") -> None:
+        """A machine is granted, and billed from now on. Raises ScenarioError where its zone has no price."""
         self.accrue(now)
+        key = self._keys[node] = self._prices.key(zone)
+        if key not in self._counts:
+            self._now_costs[key] = self._prices.at(now, key)
+        self._counts[key] = self._counts.get(key, 0) + 1
         self.started[node] = now
         self.additions += 1
 
     def remove(self, now: int, node: str) -> None:
         """A machine is taken."""
         self.accrue(now)
+        self._counts[self._keys.pop(node)] -= 1
         self.ended_lifetimes_milliseconds += now - self.started.pop(node)
         self.preemptions += 1
 

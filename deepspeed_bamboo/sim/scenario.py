@@ -108,7 +108,7 @@ class MarketSpec(_Spec):
     """After so long as many machines are granted in their place."""
     dollars_per_hour: Positive = 0.91
     price_history: str | None = None
-    """Path of a price history, instead of dollars_per_hour."""
+    """Path of a price history, of all machines or by zone, instead of dollars_per_hour."""
 
 
 class RunSpec(_Spec):

@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_bamboo.sim.clock import to_milliseconds
+from deepspeed_bamboo.sim.errors import ScenarioError
 from deepspeed_bamboo.sim.ledger import Ledger, Mode
 from deepspeed_bamboo.sim.prices import constant_price
 from deepspeed_bamboo.sim.progress import Progress
 from deepspeed_bamboo.sim.results import RunResult, Summary, interval_95
 from deepspeed_bamboo.sim.runner import run_one
 from deepspeed_bamboo.sim.series import Series
+from deepspeed_bamboo.sim.traces import read_trace
 
 from .common import machines, preset_job, recorded
 
@@ -29,6 +31,47 @@ def test_a_price_history_is_billed_by_its_hours(tmp_path: Path) -> None:
     assert result.cost_dollars == pytest.approx(0.5 + 0.75 + 0.25 + 1.5)
     assert result.machine_hours == pytest.approx(1.5)
     assert result.instance_lifetime_hours == pytest.approx(0.75)
+
+
+ZONED = "seconds,dollars_per_hour,zone\n0,1.0,east\n0,2.0,west\n1800,4.0,west\n"
+
+
+def test_each_machine_is_billed_at_the_prices_of_its_zone(tmp_path: Path) -> None:
+    (tmp_path / "prices.csv").write_text(ZONED, encoding="utf-8")
+    (tmp_path / "trace.csv").write_text(
+        "seconds,change,node,zone\n0,add,a,east\n0,add,b,west\n900,add,c,west\n2700,remove,b,west\n3600,remove,a,east\n",
+        encoding="utf-8",
+    )
+    trace = read_trace(tmp_path / "trace.csv", generator=random.Random(1))
+    job = preset_job("bert", trace=trace, market__price_history=str(tmp_path / "prices.csv"))
+    result = run_one(job, policy="oracle", seed=1)
+    # a: an hour at 1 $. b: half an hour at 2 $, a quarter at 4 $. c: a quarter at 2 $, half an hour at 4 $.
+    assert result.cost_dollars == pytest.approx(1.0 + (1.0 + 1.0) + (0.5 + 2.0))
+
+
+def test_alike_prices_in_all_zones_are_one_price(tmp_path: Path) -> None:
+    (tmp_path / "prices.csv").write_text(ZONED.replace("2.0", "1.0").replace("4.0", "1.0"), encoding="utf-8")
+    drawn = {"market__zones": ("east", "west"), "market__removal_probability": 0.3, "run__duration_hours": 3.0}
+    costs = [
+        run_one(preset_job("bert", **drawn, **price), policy="checkpoint", seed=3).cost_dollars
+        for price in ({"market__price_history": str(tmp_path / "prices.csv")}, {"market__dollars_per_hour": 1.0})
+    ]
+    assert costs[0] == pytest.approx(costs[1])
+
+
+@pytest.mark.parametrize(
+    ("zones", "words"),
+    [
+        (("east", "south"), "no price for zone 'south'; the price history has east, west"),
+        ((), "a machine without a zone"),
+    ],
+)
+def test_a_zone_without_prices_is_refused_before_anything_runs(
+    tmp_path: Path, zones: tuple[str, ...], words: str
+) -> None:
+    (tmp_path / "prices.csv").write_text(ZONED, encoding="utf-8")
+    with pytest.raises(ScenarioError, match=words):
+        preset_job("bert", market__zones=zones, market__price_history=str(tmp_path / "prices.csv"))
 
 
 def progress_of(**arguments: int) -> tuple[Ledger, Progress]:

@@ -163,6 +163,10 @@ def test_the_published_traces_are_as_described() -> None:
         ("seconds,dollars_per_hour\n0,0\n", ":2: price 0.0"),
         ("seconds,dollars_per_hour\n0\n", ":2: '0' is malformed"),
         ("seconds,dollars_per_hour\n", "holds no prices"),
+        ("seconds,dollars_per_hour,zone\n0,1,a\n5,1,b\n", ":3: the first price begins at 5.0 s"),
+        ("seconds,dollars_per_hour,zone\n0,1,a\n0,1,b\n0,2,a\n", ":4: time 0.0 s is not after"),
+        ("seconds,dollars_per_hour,zone\n0,1\n", ":2: '0,1' names no zone"),
+        ("seconds,dollars_per_hour,zone\n0,1,a,b\n", ":2: '0,1,a,b' is malformed"),
     ],
 )
 def test_price_errors_name_file_line_and_rule(tmp_path: Path, text: str, words: str) -> None:
