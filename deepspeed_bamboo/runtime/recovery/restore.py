@@ -19,7 +19,7 @@ from deepspeed_bamboo.core.consensus import Conclusion
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.restoring import Kept, newest_state, stored_steps
 from deepspeed_bamboo.core.roles import proposer
-from deepspeed_bamboo.runtime.iteration.activity import ActivityState
+from deepspeed_bamboo.runtime.iteration.activity import ActivityState, Round
 from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
 from deepspeed_bamboo.runtime.iteration.step_history import StepHistory
 from deepspeed_bamboo.runtime.iteration.worker import Worker
@@ -41,6 +41,7 @@ from deepspeed_bamboo.runtime.recovery.world_entry import WorldEntry
 from deepspeed_bamboo.runtime.stock.script_writes import ScriptWrites
 
 _PROTECT = "protect"  # the activity in which lost shadows are copied
+_MEET = "way back"  # the one at the end of a way back
 
 
 @dataclass(frozen=True)
@@ -311,8 +312,24 @@ class Restoring:
                 self._as_before(step)
                 self._way_back.redo()
                 way.under_way = None
+            last = self._worker.activity.previous
+            self._meet()
             self._returns.pop()
-            self._arrive(way)
+            self._arrive(way, last)
+
+    def _meet(self) -> None:
+        """Nobody goes back to its call before all have done everything again.
+
+        Who is back has other agreements than those of what was done again, and after one more loss would report them
+        under the same numbers: others would take them for those that they miss. Of this one only its number counts.
+        """
+        worker = self._worker
+
+        def body() -> None:
+            if not worker.activity.rounds:
+                worker.activity.rounds.append(worker.agree(None))
+
+        worker.perform(_MEET, body)
 
     def _as_before(self, step: int) -> None:
         """What the script has done before ``step``."""
@@ -324,7 +341,8 @@ class Restoring:
             for values in past.values:
                 values.put_into(replica, shadow=replica.coordinate in shadows)
 
-    def _arrive(self, way: _Return) -> None:
+    def _arrive(self, way: _Return, last: list[Round]) -> None:
+        """``last``: the agreements of what was done before the meeting."""
         worker, outer = self._worker, way.outer
         # On the way back from an earlier loss this is done before each step, of which one may be under way.
         if not self._returns or self._returns[-1].under_way == way.until:
@@ -341,6 +359,10 @@ class Restoring:
         # A loss at the end of the way back may have laid down how what comes next goes on.
         outer.plan, outer.planned = worker.activity.plan, worker.activity.planned
         outer.redone = outer.kind == "train" and bool(outer.rounds)
+        outer.previous = worker.activity.previous
+        if outer.index < worker.activity.index:
+            # It is over, and has the number of the meeting, in which others may still be.
+            outer.kind, outer.step, outer.previous = _MEET, way.until, last
         worker.activity.become(outer)
         for replica in worker.host.replicas():
             worker.host.restart(replica, micro_batches=worker.micro_batches)
