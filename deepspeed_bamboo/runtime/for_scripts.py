@@ -23,6 +23,7 @@ from deepspeed_bamboo.runtime.checkpoint.beginning import BATCH, ENDED
 from deepspeed_bamboo.runtime.checkpoint.stage_files import Around, StageFiles
 from deepspeed_bamboo.runtime.comm.epoch_monitor import JobCompleteError
 from deepspeed_bamboo.runtime.iteration.activity import Round
+from deepspeed_bamboo.runtime.iteration.batch_of_job import refuse_another_size
 from deepspeed_bamboo.runtime.iteration.data_streams import STREAMS, DataStreams
 from deepspeed_bamboo.runtime.iteration.feeding import Feed
 from deepspeed_bamboo.runtime.iteration.micro_batches import DataFactory, PipelineData
@@ -142,15 +143,19 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
         return self.script_groups.of_grid(kind, ranks, ranks.index(rank))
 
     def hosted_modules(self) -> dict[Coordinate, PipelineModule]:
-        """The modules of all stages that this worker hosts now, by coordinate (pipeline, stage), in grid order.
+        """The modules of all stages that this worker hosts now, by coordinate; see :meth:`StageHost.hosted`.
 
-        Between iterations. After a loss a worker hosts several stages; one that stands by hosts none. The script's own
-        module (``engine.module``) shows them all in ``named_parameters()``, ``parameters()`` and ``state_dict()``.
+        The script's own module (``engine.module``) shows them all in ``parameters()`` and the like.
         """
-        for replica in self.host.owners():
-            replica.finish_step()
-        self.host.save()
-        return {replica.coordinate: replica.module for replica in self.host.owners()}
+        return dict(self.host.hosted("module"))
+
+    def hosted_optimizers(self) -> dict[Coordinate, Any]:
+        """Likewise the optimizers, for what concerns all parameters: state, ``state_dict()``, ``load_state_dict()``."""
+        return dict(self.host.hosted("optimizer"))
+
+    def hosted_schedulers(self) -> dict[Coordinate, Any]:
+        """Likewise the schedulers. One of the script's own is with one stage; the others have None."""
+        return dict(self.host.hosted("lr_scheduler"))
 
     def cause_of(self, error: Exception) -> ConfigError | None:
         """What ``error``, which the script has raised, comes from, where the plugin knows better than its text."""
@@ -208,15 +213,8 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """As stock's. Raises ConfigError where the engine reads ``training_data``, whose loader keeps its size."""
-        now = self.train_micro_batch_size_per_gpu()
-        if self._training_set is not None and micro_batch_size != now:
-            raise ConfigError(
-                f"engine.set_train_micro_batch_size({micro_batch_size}) was called, and training_data is read in "
-                f"micro-batches of {now}: DeepSpeed's loader keeps the size that it was made with, so only the count "
-                "of samples would change, and a worker that takes over would read other ones. Leave the size as it is, "
-                "and change the number of micro-batches (engine.set_train_batch_size); or pass batches of the size you "
-                "want by an iterator, or engine.set_data_source, in place of training_data"
-            )
+        if self._training_set is not None:
+            refuse_another_size(micro_batch_size, now=self.train_micro_batch_size_per_gpu())
         super().set_train_micro_batch_size(micro_batch_size)
 
     def reset_activation_shape(self) -> None:

@@ -128,6 +128,23 @@ class OneRate(Habit):
         return {"model_parameters": [{"params": list(module.parameters()), "lr": 0.003}]}
 
 
+class MomentumByHand(Habit):
+    """Halves Adam's first moments after some steps: of all stages that its worker has, as the plugin offers it."""
+
+    def stepped(self, engine: Any, step: int) -> None:
+        hosted = engine.hosted_optimizers().values() if hasattr(engine, "hosted_optimizers") else [engine.optimizer]
+        for state in (state for optimizer in hosted for state in optimizer.state.values() if step % 2):
+            state["exp_avg"].mul_(0.5)
+
+
+class MomentumOfOne(Habit):
+    """The same, of the one optimizer that it knows."""
+
+    def stepped(self, engine: Any, step: int) -> None:
+        for state in engine.optimizer.state.values() if step % 2 else ():
+            state["exp_avg"].mul_(0.5)
+
+
 class CompiledBlock(Block):
     """A layer that compiles itself, and one of its parts."""
 
@@ -770,6 +787,8 @@ _KINDS = (
         Habit,
         RatesByHand,
         TwoRates,
+        MomentumByHand,
+        MomentumOfOne,
         OneRate,
         Compiled,
         ClippingByHand,

@@ -72,6 +72,21 @@ def test_layers_that_torch_compiles(jobs: Jobs, stage: int) -> None:
     assert all(value["plugin"]["losses"] == value["stock"]["losses"] for value in result.values.values())
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_state_that_a_script_changes_in_all_optimizers_is_as_with_stock(jobs: Jobs, stage: int) -> None:
+    result = jobs.run(compare_habit, world=3, habit="MomentumByHand", stages=3, steps=7, faults=[kill(2, stage)])
+    assert result.codes.count(-9) == 1, result.transcript()
+    assert all(value["plugin"]["losses"] == value["stock"]["losses"] for value in result.values.values())
+    assert "and not of" not in result.transcript()
+
+
+@pytest.mark.sweep
+def test_a_line_says_when_a_script_changes_the_state_of_one_of_its_workers_stages(jobs: Jobs) -> None:
+    result = jobs.run(compare_habit, world=3, habit="MomentumOfOne", stages=3, steps=7, faults=[kill(2, 1)])
+    assert result.transcript().count("the script has changed optimizer state of stage 0.") == 1, result.transcript()
+
+
 COSINE = {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 3}}}
 
 

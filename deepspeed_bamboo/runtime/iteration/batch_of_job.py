@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from deepspeed_bamboo.core.micro_batch_counts import MicroBatchCounts
+from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.runtime.iteration.step_history import BatchSize
 
 
@@ -69,3 +70,16 @@ class BatchOfJob:
         """Iterations have this size from now on, on this worker; None changes nothing."""
         if size is not None and size != self.size():
             self._change(*size)
+
+
+def refuse_another_size(wanted: int, *, now: int) -> None:
+    """Raise ConfigError unless ``training_data`` is read in micro-batches of the ``wanted`` size ``now``."""
+    if wanted == now:
+        return
+    raise ConfigError(
+        f"engine.set_train_micro_batch_size({wanted}) was called, and training_data is read in micro-batches of {now}: "
+        "DeepSpeed's loader keeps the size that it was made with, so only the count of samples would change, and a "
+        "worker that takes over would read other ones. Leave the size as it is, and change the number of micro-batches "
+        "(engine.set_train_batch_size); or pass batches of the size you want by an iterator, or "
+        "engine.set_data_source, in place of training_data"
+    )

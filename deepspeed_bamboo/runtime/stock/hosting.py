@@ -118,6 +118,16 @@ class StageHost:
         """Replicas of the coordinates that this worker hosts, in grid order."""
         return [self.owned[c] for c in self._grid if c in self.owned]
 
+    def hosted(self, name: str) -> dict[Coordinate, Any]:
+        """Attribute ``name`` of all stages here, by coordinate (pipeline, stage), in grid order; between iterations.
+
+        After a loss a worker hosts several stages; one that stands by hosts none.
+        """
+        for replica in self.owners():
+            replica.finish_step()
+        self.save()
+        return {replica.coordinate: replica.attributes[name] for replica in self.owners()}
+
     @contextmanager
     def hosting(self, replica: StageReplica) -> Iterator[None]:
         """The engine works on ``replica`` inside the block (and until it is switched again)."""

@@ -39,6 +39,7 @@ from deepspeed_bamboo.runtime.stock.hyperparameters import (
     same_values,
     values_of,
 )
+from deepspeed_bamboo.runtime.stock.one_stage_only import OneStageOnly
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 from deepspeed_bamboo.runtime.stock.root_values import RootByHand
 from deepspeed_bamboo.runtime.stock.scale_by_hand import ScaleByHand
@@ -73,6 +74,7 @@ class ScriptWrites:
         self._clipping = ClippingByHand()
         self._scale = ScaleByHand()
         self._roots = RootByHand(self._say)
+        self._alone = OneStageOnly()
         self.hold(optimizer)
         for replica in host.owners():
             self.note(replica)
@@ -90,6 +92,7 @@ class ScriptWrites:
 
     def note(self, replica: StageReplica) -> None:
         """``replica`` has got its owner's values just now."""
+        self._alone.forget()
         target = replica.attributes["basic_optimizer"]
         if target is None:
             return
@@ -132,6 +135,8 @@ class ScriptWrites:
         self._refuse_replaced_scheduler()
         if self._of_the_job:
             return
+        if modules and (alone := self._alone.follow(self._host.shown(), self._host.owners())):
+            self._say(alone)
         self._find_scheduler()
         self._place_scheduler()
         self._follow_optimizers()
@@ -207,6 +212,7 @@ class ScriptWrites:
         if self._detached():
             self._show()
         self._leave()
+        self._alone.leave(self._host.owners())
 
     # ---- who is who -----------------------------------------------------------------------------------
 

@@ -19,15 +19,20 @@ def versions_of(replica: StageReplica) -> tuple[int, str]:
 
 def touched(replica: StageReplica) -> tuple[int, str]:
     """Another value once the script has changed weights or optimizer state; buffers may be changed by forwards."""
-    return sum(parameter._version for parameter in replica.module.parameters()), _optimizer_state(replica)
+    return sum(parameter._version for parameter in replica.module.parameters()), optimizer_state(replica)
+
+
+def weights(replica: StageReplica) -> str:
+    """Another value once they have been changed."""
+    return str(sum(parameter._version for parameter in replica.module.parameters()))
 
 
 def beside_weights(replica: StageReplica) -> str:
     """The scheduler's state, and what the optimizer keeps."""
-    return f"{_schedule(replica)} {_optimizer_state(replica)}"
+    return f"{schedule(replica)} {optimizer_state(replica)}"
 
 
-def _optimizer_state(replica: StageReplica) -> str:
+def optimizer_state(replica: StageReplica) -> str:
     """Which tensors with which values the optimizer's state is, and its masters."""
     optimizer = replica.attributes["basic_optimizer"]
     masters = masters_of(replica.attributes["optimizer"])
@@ -37,7 +42,7 @@ def _optimizer_state(replica: StageReplica) -> str:
     return f"{sum(map(id, tensors))} {sum(tensor._version for tensor in tensors)}"
 
 
-def _schedule(replica: StageReplica) -> str:
+def schedule(replica: StageReplica) -> str:
     """The state of the stage's scheduler, which a script may set back or step."""
     scheduler = replica.attributes["lr_scheduler"]
     return repr(None if scheduler is None else scheduler.state_dict())
