@@ -60,7 +60,11 @@ def test_generators_of_layers_are_where_they_were_after_losses(jobs: Jobs) -> No
         ("HookedOptimizer", "weights differ after a step that owner and shadow took with the same gradients"),
         ("Pruned", "hooks has _forward_pre_hooks [['other', 'torch.nn.utils.prune.L1Unstructured']] with its owner"),
         ("Hidden", "(modules that are not registered)"),
-        pytest.param("Rescheduled", "put a ConstantLR on the engine in place of the", marks=pytest.mark.sweep),
+        pytest.param(
+            "Rescheduled",
+            "put a ConstantLR on the engine as its lr_scheduler, in place of the",
+            marks=pytest.mark.sweep,
+        ),
         ("Wrapped", "weights differ after a step that owner and shadow took with the same gradients"),
     ],
 )

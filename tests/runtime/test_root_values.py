@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from deepspeed.pipe import PipelineModule
 
+from deepspeed_bamboo.runtime.stock.one_stage_only import OneStageOnly
 from deepspeed_bamboo.runtime.stock.plain_values import MovingValues, accept_plain_values
 from deepspeed_bamboo.runtime.stock.root_values import RootByHand
 from deepspeed_bamboo.runtime.stock.script_writes import ScriptWrites
@@ -78,7 +79,8 @@ def test_what_forwards_of_the_running_step_have_set_is_not_taken_for_the_scripts
         _of_the_job=False,
         _written=NOTHING,
         _detached=lambda: False,
-        _host=SimpleNamespace(replicas=list),
+        _host=SimpleNamespace(replicas=list, shown=nothing, owners=list),
+        _alone=OneStageOnly(),
         _root=lambda: "shown",
         _roots=SimpleNamespace(follow=follow),
         **dict.fromkeys(("_refuse_replaced_scheduler", "_find_scheduler", "_place_scheduler"), nothing),

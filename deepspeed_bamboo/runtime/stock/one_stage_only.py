@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
-from deepspeed_bamboo.runtime.stock.state_versions import optimizer_state, schedule, weights
+from deepspeed_bamboo.runtime.stock.state_versions import optimizer_state, weights
 
 _Seen = Mapping[str, str]
+_PLAIN = (bool, int, float, str, list, tuple)
 
 
 class OneStageOnly:
@@ -51,7 +52,9 @@ class OneStageOnly:
 def _seen(replica: StageReplica) -> _Seen:
     seen = {"weights": weights(replica), "optimizer state": optimizer_state(replica)}
     if replica.attributes["lr_scheduler"] is replica.built_scheduler:  # else the script's own, which only one stage has
-        seen["the scheduler"] = schedule(replica)
+        # DeepSpeed's keep rates that are not in their state_dict().
+        kept = {} if replica.built_scheduler is None else vars(replica.built_scheduler)
+        seen["the scheduler"] = repr({name: value for name, value in kept.items() if isinstance(value, _PLAIN)})
     return seen
 
 

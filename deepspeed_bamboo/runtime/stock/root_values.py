@@ -23,7 +23,7 @@ from deepspeed_bamboo.runtime.stock.written import SetOnRoot
 _PLAIN = (bool, int, float, str)
 _INTERVAL = "activation_checkpoint_interval"
 _SETTABLE = frozenset(
-    {_INTERVAL, "activation_checkpoint_func", "checkpointable_layers"} | {"seed_layers", "seed_fn", "base_seed"}
+    {_INTERVAL, "activation_checkpoint_func", "checkpointable_layers", LOSS} | {"seed_layers", "seed_fn", "base_seed"}
 )
 """What a script may set of what every PipelineModule has. All else of that belongs to a stage, or is followed apart."""
 _GROWING = (list, dict, set, deque)

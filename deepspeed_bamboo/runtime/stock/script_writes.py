@@ -326,9 +326,10 @@ class ScriptWrites:
         self._host.save()
         for replica in self._host.built():
             scheduler, built = replica.attributes["lr_scheduler"], replica.built_scheduler
-            if None not in (scheduler, built) and vars(scheduler) is not vars(built):  # see HeldObjects
+            if built is not None and (scheduler is None or vars(scheduler) is not vars(built)):  # see HeldObjects
+                its = "None" if scheduler is None else f"a {type(scheduler).__name__}"
                 raise ConfigError(
-                    f"the script has put a {type(scheduler).__name__} on the engine in place of the "
+                    f"the script has put {its} on the engine as its lr_scheduler, in place of the "
                     f"{type(built).__name__} that the configuration (or a function given to initialize) has made for "
                     "each stage: other stages and shadows keep theirs, and would train at other rates after a loss. "
                     "Leave the scheduler out of the configuration and put your own on the engine before the first "

@@ -29,7 +29,7 @@ def weights(replica: StageReplica) -> str:
 
 def beside_weights(replica: StageReplica) -> str:
     """The scheduler's state, and what the optimizer keeps."""
-    return f"{schedule(replica)} {optimizer_state(replica)}"
+    return f"{_schedule(replica)} {optimizer_state(replica)}"
 
 
 def optimizer_state(replica: StageReplica) -> str:
@@ -42,7 +42,7 @@ def optimizer_state(replica: StageReplica) -> str:
     return f"{sum(map(id, tensors))} {sum(tensor._version for tensor in tensors)}"
 
 
-def schedule(replica: StageReplica) -> str:
+def _schedule(replica: StageReplica) -> str:
     """The state of the stage's scheduler, which a script may set back or step."""
     scheduler = replica.attributes["lr_scheduler"]
     return repr(None if scheduler is None else scheduler.state_dict())
