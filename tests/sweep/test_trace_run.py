@@ -82,11 +82,11 @@ def test_a_trace_with_notices_drives_a_job_and_nothing_is_lost(
 ) -> None:
     """How well it is predicted is for a quiet machine, and no part of this test."""
     its = ["--trace", str(EXAMPLE), "--calibrate", "0.48-0.9", "--hours", "0.48-0.9", "--one-in", "2"]
-    SCRIPT.main([*its, "--policies", "fixed", "--folder", str(tmp_path / "run")])
+    SCRIPT.main([*its, "--policies", "fixed", "--rounds", "1", "--folder", str(tmp_path / "run")])
     shown = capsys.readouterr().out
     results = json.loads((tmp_path / "run" / "figures.json").read_text())
-    for name in ("calibration", "fixed"):
+    for name in ("calibration", "fixed 1"):
         assert results[name]["problems"] == [], shown
         assert results[name]["machines"] == {"add": 1, "notice": 2, "remove": 3}
         assert results[name]["losses"] >= 1 and results[name]["dollars"] > 0.0
-    assert results["fixed"]["predicted_samples_per_dollar"] > 0.0
+    assert results["fixed 1"]["predicted_samples_per_dollar"] > 0.0
