@@ -227,9 +227,11 @@ def worse_than_fixed(runs: Sequence[dict[str, Any]]) -> list[str]:
     fixed, proactive = (fmean(worth[policy]) for policy in POLICIES)
     share = proactive / fixed - 1.0
     noise = max(max(found) / min(found) - 1.0 for found in worth.values())
-    line = f"proactive is worth {share:+.1%} next to fixed; runs of the same policy differ by up to {noise:.1%}"
+    known = len(runs) > len(POLICIES)
+    line = f"proactive is worth {share:+.1%} next to fixed; runs of the same policy differ by "
+    line += f"up to {noise:.1%}" if known else "an unknown amount, since there was one of each"
     print(line, flush=True)
-    return [line] if share < -noise else []
+    return [line] if known and share < -noise else []
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
