@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
@@ -40,13 +41,21 @@ def batches(*, first: int = 0, masked: bool) -> Iterator[Any]:
         number += 1
 
 
-def train(training: Training, model: str, save: str, *, adapter: bool, masked: bool) -> dict[str, Any]:
-    """Train what is in the folder ``model``; losses and digest, and the weights in folder ``save``."""
-    decoder = Decoder.from_pretrained(model)
+def train(
+    training: Training, model: str, save: str, *, adapter: bool, masked: bool, small: bool = False
+) -> dict[str, Any]:
+    """Train what is in the folder ``model``; losses and digest, and the weights in folder ``save``.
+
+    ``small``: weights are read as bf16, activations are computed again, and stages have as many parameters.
+    """
+    decoder = Decoder.from_pretrained(model, dtype=torch.bfloat16 if small else torch.float32)
     given = adapter_config() if adapter else None
 
     def make_module() -> PipelineModule:
         options = {"loss_fn": decoder.loss, "num_stages": training.stages, "partition_method": "type:DecoderLayer"}
+        if small:
+            options |= {"partition_method": "parameters", "activation_checkpoint_interval": 1}
+            options["checkpointable_layers"] = ["DecoderLayer"]
         module = PipelineModule(layers=decoder.layers(), **options)
         if given is not None:
             library("peft").inject_adapter_in_model(given, module)
@@ -124,7 +133,8 @@ def assert_alike(result: Any, folder: Path, family: str) -> None:
 def hashes(folder: Path) -> dict[str, str]:
     load = library("safetensors.torch").load_file
     tensors = {name: value for path in folder.glob("*.safetensors") for name, value in load(path).items()}
-    return {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in sorted(tensors.items())}
+    raw = {name: value.contiguous().view(-1).view(torch.uint8).numpy() for name, value in tensors.items()}
+    return {name: hashlib.sha256(value.tobytes()).hexdigest() for name, value in sorted(raw.items())}
 
 
 def assert_saved_for_the_library(folder: Path, losses: list[float], original: Path, *, masked: bool) -> None:
@@ -182,3 +192,19 @@ def test_an_adapter_of_peft_is_trained_and_saved_through_a_loss(jobs: Jobs, tmp_
     whole = peft.PeftModel.from_pretrained(base, tmp_path / "llama-killed")
     grown = {name: value for name, value in whole.named_parameters() if "lora_B" in name}
     assert len(grown) == 6 and all(value.abs().max() > 0 for value in grown.values())
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("stage", [0, 2])
+def test_weights_read_as_bf16_and_activations_computed_again_survive_a_loss(
+    jobs: Jobs, tmp_path: Path, stage: int
+) -> None:
+    model = saved("qwen2", tmp_path / "model", tie_word_embeddings=True)
+    trainings = [
+        dataclasses.replace(one, settings={**one.settings, "bf16": {"enabled": True}})
+        for one in runs("qwen2", stages=3, faults=[kill(1, 0, stage, "backward", 1)])
+    ]
+    options = {"folder": str(tmp_path), "model": str(model), "adapter": False, "masked": True, "small": True}
+    result = jobs.run(compare, world=3, trainings=trainings, **options)
+    assert result.survivors == [rank for rank in range(3) if rank != stage], result.transcript()
+    assert_alike(result, tmp_path, "qwen2")
