@@ -62,7 +62,7 @@ def test_generators_of_layers_are_where_they_were_after_losses(jobs: Jobs) -> No
         ("Hidden", "(modules that are not registered)"),
         pytest.param(
             "Rescheduled",
-            "put a ConstantLR on the engine as its lr_scheduler, in place of the",
+            "put a ConstantLR on the engine as its",
             marks=pytest.mark.sweep,
         ),
         ("Wrapped", "weights differ after a step that owner and shadow took with the same gradients"),
