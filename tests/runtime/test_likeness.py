@@ -250,7 +250,10 @@ def test_functions_and_the_configuration_give_the_owners_groups_too() -> None:
     for source in (None, configured):
         maker = maker_for(source, configured=configured, described=wanted, module=replica)
         assert describe(replica, maker(replica.parameters()))["optimizer"] == wanted
-    assert maker_for(configured, configured=configured, described=None, module=replica) is configured
+    own = maker_for(configured, configured=partial(torch.optim.Adam), described=None, module=replica)
+    made = own(replica.parameters())
+    assert type(made) is torch.optim.SGD
+    assert list(map(id, made.param_groups[0]["params"])) == list(map(id, replica.parameters()))
 
 
 def test_an_optimizer_that_can_not_be_made_again_is_found_at_the_start() -> None:
