@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import tracemalloc
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy
+import pytest
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
@@ -238,6 +241,56 @@ def test_a_method_that_the_script_puts_in_the_place_of_another_follows() -> None
     MovingAttributes().accept(shadow, sent(moving.state(owner)))
     assert shadow.forward_funcs[0].forward.__self__ is shadow.forward_funcs[0]
     assert torch.equal(shadow.train_once(batch(1)), 2 * batch(1))
+
+
+class Plain(nn.Module):
+    """A layer of the script's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+def in_a_closure(layer: nn.Module) -> None:
+    before = layer.forward
+    layer.forward = lambda x: before(x) * 0.5  # type: ignore[method-assign]
+
+
+def in_a_partial(layer: nn.Module) -> None:
+    layer.forward = functools.partial(lambda before, x: before(x) * 0.5, layer.forward)  # type: ignore[method-assign]
+
+
+def in_a_default(layer: nn.Module) -> None:
+    def forward(x: Tensor, before: Callable[[Tensor], Tensor] = layer.forward) -> Tensor:
+        return before(x) * 0.5
+
+    layer.forward = forward  # type: ignore[method-assign]
+
+
+def in_an_attribute(layer: nn.Module) -> None:
+    def forward(layer: Any, x: Tensor) -> Tensor:
+        result: Tensor = layer.forward_before(x) * 0.5
+        return result
+
+    layer.forward_before = layer.forward
+    layer.forward = functools.partial(forward, layer)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("wrap", [in_a_closure, in_a_partial, in_a_default, in_an_attribute])
+def test_a_forward_that_the_script_has_wrapped_is_wrapped_once_in_a_replica(wrap: Callable[[nn.Module], None]) -> None:
+    """Whatever it keeps the method of before in, and however often the owner's state is copied."""
+    owner, shadow = Stage(LayerSpec(Plain)), Stage(LayerSpec(Plain))
+    same_weights(owner, shadow)
+    wrap(owner.forward_funcs[0])
+    expected = owner.train_once(batch(1))
+    for _ in range(3):
+        moving = MovingAttributes()
+        moving.look(owner, by_script=True)
+        MovingAttributes().accept(shadow, sent(moving.state(owner, moving_only=False)))
+        assert torch.equal(shadow.train_once(batch(1)), expected)
 
 
 def test_stages_of_one_worker_share_nothing_that_moves() -> None:

@@ -11,6 +11,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed_bamboo.runtime.stock.one_stage_only import OneStageOnly
 from deepspeed_bamboo.runtime.stock.plain_values import MovingValues, accept_plain_values
 from deepspeed_bamboo.runtime.stock.root_values import RootByHand
+from deepspeed_bamboo.runtime.stock.schedule_by_hand import ScheduleByHand
 from deepspeed_bamboo.runtime.stock.script_writes import ScriptWrites
 from deepspeed_bamboo.runtime.stock.written import NOTHING
 
@@ -81,6 +82,8 @@ def test_what_forwards_of_the_running_step_have_set_is_not_taken_for_the_scripts
         _detached=lambda: False,
         _host=SimpleNamespace(replicas=list, shown=nothing, owners=list),
         _alone=OneStageOnly(),
+        _schedule=ScheduleByHand(),
+        _shown=lambda: None,
         _root=lambda: "shown",
         _roots=SimpleNamespace(follow=follow),
         **dict.fromkeys(("_refuse_replaced_scheduler", "_find_scheduler", "_place_scheduler"), nothing),

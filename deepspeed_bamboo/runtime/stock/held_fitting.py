@@ -266,6 +266,10 @@ class Fitting:
     def method(self, place: int, node: Form, existing: Any) -> Any:
         """A bound method."""
         holder = self.value(node[1], getattr(existing, "__self__", None))
+        of_its_class = getattr(type(holder), node[2], None)
+        if isinstance(of_its_class, types.FunctionType):
+            # Where the script has put a wrapper on the object under that name, what it wraps is the class's.
+            return types.MethodType(of_its_class, holder)
         if not hasattr(holder, node[2]):
             raise LookupError(f"the method {node[2]} of {class_name(type(holder))}")
         return getattr(holder, node[2])

@@ -1,8 +1,8 @@
 """Finds what a script has done through its optimizer or scheduler to one stage only, where its worker has several.
 
-The script's optimizer and scheduler show one stage. What it writes into groups is carried to the others
-(``script_writes.py``); what it does to the groups' parameters, to the optimizer's state or to the scheduler is not, for
-nobody can tell which of the others' parts it would have meant.
+The script's optimizer and scheduler show one stage. What it writes into groups and into the scheduler's numbers is
+carried to the others (``script_writes.py``, ``schedule_by_hand.py``). What it does to the groups' parameters, to the
+optimizer's state, or to other parts of the scheduler is not, for nobody can tell which of the others' it would have meant.
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ from deepspeed_bamboo.runtime.stock.one_stage_only import OneStageOnly
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 from deepspeed_bamboo.runtime.stock.root_values import RootByHand
 from deepspeed_bamboo.runtime.stock.scale_by_hand import ScaleByHand
+from deepspeed_bamboo.runtime.stock.schedule_by_hand import ScheduleByHand
 from deepspeed_bamboo.runtime.stock.written import NOTHING, Written
 
 
@@ -75,6 +76,7 @@ class ScriptWrites:
         self._scale = ScaleByHand()
         self._roots = RootByHand(self._say)
         self._alone = OneStageOnly()
+        self._schedule = ScheduleByHand()
         self.hold(optimizer)
         for replica in host.owners():
             self.note(replica)
@@ -115,6 +117,7 @@ class ScriptWrites:
         if self._optimizer is not None and values and not self._of_the_job:
             replicas = [replica for replica in self._host.built() if replica.attributes["basic_optimizer"] is not None]
             self._of_the_job = [(replica, values_of(replica.attributes["basic_optimizer"])) for replica in replicas]
+            self._schedule.leave(self._shown())
             accept_values(self._optimizer, values)
 
     def come_back(self) -> None:
@@ -124,6 +127,7 @@ class ScriptWrites:
             accept_values(replica.attributes["basic_optimizer"], values)
             self.note(replica)
         if waiting:
+            self._schedule.come_back(self._shown(), self._host.replicas())
             self._leave()
 
     def follow(self, *, modules: bool = False) -> None:
@@ -135,7 +139,9 @@ class ScriptWrites:
         self._refuse_replaced_scheduler()
         if self._of_the_job:
             return
-        if modules and (alone := self._alone.follow(self._host.shown(), self._host.owners())):
+        if modules:
+            self._written += Written(schedule=self._schedule.follow(self._shown(), self._host.replicas()))
+        if modules and (alone := self._alone.follow(self._shown(), self._host.owners())):
             self._say(alone)
         self._find_scheduler()
         self._place_scheduler()
@@ -169,6 +175,8 @@ class ScriptWrites:
             self._left[id(source)] = values_of(source)
         self._clipping.write_again(self._wrappers(), written.clip)
         self._scale.write_again(self._wrappers(), written.scale)
+        self._schedule.write_again(self._host.replicas(), written.schedule)
+        self._schedule.leave(self._shown())
         root, modules = self._root(), [replica.module for replica in self._host.replicas()]
         if root is not None and written.root:
             self._roots.write_again(root, modules, written.root)
@@ -184,6 +192,7 @@ class ScriptWrites:
         if self._detached():
             self._show()
         self._clipping.restored(self._wrappers(), self._host.replicas())
+        self._schedule.restored(self._host.replicas(), [change for written in past for change in written.schedule])
         root, modules = self._root(), [replica.module for replica in self._host.replicas()]
         if root is not None:
             self._roots.restored(root, modules, [change for written in past for change in written.root])
@@ -216,9 +225,13 @@ class ScriptWrites:
 
     # ---- who is who -----------------------------------------------------------------------------------
 
+    def _shown(self) -> StageReplica | None:
+        """The stage whose objects the script has; None on a worker that stands by."""
+        return self._host.shown() if self._host.owned else None
+
     def _sources(self) -> list[Any]:
         """The optimizers that the script may write to, its own one first."""
-        first = self._host.shown() if self._host.owned else None
+        first = self._shown()
         shown = None if first is None else first.attributes["basic_optimizer"]
         return [optimizer for optimizer in dict.fromkeys((self._optimizer, shown)) if optimizer is not None]
 
@@ -245,6 +258,7 @@ class ScriptWrites:
 
     def _leave_wrappers(self) -> None:
         self._clipping.leave(self._wrappers())
+        self._schedule.leave(self._shown())
         self._scale.leave(self._wrappers())
 
     def _leave_root(self) -> None:

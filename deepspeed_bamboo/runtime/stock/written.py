@@ -23,21 +23,32 @@ class SetOnRoot:
 
 
 @dataclass(frozen=True)
+class SetOnSchedule:
+    """``name`` of the scheduler that each stage has was ``before``, and has become ``now``."""
+
+    name: str
+    before: Any
+    now: Any
+
+
+@dataclass(frozen=True)
 class Written:
     """Each part in the order in which it was written.
 
     ``groups``: optimizers, None for the one that the script holds, and what their parameter groups held; ``clip``:
-    bounds of gradients; ``scale``: of the loss, by name; ``root``: attributes of the PipelineModule.
+    bounds of gradients; ``scale``: of the loss, by name; ``root``: attributes of the PipelineModule; ``schedule``: of
+    the scheduler.
     """
 
     groups: tuple[tuple[Any, Values], ...] = ()
     clip: tuple[Any, ...] = ()
     scale: tuple[Mapping[str, Any], ...] = ()
     root: tuple[SetOnRoot, ...] = ()
+    schedule: tuple[SetOnSchedule, ...] = ()
 
     def __bool__(self) -> bool:
         """Whether there is anything."""
-        return bool(self.groups or self.clip or self.scale or self.root)
+        return bool(self.groups or self.clip or self.scale or self.root or self.schedule)
 
     def __add__(self, later: Written) -> Written:
         """This, and then that."""
@@ -46,6 +57,7 @@ class Written:
             clip=self.clip + later.clip,
             scale=self.scale + later.scale,
             root=self.root + later.root,
+            schedule=self.schedule + later.schedule,
         )
 
     @property
