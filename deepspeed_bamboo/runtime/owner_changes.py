@@ -48,6 +48,7 @@ from deepspeed_bamboo.runtime.stock.hook_values import (
 from deepspeed_bamboo.runtime.stock.noted_values import Held, NotedValues
 from deepspeed_bamboo.runtime.stock.outline import Outline, outline_of
 from deepspeed_bamboo.runtime.stock.plain_values import PlainValues
+from deepspeed_bamboo.runtime.stock.root_hooks import RootHooks
 from deepspeed_bamboo.runtime.stock.state_versions import touched, versions_of
 
 if TYPE_CHECKING:
@@ -93,10 +94,10 @@ class OwnerChanges:
         self._worker = worker
         self._past = past
         self._transfer = transfer
-        self._looks = 0
-        self._first_epoch = -1
+        self._looks, self._first_epoch = 0, -1
         self._stale: set[Coordinate] = set()  # changed here in a step before which their shadows did not get it
         self.by_hand = False
+        self._root_hooks = RootHooks(worker.host)
         self._values_by_hand = False  # somewhere
         self._values: dict[Coordinate, PlainValues] = {}  # changed here, and not yet with the shadows
         self._known: dict[Coordinate, tuple[str, int, int, str]] = {}
@@ -201,6 +202,7 @@ class OwnerChanges:
             self.note()
 
     def _separate_hooks(self) -> None:
+        self._root_hooks.carry()
         if not self._separated:
             self._separated = True
             separate_hooks(replica.module for replica in self._worker.host.owners())
@@ -230,6 +232,7 @@ class OwnerChanges:
     def follow_evaluation(self) -> None:
         """Before an evaluation: a script may have put averaged weights in its place, and may do so each time."""
         self._alike = None
+        self._root_hooks.carry()
         if self._looks >= _LOOKS:
             self.follow()
         elif self._worker.protects:
@@ -265,11 +268,8 @@ class OwnerChanges:
         self._look_at_values()
         # What is set on the PipelineModule itself (no path) every worker's script has set.
         if changed or self._held or any(path for values in self._values.values() for path in values):
-            self._note_pending()
+            self._pending_since = self._worker.step
         return changed
-
-    def _note_pending(self) -> None:
-        self._pending_since = self._worker.step
 
     def evaluated(self, moved: Sequence[NotedValues]) -> None:
         """An evaluation has moved these buffers: shadows get them, and steps that are done again begin with them."""
@@ -428,7 +428,7 @@ class OwnerChanges:
         before, self._outlines = self._outlines, {c: outline_of(r) for c, r in self._worker.host.owned.items()}
         self._reshaped |= {c for c, outline in self._outlines.items() if before.get(c, outline) != outline}
         if self._reshaped:
-            self._note_pending()
+            self._pending_since = self._worker.step
 
     def _bring(self, rebuilt: set[Coordinate], *, untouched: bool) -> None:
         """``untouched``: no forward has changed attributes of layers yet."""

@@ -293,6 +293,21 @@ def _scaled(before: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda x: before(x) * 0.9
 
 
+class RootHooked(Habit):
+    """A hook on the PipelineModule itself once the engine is there, and another one later."""
+
+    def started(self, engine: Any, optimizer: Any) -> None:
+        engine.module.register_forward_hook(_damped)
+
+    def stepped(self, engine: Any, step: int) -> None:
+        if step == 3:
+            engine.module.register_forward_hook(_damped)
+
+
+def _damped(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output * 0.9
+
+
 NOTED: list[float] = []
 
 
@@ -812,6 +827,7 @@ _KINDS = (
         CountingHooks,
         LateHooks,
         WrappedForwards,
+        RootHooked,
         GlobalHooks,
         Everything,
         Objects,

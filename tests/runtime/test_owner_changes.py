@@ -15,6 +15,8 @@ from deepspeed_bamboo.runtime.owner_changes import CHANGED, VALUES, OwnerChanges
 class _Host:
     """Counts who asks for stages."""
 
+    active = None
+
     def __init__(self) -> None:
         self.asked = 0
 
@@ -25,6 +27,9 @@ class _Host:
     def owned(self) -> dict[Any, Any]:
         self.asked += 1
         return {}
+
+    def shown(self) -> None:
+        """It has no stage."""
 
 
 class _Worker:

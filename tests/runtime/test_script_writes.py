@@ -108,6 +108,7 @@ def test_rates_that_a_scheduler_changes_as_it_is_made(jobs: Jobs, habit: str, st
         ("CountingHooks", [kill(2, 1), kill(3, 0)]),
         ("LateHooks", [kill(5, 1)]),
         ("WrappedForwards", [kill(2, 1), kill(4, 0)]),
+        ("RootHooked", [kill(2, 1), kill(4, 0)]),
     ],
 )
 def test_what_hooks_keep_goes_where_their_stage_goes(jobs: Jobs, habit: str, faults: list[dict[str, Any]]) -> None:

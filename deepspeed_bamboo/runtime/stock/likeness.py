@@ -86,7 +86,12 @@ def take_root_hooks(module: Any, template: Any) -> None:
     """
     for kind in MODULE_HOOKS:
         for hook, options in zip(hooks_of(template, kind), hook_options(template, kind), strict=True):
-            _register(module, _REGISTER_ON_MODULE[kind], hook, options)
+            register_on_module(module, kind, hook, options)
+
+
+def register_on_module(module: Any, kind: str, hook: Any, options: Mapping[str, bool]) -> None:
+    """Register ``hook`` of this ``kind`` with its ``options``."""
+    _register(module, _REGISTER_ON_MODULE[kind], hook, options)
 
 
 def lay_out(module: Any, description: Description) -> None:

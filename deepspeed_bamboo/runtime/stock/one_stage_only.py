@@ -2,7 +2,7 @@
 
 The script's optimizer and scheduler show one stage. What it writes into groups and into the scheduler's numbers is
 carried to the others (``script_writes.py``, ``schedule_by_hand.py``). What it does to the groups' parameters, to the
-optimizer's state, or to other parts of the scheduler is not, for nobody can tell which of the others' it would have meant.
+optimizer's state, or to other parts of the scheduler is not: nobody can tell which of the others' it would have meant.
 """
 
 from __future__ import annotations

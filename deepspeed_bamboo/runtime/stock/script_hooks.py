@@ -63,6 +63,12 @@ def hooks_of(holder: Any, kind: str) -> list[Any]:
     return [hook for hook in (registered or {}).values() if not is_not_the_scripts(hook)]
 
 
+def keys_of_hooks(holder: Any, kind: str) -> list[int]:
+    """Under which keys torch has the hooks of :func:`hooks_of`, in their order."""
+    registered = getattr(holder, kind, None) or {}
+    return [key for key, hook in registered.items() if not is_not_the_scripts(hook)]
+
+
 def hook_options(holder: Any, kind: str) -> list[dict[str, bool]]:
     """The options with which the hooks of :func:`hooks_of` were registered, in their order; none for the default."""
     registered = getattr(holder, kind, None) or {}
