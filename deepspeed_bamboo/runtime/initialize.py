@@ -26,6 +26,7 @@ from deepspeed_bamboo.runtime.stock.given_parameters import GivenParameters
 from deepspeed_bamboo.runtime.stock.meeting_layers import meeting_layers
 from deepspeed_bamboo.runtime.stock.patches.entry_points import engine_class
 from deepspeed_bamboo.runtime.stock.patches.full_values import count_full_values
+from deepspeed_bamboo.runtime.stock.root_modules import modules_of_its_own
 from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
 from deepspeed_bamboo.runtime.stock.scripted_layers import scripted_layers
 from deepspeed_bamboo.runtime.stock.start_block import StartBlock, block_of
@@ -185,6 +186,7 @@ def _problems_with_layers(model: Any, config: BambooConfig, seat: Seat | None) -
     yield from meeting_layers(model, ranks=model._topo.world_size())
     if config.redundancy.mode != "off" or (seat is not None and seat.workers < len(seat.grid)):
         yield from scripted_layers(model)
+        yield from modules_of_its_own(model)
 
 
 def _problems_with_optimizer(optimizer: Any, seat: Seat | None, *, configured: bool) -> Iterator[str]:

@@ -19,6 +19,7 @@ from deepspeed_bamboo.runtime import initialize
 from deepspeed_bamboo.runtime.membership import starting
 from deepspeed_bamboo.runtime.stock.meeting_layers import meeting_layers
 from deepspeed_bamboo.runtime.stock.recounting import counts_twice
+from deepspeed_bamboo.runtime.stock.root_modules import modules_of_its_own
 from deepspeed_bamboo.runtime.stock.scripted_layers import scripted_layers
 from deepspeed_bamboo.runtime.stock.sparse_gradients import has_sparse, sparse_layers
 
@@ -148,3 +149,17 @@ def test_layers_that_torch_jit_has_compiled_are_named_with_what_to_do() -> None:
 
 def _speaker(me: str) -> Any:
     return SimpleNamespace(me=me, session=SimpleNamespace(worker=me))
+
+
+def test_modules_with_weights_beside_the_layers_are_refused_and_others_are_not() -> None:
+    root = torch.nn.Module()
+    root.add_module("0", torch.nn.Linear(2, 2))
+    root.add_module("tied_modules", torch.nn.ModuleDict({"embed": torch.nn.Linear(2, 2)}))
+    root.add_module("loss_fn", torch.nn.Linear(2, 2))
+    root.add_module("activation", torch.nn.GELU())
+    root.register_parameter("temperature", torch.nn.Parameter(torch.ones(1)))
+    assert not list(modules_of_its_own(root))
+    root.add_module("extra", torch.nn.Linear(2, 2))
+    root.add_module("statistics", torch.nn.BatchNorm1d(2, affine=False))
+    first, second = modules_of_its_own(root)
+    assert "'extra' (a Linear)" in first and "'statistics' (a BatchNorm1d)" in second
