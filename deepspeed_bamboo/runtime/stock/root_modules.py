@@ -21,6 +21,6 @@ def modules_of_its_own(model: Any) -> Iterator[str]:
         if next(chain(module.parameters(), module.buffers()), None) is not None:
             yield (
                 f"the PipelineModule ({type(model).__name__}) has a module with weights beside its layers: {name!r} "
-                f"(a {type(module).__name__}), which can't be made again on another worker. Make it part of a layer, or "
-                "use a Parameter or a buffer of the PipelineModule"
+                f"(a {type(module).__name__}), which can't be made again on another worker. Make it part of a layer, "
+                "or use a Parameter or a buffer of the PipelineModule"
             )
