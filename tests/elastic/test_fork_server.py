@@ -91,8 +91,9 @@ def test_a_child_is_killed_when_it_is_abandoned(fork_server: ForkServer, output:
 def test_a_child_is_killed_when_its_client_is(fork_server: ForkServer, output: str) -> None:
     code = (
         "import json, sys, time; from deepspeed_bamboo.testing.fork_server import ForkRequest, fork; "
-        f"print(fork({fork_server.address!r}, ForkRequest({reference(sleep)!r}, output={output!r})).pid, flush=True); "
-        "time.sleep(60)"
+        # It keeps the child, which ends with the connection that it holds.
+        f"child = fork({fork_server.address!r}, ForkRequest({reference(sleep)!r}, output={output!r})); "
+        "print(child.pid, flush=True); time.sleep(60)"
     )
     client = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert client.stdout is not None
