@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +26,22 @@ class GivenParameters:
         names: dict[int, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
-        return cls(_named(given, names))
+
+        def named(item: Any) -> list[_Parameter]:
+            said, parameter = item if isinstance(item, tuple) else (None, item)
+            return [_Parameter(tuple(names.get(id(parameter), ())), said)]
+
+        return cls(_mapped(given, named))
 
     def within(self, module: torch.nn.Module) -> list[Any]:
         """The same of the stage in ``module``. Groups that have nothing there are empty, so all stages have all."""
         tensors = dict(module.named_parameters(remove_duplicate=False))
-        return _found(self.items, tensors)
+
+        def found(item: _Parameter) -> list[Any]:
+            here = [tensors[name] for name in item.names if name in tensors][:1]
+            return here if item.said is None else [(item.said, parameter) for parameter in here]
+
+        return _mapped(self.items, found)
 
 
 @dataclass(frozen=True)
@@ -53,24 +63,9 @@ class _Parameter:
     said: str | None  # the name that the script has passed with it
 
 
-def _named(given: Iterable[Any], names: Mapping[int, Sequence[str]]) -> list[Any]:
-    items: list[Any] = []
-    for item in [given] if isinstance(given, torch.Tensor) else given:
-        if isinstance(item, dict):
-            items.append({**item, "params": _named(item["params"], names)})
-            continue
-        said, parameter = item if isinstance(item, tuple) else (None, item)
-        items.append(_Parameter(tuple(names.get(id(parameter), ())), said))
-    return items
-
-
-def _found(items: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> list[Any]:
-    found: list[Any] = []
-    for item in items:
-        if isinstance(item, dict):
-            found.append({**item, "params": _found(item["params"], tensors)})
-            continue
-        parameter = next((tensors[name] for name in item.names if name in tensors), None)
-        if parameter is not None:
-            found.append(parameter if item.said is None else (item.said, parameter))
-    return found
+def _mapped(items: Iterable[Any], change: Callable[[Any], list[Any]]) -> list[Any]:
+    """What ``change`` makes of each of ``items``, or of the lone one, and of those in groups."""
+    mapped: list[Any] = []
+    for item in [items] if isinstance(items, torch.Tensor) else items:
+        mapped += [{**item, "params": _mapped(item["params"], change)}] if isinstance(item, dict) else change(item)
+    return mapped

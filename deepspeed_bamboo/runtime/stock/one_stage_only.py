@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
+from deepspeed_bamboo.runtime.stock.schedule_by_hand import own_scheduler
 from deepspeed_bamboo.runtime.stock.state_versions import optimizer_state, weights
 
 _Seen = Mapping[str, str]
@@ -50,11 +51,12 @@ class OneStageOnly:
 
 
 def _seen(replica: StageReplica) -> _Seen:
-    seen = {"weights": weights(replica), "optimizer state": optimizer_state(replica)}
-    if replica.attributes["lr_scheduler"] is replica.built_scheduler:  # else the script's own, which only one stage has
+    seen = {"weights": str(weights(replica)), "optimizer state": optimizer_state(replica)}
+    scheduler = own_scheduler(replica)
+    if scheduler is not None:  # one of the script's own only one stage has
         # DeepSpeed's keep rates that are not in their state_dict().
-        kept = {} if replica.built_scheduler is None else vars(replica.built_scheduler)
-        seen["the scheduler"] = repr({name: value for name, value in kept.items() if isinstance(value, _PLAIN)})
+        kept = {name: value for name, value in vars(scheduler).items() if isinstance(value, _PLAIN)}
+        seen["the scheduler"] = repr(kept)
     return seen
 
 

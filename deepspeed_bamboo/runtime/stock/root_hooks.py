@@ -11,6 +11,7 @@ from typing import Any
 
 from deepspeed_bamboo.runtime.stock.hosting import StageHost
 from deepspeed_bamboo.runtime.stock.likeness import register_on_module
+from deepspeed_bamboo.runtime.stock.root_values import module_of_script
 from deepspeed_bamboo.runtime.stock.script_hooks import MODULE_HOOKS, hook_options, hooks_of, keys_of_hooks
 
 
@@ -25,19 +26,17 @@ class RootHooks:
 
     def carry(self) -> None:
         """Do to the other modules of this worker what the script has done to its own since the last call."""
-        shown = self._host.shown() or self._host.active
-        source = None if shown is None else shown.module
+        source = module_of_script(self._host)
         now = {kind: keys_of_hooks(source, kind) for kind in MODULE_HOOKS}
         if source is not None and source is self._source and now != self._known:
             for replica in self._host.built():
                 if replica.module is not source:
-                    self._follow(source, replica.module)
+                    self._follow(source, replica.module, now)
         self._source, self._known = source, now
 
-    def _follow(self, source: Any, module: Any) -> None:
-        for kind in MODULE_HOOKS:
-            before, now = self._known[kind], keys_of_hooks(source, kind)
-            own = keys_of_hooks(module, kind)
+    def _follow(self, source: Any, module: Any, there: Mapping[str, list[int]]) -> None:
+        for kind, now in there.items():
+            before, own = self._known[kind], keys_of_hooks(module, kind)
             if len(own) != len(before):
                 continue  # made since then, with the hooks that the script's has now
             for key, its in zip(before, own, strict=True):

@@ -107,6 +107,12 @@ class RootByHand:
         self._sizes = {name: len(value) for name, value in now.items() if isinstance(value, _GROWING)}
 
 
+def module_of_script(host: Any) -> Any:
+    """The PipelineModule that the script of the worker with this StageHost has, also where it stands by."""
+    shown = host.shown() or host.active
+    return None if shown is None else shown.module
+
+
 def own_of_root(module: Any) -> Iterator[tuple[str, Any]]:
     """What a PipelineModule has that no other one has: attributes of a subclass."""
     known = _names_of_every_one()

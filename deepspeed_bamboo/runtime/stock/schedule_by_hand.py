@@ -25,12 +25,12 @@ class ScheduleByHand:
 
     def leave(self, shown: StageReplica | None) -> None:
         """After a step: what the scheduler of ``shown``, which the script has, holds."""
-        scheduler = _own(shown)
+        scheduler = own_scheduler(shown)
         self._scheduler, self._left = scheduler, _plain_values(scheduler)
 
     def follow(self, shown: StageReplica | None, replicas: Iterable[StageReplica]) -> tuple[SetOnSchedule, ...]:
         """Before a step: carry what the script has changed since. Returns it."""
-        scheduler = _own(shown)
+        scheduler = own_scheduler(shown)
         if scheduler is None or scheduler is not self._scheduler:
             self.leave(shown)
             return ()
@@ -50,7 +50,7 @@ class ScheduleByHand:
 
         What it changed on its way is in that state, as far as a scheduler's state has it; the rest goes to all stages.
         """
-        scheduler = _own(shown)
+        scheduler = own_scheduler(shown)
         if scheduler is None or scheduler is not self._scheduler:
             return
         saved, replicas = scheduler.state_dict(), list(replicas)
@@ -77,13 +77,13 @@ class ScheduleByHand:
 def _set(replicas: Iterable[StageReplica], name: str, before: Any, now: Any) -> None:
     for replica in replicas:
         replica.finish_step()
-        scheduler = _own(replica)
+        scheduler = own_scheduler(replica)
         held = {} if scheduler is None else vars(scheduler)
         if name in held and _same(held[name], before):
             held[name] = copy.deepcopy(now)
 
 
-def _own(replica: StageReplica | None) -> Any:
+def own_scheduler(replica: StageReplica | None) -> Any:
     """The scheduler that ``replica`` has as each stage has one."""
     if replica is None or replica.built_scheduler is None:
         return None

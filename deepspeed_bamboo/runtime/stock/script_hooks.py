@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,25 +60,18 @@ def is_of_stage(module: torch.nn.Module, path: str) -> bool:
 
 def hooks_of(holder: Any, kind: str) -> list[Any]:
     """The hooks of one kind that the script, or a layer's class, has registered, in order."""
-    registered = getattr(holder, kind, None)
-    return [hook for hook in (registered or {}).values() if not is_not_the_scripts(hook)]
+    return [getattr(holder, kind)[key] for key in keys_of_hooks(holder, kind)]
 
 
 def keys_of_hooks(holder: Any, kind: str) -> list[int]:
     """Under which keys torch has the hooks of :func:`hooks_of`, in their order."""
-    registered = getattr(holder, kind, None) or {}
-    return [key for key, hook in registered.items() if not is_not_the_scripts(hook)]
+    return _script_keys(getattr(holder, kind, None) or {})
 
 
 def hook_options(holder: Any, kind: str) -> list[dict[str, bool]]:
     """The options with which the hooks of :func:`hooks_of` were registered, in their order; none for the default."""
-    registered = getattr(holder, kind, None) or {}
     given = {option: getattr(holder, where) for option, where in _OPTIONS.get(kind, {}).items()}
-    return [
-        {option: True for option, keys in given.items() if key in keys}
-        for key, hook in registered.items()
-        if not is_not_the_scripts(hook)
-    ]
+    return [{option: True for option, keys in given.items() if key in keys} for key in keys_of_hooks(holder, kind)]
 
 
 def is_not_the_scripts(hook: Any) -> bool:
@@ -110,5 +104,8 @@ def hooks_of_stage(module: torch.nn.Module) -> list[ScriptHook]:
 
 
 def _of(path: str, kind: str, registry: dict[int, Any]) -> list[ScriptHook]:
-    keys = [key for key, hook in registry.items() if not is_not_the_scripts(hook)]
-    return [ScriptHook(path, kind, place, registry, key) for place, key in enumerate(keys)]
+    return [ScriptHook(path, kind, place, registry, key) for place, key in enumerate(_script_keys(registry))]
+
+
+def _script_keys(registry: Mapping[int, Any]) -> list[int]:
+    return [key for key, hook in registry.items() if not is_not_the_scripts(hook)]

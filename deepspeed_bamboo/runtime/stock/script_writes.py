@@ -41,7 +41,7 @@ from deepspeed_bamboo.runtime.stock.hyperparameters import (
 )
 from deepspeed_bamboo.runtime.stock.one_stage_only import OneStageOnly
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
-from deepspeed_bamboo.runtime.stock.root_values import RootByHand
+from deepspeed_bamboo.runtime.stock.root_values import RootByHand, module_of_script
 from deepspeed_bamboo.runtime.stock.scale_by_hand import ScaleByHand
 from deepspeed_bamboo.runtime.stock.schedule_by_hand import ScheduleByHand
 from deepspeed_bamboo.runtime.stock.written import NOTHING, Written
@@ -141,8 +141,8 @@ class ScriptWrites:
             return
         if modules:
             self._written += Written(schedule=self._schedule.follow(self._shown(), self._host.replicas()))
-        if modules and (alone := self._alone.follow(self._shown(), self._host.owners())):
-            self._say(alone)
+            if alone := self._alone.follow(self._shown(), self._host.owners()):
+                self._say(alone)
         self._find_scheduler()
         self._place_scheduler()
         self._follow_optimizers()
@@ -268,8 +268,7 @@ class ScriptWrites:
 
     def _root(self) -> Any:
         """The PipelineModule that the script has, also on a worker that stands by."""
-        shown = self._host.shown() or self._host.active
-        return None if shown is None else shown.module
+        return module_of_script(self._host)
 
     def _note_written(self, source: Any) -> None:
         now, left = values_of(source), self._left.get(id(source))

@@ -19,12 +19,12 @@ def versions_of(replica: StageReplica) -> tuple[int, str]:
 
 def touched(replica: StageReplica) -> tuple[int, str]:
     """Another value once the script has changed weights or optimizer state; buffers may be changed by forwards."""
-    return sum(parameter._version for parameter in replica.module.parameters()), optimizer_state(replica)
+    return weights(replica), optimizer_state(replica)
 
 
-def weights(replica: StageReplica) -> str:
+def weights(replica: StageReplica) -> int:
     """Another value once they have been changed."""
-    return str(sum(parameter._version for parameter in replica.module.parameters()))
+    return sum(parameter._version for parameter in replica.module.parameters())
 
 
 def beside_weights(replica: StageReplica) -> str:
