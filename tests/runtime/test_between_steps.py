@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +32,14 @@ def learns_in_time(engine: Any, step: int) -> None:
     engine.failover.before_script = before_script
 
 
+def dies_once_returned(step: int, *, others: list[int]) -> None:
+    """Kill this process after ``train_batch`` of ``step`` returned on ``others``: what follows shows it."""
+    marks = [Path(os.environ["TEST_DIRECTORY"], f"returned-{step}-{other}") for other in others]
+    while not all(mark.exists() for mark in marks):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def train_and_count(
     training: Training, *, known_in: int, dies_after: dict[int, int], agrees_after: int, gathers_after: int
 ) -> Any:
@@ -49,8 +59,10 @@ def train_and_count(
     while engine.global_steps < training.steps:
         step = engine.global_steps
         losses.append(float(engine.train_batch(data)))
+        if plugin and step in dies_after:
+            Path(os.environ["TEST_DIRECTORY"], f"returned-{step}-{rank}").touch()
         if plugin and dies_after.get(step) == rank:
-            os.kill(os.getpid(), signal.SIGKILL)
+            dies_once_returned(step, others=[0, *(dying for end, dying in dies_after.items() if end > step)])
         if plugin and step == agrees_after:
             counted.append([sum(its) for its in zip(*engine.agree_on("count", own).values(), strict=True)])
         elif step == gathers_after:
