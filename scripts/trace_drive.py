@@ -128,9 +128,15 @@ def sleeping_job(arguments: argparse.Namespace, *, policy: str, workers: int) ->
         optimizer={"type": "Adam", "params": {"lr": 0.003, "torch_adam": True}},
         bamboo={
             "policy": policy,
+            **({"policy_interval_seconds": _interval_seconds(arguments)} if policy == "proactive" else {}),
             "checkpoint": {"memory_interval_seconds": _MEMORY_SECONDS, "memory_copies": arguments.stages},
         },
     )
+
+
+def _interval_seconds(arguments: argparse.Namespace) -> float:
+    """A minute of the trace, in which the proactive policy counts."""
+    return 60.0 / float(arguments.times)
 
 
 def driven_job(
@@ -194,6 +200,7 @@ def compared(
     """Next to the simulator's word, which goes into ``its``, too; a line if that is off by more than it may be."""
     live = {
         "policy": job.bamboo["policy"],
+        "policy_interval_seconds": _interval_seconds(arguments),
         "fatal": "in-place",
         "memory_checkpoint_seconds": _MEMORY_SECONDS,
         "memory_copies": arguments.stages,

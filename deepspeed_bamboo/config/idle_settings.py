@@ -49,6 +49,10 @@ def _idle_redundancy(config: BambooConfig) -> Iterator[str]:
     if config.policy == "proactive" and mode == "off":
         why = 'redundancy.mode is "off", in which nobody is taken in and no stage moves for speed; set another mode'
         yield from _idle(config, "", ("policy",), why)
+    default = type(config).model_fields["policy_interval_seconds"].default
+    if config.policy != "proactive" and config.policy_interval_seconds != default:
+        why = f'policy {config.policy!r} counts nothing; set policy to "proactive"'
+        yield from _idle(config, "", ("policy_interval_seconds",), why)
     if redundancy.losses_per_hour is not None and mode != "auto":
         yield from _idle(redundancy, "redundancy", ("losses_per_hour",), f'mode is {mode!r}; set mode to "auto"')
     if redundancy.overlap and mode not in ("eager", "auto"):

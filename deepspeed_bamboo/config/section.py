@@ -313,6 +313,10 @@ class BambooConfig(Section):
     """When workers that join are taken in and stages move for speed. fixed: at the next boundary; proactive: once that
     is expected to be worth its pause, by how often machines were seen to come and go; a worker waits up to a minute."""
 
+    policy_interval_seconds: Seconds = 60.0
+    """How long an interval is in which proactive counts what comes and goes; it foresees twelve of them by the last
+    sixty."""
+
     other_engines: Literal["refuse", "warn"] = "refuse"
     """What to do when the script makes an engine that is not the plugin's, so that a loss would end the job: refuse
     (an error), or warn, for one that is not worth protecting."""

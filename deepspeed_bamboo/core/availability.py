@@ -34,13 +34,14 @@ def _board() -> Scoreboard:
 
 @dataclass(frozen=True)
 class Availability:
-    """What was seen, by intervals of INTERVAL_SECONDS. Seconds are of any clock that only advances.
+    """What was seen, by intervals. Seconds are of any clock that only advances.
 
     Attributes:
         changes: moments at which machines came or went.
         losses: machines that went.
         began_seconds: when the interval of now began; None before the first look.
         open_changes, open_losses: of the interval of now.
+        interval_seconds: how long an interval is.
     """
 
     changes: Scoreboard = field(default_factory=_board)
@@ -48,18 +49,20 @@ class Availability:
     began_seconds: float | None = None
     open_changes: int = 0
     open_losses: int = 0
+    interval_seconds: float = INTERVAL_SECONDS
 
     def at(self, seconds: float) -> Availability:
         """At a later moment, up to which nothing more has happened."""
         if self.began_seconds is None:
             return replace(self, began_seconds=seconds)
-        passed = int((seconds - self.began_seconds) / INTERVAL_SECONDS)
+        passed = int((seconds - self.began_seconds) / self.interval_seconds)
         if passed <= 0:
             return self
         changes, losses = self.changes.observe(self.open_changes), self.losses.observe(self.open_losses)
         for _ in range(min(passed, _HISTORY) - 1):
             changes, losses = changes.observe(0), losses.observe(0)
-        return Availability(changes, losses, self.began_seconds + passed * INTERVAL_SECONDS)
+        began = self.began_seconds + passed * self.interval_seconds
+        return Availability(changes, losses, began, interval_seconds=self.interval_seconds)
 
     def changed(self, seconds: float, *, gone: int) -> Availability:
         """With one more moment at which machines came or went; ``gone`` of them went."""
@@ -69,17 +72,17 @@ class Availability:
     @property
     def changes_per_second(self) -> float:
         """What the best predictor so far foresees on average."""
-        return _rate(self.changes)
+        return self._rate(self.changes)
 
     @property
     def losses_per_second(self) -> float:
         """The same of machines that go."""
-        return _rate(self.losses)
+        return self._rate(self.losses)
 
     @property
     def undisturbed_seconds(self) -> float:
         """Until the next change, on average, and no more than what is looked ahead."""
-        ahead, rate = LOOK_AHEAD * INTERVAL_SECONDS, self.changes_per_second
+        ahead, rate = LOOK_AHEAD * self.interval_seconds, self.changes_per_second
         return -math.expm1(-rate * ahead) / rate if rate > 0.0 else ahead
 
     @property
@@ -101,10 +104,14 @@ class Availability:
         }
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Availability:
+    def from_json(cls, value: Mapping[str, Any], *, interval_seconds: float = INTERVAL_SECONDS) -> Availability:
         """Inverse of :meth:`to_json`, but that an interval begins with the first look."""
         changes, losses = value["open"]
-        return cls(_seen(value["changes"]), _seen(value["losses"]), None, int(changes), int(losses))
+        seen = _seen(value["changes"]), _seen(value["losses"])
+        return cls(*seen, None, int(changes), int(losses), interval_seconds)
+
+    def _rate(self, board: Scoreboard) -> float:
+        return fmean(board.forecast()) / self.interval_seconds if board.history else 0.0
 
 
 def _seen(counts: Sequence[int]) -> Scoreboard:
@@ -112,7 +119,3 @@ def _seen(counts: Sequence[int]) -> Scoreboard:
     for count in counts:
         board = board.observe(int(count))
     return board
-
-
-def _rate(board: Scoreboard) -> float:
-    return fmean(board.forecast()) / INTERVAL_SECONDS if board.history else 0.0

@@ -204,6 +204,8 @@ class LiveSpec(_Spec):
     lazy or eager, whichever costs less of a step; where they are equal eager, which does less again after a loss."""
     policy: Literal["fixed", "proactive"] = "fixed"
     """As `policy` of the engine: when workers are taken in and stages move (core/steering.py)."""
+    policy_interval_seconds: Positive = 60.0
+    """As `policy_interval_seconds` of the engine."""
     plans: bool = True
     """Placements and times by the engine's own plans, where a grid is small enough for that; else a closed form."""
     lazy_overhead: NonNegative = 0.08

@@ -93,6 +93,10 @@ def test_suspicion_follows_the_lease_unless_set() -> None:
         ({"checkpoint": {"memory_limit_gigabytes": 1.0}}, ["memory_limit_gigabytes is 1.0", "dir and", "set one"]),
         ({"topology": {"wait_for_machines_seconds": 9.0}}, ["wait_for_machines_seconds is 9.0", "checkpoint.dir"]),
         ({"redundancy": {"losses_per_hour": 2.0}}, ["losses_per_hour is 2.0", "mode is 'lazy'", 'mode to "auto"']),
+        (
+            {"policy_interval_seconds": 5.0},
+            ["policy_interval_seconds is 5.0", "policy 'fixed'", 'policy to "proactive"'],
+        ),
         ({"redundancy": {"mode": "full", "overlap": True}}, ["overlap is True", "mode is 'full'", 'mode to "eager"']),
         ({"notices": {"source": "none", "poll_seconds": 1.0}}, ["poll_seconds is 1.0", "another source"]),
         ({"event_log": ""}, ["bamboo.event_log", "names nothing", "write a path", "null"]),

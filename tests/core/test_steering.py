@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +15,7 @@ from deepspeed_bamboo.core.steering import (
     POLICIES,
     Action,
     Fixed,
+    Foregone,
     Option,
     Outlook,
     Proactive,
@@ -19,6 +23,9 @@ from deepspeed_bamboo.core.steering import (
     liveput,
     options_at,
 )
+
+times = st.floats(0.01, 1000.0)
+
 
 FOUR, FIVE = Standing(4, 2.0), Standing(5, 1.9)
 
@@ -69,6 +76,34 @@ def test_what_is_safer_is_done() -> None:
     )  # there was no choice
 
 
+@given(times, times, times, st.floats(1.0, 4000.0), st.floats(0.01, 10.0), st.integers(1, 8), st.integers(0, 8))
+def test_what_is_put_off_costs_at_most_twice(
+    now: float, then: float, move: float, every: float, look: float, hosting: int, more: int
+) -> None:
+    """Whatever was foreseen and doesn't come: waiting ends once it has cost what moving costs, but for one look."""
+    outlook = Outlook(hosting + more, 4.0, seen(every_seconds=every, gone=1, seconds=4000.0))
+    standings = Standing(hosting, now), Standing(hosting + more, then)
+    options = options_at(*standings, stays_safe=True, move_seconds=move, stand_by_seconds=1.0)
+    foregone, looks = Foregone(), 0
+    while True:
+        seconds = looks * look
+        decision = Proactive().decide(options, replace(outlook, foregone=foregone.until(seconds)))
+        if decision.action is not Action.WAIT:
+            break
+        foregone = foregone.after(decision, seconds=seconds)
+        if decision.foregone_per_second == 0.0:
+            return  # to move would be worth nothing
+        assert foregone.iterations < decision.patience == move / then
+        assert foregone.seconds_to(decision.patience) > 0.0
+        # As the simulator does, which knows when that will be.
+        looks += max(1, math.floor(foregone.seconds_to(decision.patience) / look))
+        if looks * look > 1e7:
+            return
+    if looks:
+        assert decision.action is Action.MOVE and "waiting has cost" in decision.reason
+        assert foregone.until(seconds) >= move / then
+
+
 def test_where_losses_are_dear_workers_stand_by() -> None:
     """A loss of one that hosts nothing costs nothing; with the same iterations fewer hosts are better."""
     losing = seen(every_seconds=120.0, gone=1)
@@ -83,9 +118,6 @@ def test_the_reason_has_the_figures() -> None:
     assert reason.startswith("wait: iterations expected within 30 s are wait 13.4, ")
     assert "move: 5 workers host, 1.9 s an iteration, 5 s to get there" in reason
     assert "120 changes and 120 losses an hour foreseen, by persistence and persistence" in reason
-
-
-times = st.floats(0.01, 1000.0)
 
 
 @given(

@@ -101,8 +101,10 @@ class OneWorker:
             session=SimpleNamespace(config=config, worker="w0"),
             log_event=lambda event, **fields: self.told.append({"event": event, **fields}),
         )
-        balancing: Any = SimpleNamespace(seconds_of=lambda one: 1.0 if measured else None)
-        self.steering = Steering(self.worker, balancing=balancing)
+        balancing: Any = SimpleNamespace(seconds_of=lambda one: self.seconds.get(one, 1.0) if measured else None)
+        self.seconds: dict[Placement, float] = {}
+        self.now = 0.0
+        self.steering = Steering(self.worker, balancing=balancing, clock=lambda: self.now)
         self.steering.look(["w0", "w1", "w2", "w3", "w4"], waiting=["w4"])
 
     def chosen(self, target: Target, *, sites: list[WorkerSite] = NODES) -> Target | None:
@@ -137,6 +139,33 @@ def test_after_20_iterations_it_stands_by_and_stages_stay() -> None:
     assert found is not None
     assert (found.placement, found.members, found.reason) == (WHOLE, with_w4().members, "joined: w4, to stand by")
     assert MOST_WAIT_SECONDS == 60.0
+
+
+def test_who_waits_is_taken_in_once_that_has_cost_as_much_as_the_move() -> None:
+    """What is foreseen doesn't come. An iteration of 0.9 s next to one of 1 s pays for a second in ten."""
+    one = OneWorker()
+    for number in range(1, 13):
+        one.now = 5.0 * number
+        one.steering.look(
+            ["w0", "w1", "w2", "w3", "w4", *(f"x{k}" for k in range(number))], waiting=["w4"] * (number > 11)
+        )
+    moved = Placement.of(GRID, owners={**OWNERS, tuple(GRID)[3]: "w4"}, shadows=SHADOWS)
+    one.seconds[moved] = 0.9
+    assert one.chosen(with_w4(moved)) is None
+    for seconds in (62.0, 69.0):
+        one.now = seconds
+        assert one.chosen(with_w4(moved)) is None
+    one.now = 70.5
+    assert one.chosen(with_w4(moved)) == with_w4(moved)
+    assert [event["action"] for event in one.told] == ["wait", "move"]
+    assert "waiting has cost 1.1" in one.told[-1]["reason"]
+
+
+def test_a_worker_that_left_by_plan_is_not_a_loss() -> None:
+    one = OneWorker()
+    one.steering.moved(WHOLE, with_w4(leaving=("w1",)), seconds=0.25)
+    one.steering.look(["w0", "w3", "w4"], waiting=[])
+    assert one.steering.to_json()["availability"]["open"] == [1, 1]  # one moment, one loss: w2
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -21,6 +21,7 @@ from deepspeed_bamboo.core.steering import (
     MOST_WAIT_SECONDS,
     POLICIES,
     Action,
+    Foregone,
     Option,
     Outlook,
     Standing,
@@ -53,18 +54,22 @@ class Steering:
     Args:
         worker: whose job.
         balancing: knows how long iterations take.
+        clock: seconds that only advance.
     """
 
-    def __init__(self, worker: Worker, *, balancing: Balancing) -> None:
+    def __init__(self, worker: Worker, *, balancing: Balancing, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._worker = worker
         self._balancing = balancing
         self._policy = POLICIES[worker.session.config.policy]()
-        self._availability = Availability()
+        self._availability = Availability(interval_seconds=worker.session.config.policy_interval_seconds)
         self._there: frozenset[WorkerId] | None = None
         self._waits: dict[WorkerId, tuple[float, int]] = {}  # since when, and since which step
         self._moves: deque[float] = deque(maxlen=_KEPT)
         self._stand_bys: deque[float] = deque(maxlen=_KEPT)
         self._pauses: deque[float] = deque(maxlen=_KEPT)
+        self._left: set[WorkerId] = set()  # by plan, so that nothing is lost
+        self._foregone = Foregone()
         self._put_off: Found | None = None
         self._told: tuple[Key, Action] | None = None
 
@@ -72,11 +77,13 @@ class Steering:
 
     def look(self, present: Collection[WorkerId], *, waiting: Iterable[WorkerId]) -> None:
         """At each boundary, on every worker: who is there, and who of them waits to be taken in."""
-        now, there = time.monotonic(), frozenset(present)
+        now, there = self._clock(), frozenset(present)
         before, self._there = self._there, there
         self._availability = self._availability.at(now)
         if before is not None and there != before:
-            self._availability = self._availability.changed(now, gone=len(before - there))
+            gone = before - there
+            self._availability = self._availability.changed(now, gone=len(gone - self._left))
+            self._left -= gone
         step = self._worker.step
         self._waits = {worker: self._waits.get(worker, (now, step)) for worker in waiting}
 
@@ -88,6 +95,8 @@ class Steering:
 
     def moved(self, before: Placement, target: Target, *, seconds: float) -> None:
         """A change was carried out, and those who stay have waited for so long."""
+        self._foregone = Foregone()
+        self._left.update(target.leaving)
         if self._worker.me not in target.joining:
             (self._moves if transfers(before, target.placement) else self._stand_bys).append(seconds)
 
@@ -103,8 +112,10 @@ class Steering:
         options = self._options(found.target, sites)
         if not options:
             return found.target
-        outlook = Outlook(len(sites), self._loss_seconds(), self._availability)
+        now = self._clock()
+        outlook = Outlook(len(sites), self._loss_seconds(), self._availability, self._foregone.until(now))
         decision = self._policy.decide(options, outlook)
+        self._foregone = self._foregone.after(decision, seconds=now)
         self._tell(found, decision.action, decision.reason)
         if decision.action is Action.WAIT:
             self._put_off = found
@@ -137,7 +148,7 @@ class Steering:
         waits = [self._waits[worker] for worker in joining if worker in self._waits]
         if not joining:
             return None
-        now, step = time.monotonic(), self._worker.step
+        now, step = self._clock(), self._worker.step
         if any(step - since >= _MOST_WAIT_ITERATIONS for _, since in waits):
             return MOST_WAIT_SECONDS
         return max((now - since for since, _ in waits), default=0.0)
@@ -169,7 +180,9 @@ class Steering:
 
     def take(self, value: Mapping[str, Any]) -> None:
         """Inverse of :meth:`to_json`."""
-        self._availability = Availability.from_json(value["availability"])
+        self._availability = Availability.from_json(
+            value["availability"], interval_seconds=self._availability.interval_seconds
+        )
         for mine, theirs in (
             (self._moves, value["moves"]),
             (self._stand_bys, value["stand_bys"]),

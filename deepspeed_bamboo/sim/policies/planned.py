@@ -15,18 +15,18 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from ...core.availability import INTERVAL_SECONDS, Availability
 from ...core.placement import Placement, WorkerId
 from ...core.placing.sites import Sites, WorkerSite
 from ...core.reconfiguring import LEAST_GAIN, is_safer, transfers
 from ...core.restoring import Site, keepers
-from ...core.steering import Action, Fixed, Outlook, Policy, Proactive, Standing, options_at
+from ...core.steering import Action, Policy, Proactive, Standing, options_at
 from ..clock import MILLISECONDS_PER_SECOND, NEVER, to_milliseconds
 from ..ledger import Ledger, Mode
 from ..planned import PlannedGrid
 from ..progress import Progress
 from ..scenario import LiveSpec
 from .alarms import AlarmedPolicy, Ring, Status
+from .steered import Steered
 
 __all__ = ["IterationCosts", "PlannedPolicy"]
 
@@ -97,9 +97,11 @@ class PlannedPolicy(AlarmedPolicy):
         self._longer_seconds = (0.0, 0.0, 0.0)
         self._accounted_steps = 0
         self.record: list[tuple[str, float]] | None = None
-        self._steering: Policy = Fixed() if steering is None else steering
-        self._availability = Availability()
-        self._changed_at = NEVER
+        self._steering = Steered(
+            steering,
+            interval_seconds=spec.policy_interval_seconds,
+            loss_seconds=spec.detect_seconds + spec.regroup_seconds,
+        )
         self._put_off, self._look_at = False, NEVER
 
     # -- machines ----------------------------------------------------------------------------------
@@ -108,6 +110,7 @@ class PlannedPolicy(AlarmedPolicy):
         """See Policy: it is emptied at the next boundary."""
         self._waiting.pop(node, None)
         if node in self._members:
+            self._saw(now)
             self._draining[node] = None
             self.wants_step_end = self._status is Status.RUNNING
 
@@ -135,15 +138,13 @@ class PlannedPolicy(AlarmedPolicy):
         self.wants_step_end = self._status is Status.RUNNING
 
     def _saw(self, now: int, *, gone: int = 0) -> None:
-        """What happens at one instant is one change."""
-        if gone or now != self._changed_at:
-            self._availability = self._availability.changed(now / MILLISECONDS_PER_SECOND, gone=gone)
-        self._changed_at, self._put_off = now, False
+        self._steering.saw(now, gone=gone)
+        self._put_off = False
 
-    def _put_off_until(self, at: int) -> None:
+    def _put_off_for(self, now: int, *, seconds: float) -> None:
         """What is not done now is looked at again then, or when somebody comes or goes."""
-        self._put_off, self._look_at = True, at
-        self._ring(at, Ring.LOOK)
+        self._put_off, self._look_at = True, now + max(1, to_milliseconds(seconds))
+        self._ring(self._look_at, Ring.LOOK)
 
     def _look_again(self, now: int) -> None:
         if now == self._look_at:
@@ -348,8 +349,6 @@ class PlannedPolicy(AlarmedPolicy):
             self._start(now)
             return
         action = self._decide(now, before, workers)
-        if action is not Action.MOVE:
-            self._put_off_until(now + to_milliseconds(INTERVAL_SECONDS))
         if action is Action.WAIT:
             self._start(now)
             return
@@ -372,7 +371,7 @@ class PlannedPolicy(AlarmedPolicy):
     def _starts_again(self, now: int, before: Placement) -> bool:
         """Whether the job is started again with all who are there, from a checkpoint of this moment."""
         workers = len({*self._members, *self._waiting} - set(self._draining))
-        self._put_off_until(now + to_milliseconds(INTERVAL_SECONDS))
+        self._put_off_for(now, seconds=self._spec.policy_interval_seconds)
         now_takes, then = self._passes_seconds(), self._planned.shape(workers).seconds
         if workers == 0 or then >= now_takes * (1.0 - LEAST_GAIN):
             return False
@@ -384,8 +383,7 @@ class PlannedPolicy(AlarmedPolicy):
             move_seconds=cost,
             stand_by_seconds=cost,
         )
-        self._availability = self._availability.at(now / MILLISECONDS_PER_SECOND)
-        outlook = Outlook(workers, self._spec.detect_seconds + self._spec.regroup_seconds, self._availability)
+        outlook = self._steering.outlook(now, workers=workers)
         if Proactive().decide(options, outlook).action is not Action.MOVE:
             return False
         self.ledger.reconfigurations += 1
@@ -399,7 +397,7 @@ class PlannedPolicy(AlarmedPolicy):
         """What of all that can be done is done."""
         if self._draining or not self._steering.compares:
             return Action.MOVE
-        spec, sites, seconds = self._spec, self._sites(workers), now / MILLISECONDS_PER_SECOND
+        sites = self._sites(workers)
         after = self._planned.arranged(sites, before)
         usual = self._costs.seconds(self._passes_seconds(), most_hosted=_most_hosted(before))
         then = self._costs.seconds(self._planned.shape(len(workers)).seconds, most_hosted=_most_hosted(after))
@@ -409,14 +407,15 @@ class PlannedPolicy(AlarmedPolicy):
             Standing.of(before, usual),
             Standing.of(after, then),
             stays_safe=enough and not is_safer(after, self._protected(before), sites),
-            waited_seconds=None if since is None else seconds - since / MILLISECONDS_PER_SECOND,
+            waited_seconds=None if since is None else (now - since) / MILLISECONDS_PER_SECOND,
             move_seconds=self._handover_seconds(joined=since is not None)
             + self._moving_seconds(before, after, joined=since is not None),
-            stand_by_seconds=self._handover_seconds(joined=True) + spec.join_transfer_seconds,
+            stand_by_seconds=self._handover_seconds(joined=True) + self._spec.join_transfer_seconds,
         )
-        self._availability = self._availability.at(seconds)
-        pause = spec.detect_seconds + spec.regroup_seconds
-        return self._steering.decide(options, Outlook(len(workers), pause, self._availability)).action
+        action, seconds = self._steering.decide(now, options, workers=len(workers))
+        if action is not Action.MOVE:
+            self._put_off_for(now, seconds=seconds)
+        return action
 
     def _handover_seconds(self, *, joined: bool) -> float:
         return self._spec.handover_seconds + (self._spec.join_handover_seconds if joined else 0.0)
