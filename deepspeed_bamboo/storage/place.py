@@ -60,8 +60,13 @@ class CheckpointPlace:
         self.name = name
 
     def take(self) -> None:
-        """Claim the place for this job. A job that wrote here before can't name checkpoints any more."""
-        self._folder.write(_OWNER, _text(self._owner))
+        """Claim the place for this job. A job that wrote here before can't name checkpoints any more.
+
+        Workers of a job that starts anew have the place already. Then nothing is written, so that a disk which has
+        become full or read-only does not keep them from what they can read.
+        """
+        if not self._is_mark(self._folder.read_text(_OWNER)):
+            self._folder.write(_OWNER, _text(self._owner))
 
     def check_visible(self, *, worker: str, within_seconds: float = 5.0) -> None:
         """Raise CheckpointError if ``worker``'s machine does not see this job's mark: then it sees another place.

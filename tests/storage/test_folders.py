@@ -110,6 +110,23 @@ def test_of_two_jobs_the_later_one_has_the_place(make: Make) -> None:
     assert make("place").folders()[:2] == ["bamboo_step1", "bamboo_step4"]
 
 
+def test_a_job_that_starts_anew_reads_what_is_in_a_place_that_is_full_by_now(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another job is refused before it trains."""
+    CheckpointPlace(make("place"), name="place", owner="first").take()
+
+    def write(name: str, fill: Fill) -> None:
+        raise CheckpointError(f"{name}: no space")
+
+    monkeypatch.setattr(full := make("place"), "write", write)
+    with pytest.raises(CheckpointError, match="no space"):
+        CheckpointPlace(full, name="place", owner="second").take()
+    anew = CheckpointPlace(full, name="place", owner="first")
+    anew.take()
+    anew.check_visible(worker="w", within_seconds=0)
+
+
 def mark(job: str, started: float | None) -> str:
     return json.dumps({JOB: job, STARTED: started})
 
