@@ -64,11 +64,13 @@ class Codebase:
 MEGATRON = {
     **{"num-layers": "4", "hidden-size": "32", "num-attention-heads": "2", "seq-length": "32", "vocab-size": "63"},
     **{"max-position-embeddings": "32", "micro-batch-size": "2", "global-batch-size": "8", "train-iters": "{steps}"},
-    **{"lr": "0.001", "min-lr": "0.0001", "lr-decay-iters": "{steps}", "lr-decay-style": "cosine", "clip-grad": "1.0"},
+    **{"lr": "0.001", "min-lr": "0.0001", "lr-decay-iters": "10", "lr-decay-style": "cosine", "clip-grad": "1.0"},
     **{"weight-decay": "0.1", "attention-dropout": "0", "hidden-dropout": "0", "num-workers": "0", "eval-iters": "1"},
     **{"pipeline-model-parallel-size": "{stages}", "distributed-backend": "gloo", "tokenizer-type": "NullTokenizer"},
-    **{"deepspeed_config": "{settings}", "data-path": "none"},
+    **{"deepspeed_config": "{settings}", "data-path": "none", "log-interval": "1"},
+    **{"save": "saved", "load": "saved", "save-interval": "2"},
 }
+MEGATRON_LOG = r"iteration +\d+/|learning rate: \S+|lm loss: \S+|grad norm: \S+|validation .*lm loss value: \S+"
 MEGATRON_OFF = ("masked-softmax", "bias-gelu", "bias-dropout", "gradient-accumulation")  # fused kernels
 
 TRANSPEEDER = {
@@ -136,11 +138,14 @@ CODEBASES = {
     "megatron-deepspeed": Codebase(
         "pretrain_gpt.py",
         (
-            "--deepspeed",
+            *("--deepspeed", "--use-checkpoint-opt_param-scheduler"),
             *(part for name, value in MEGATRON.items() for part in (f"--{name}", value)),
             *(f"--no-{name}-fusion" for name in MEGATRON_OFF),
         ),
         ("megatron_without_vision", "megatron_data", "lenient_views"),
+        log=MEGATRON_LOG,
+        saved="saved",
+        resumes=True,
     ),
     "transpeeder": Codebase(
         "examples/train.py",

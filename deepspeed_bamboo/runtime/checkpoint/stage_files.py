@@ -74,6 +74,7 @@ class StageFiles:
         self._stock = stock
         self._transfer = transfer
         self._beginning = beginning
+        self._loads_own = False
         self._around = around
         self._facts: dict[str, FileFact] = {}  # of the files that have just been saved
 
@@ -222,8 +223,20 @@ class StageFiles:
 
     def load_without_code(self, folder: str, *, tag: str) -> Loaded:
         """Load a checkpoint of the plugin's own that has been checked, and run no code from its files; collective."""
-        with no_code_from_files(self._stock):
+        with self._own_files():
             return self._load_whole(folder, tag=tag)
+
+    @contextmanager
+    def _own_files(self) -> Iterator[None]:
+        """Inside, files of the plugin's own are loaded: no code from them runs. Schedulers are set to what they say, for
+        this may be the second time.
+        """
+        self._loads_own = True
+        try:
+            with no_code_from_files(self._stock):
+                yield
+        finally:
+            self._loads_own = False
 
     def _load_whole(self, folder: str | os.PathLike[str], *arguments: Any, **options: Any) -> Loaded:
         """Load files that have been checked."""
@@ -280,9 +293,10 @@ class StageFiles:
         _check_there(Path(folder), tag)
         wanted = {"load_optimizer_states": load_optimizer_states}
         try:
-            path, client_state = self._stock.load_files(
-                folder, tag, load_module_only=load_module_only, **wanted, **options
-            )
+            with self._stock.setting_schedulers() if self._loads_own else nullcontext():
+                path, client_state = self._stock.load_files(
+                    folder, tag, load_module_only=load_module_only, **wanted, **options
+                )
         except AssertionError as error:
             where, why = Path(folder) / tag, f" ({error})" if str(error) else ""
             stage, stages = self._stock.stages
@@ -301,7 +315,7 @@ class StageFiles:
 
         Raises CheckpointError, or what torch raises, when they can't be read.
         """
-        with no_code_from_files(self._stock):
+        with self._own_files():
             path = f"{directory}/{tag}/mp_rank_{coordinate.stage:02d}_model_states.pt"
             read = self._stock.checkpoint_engine.load
             replica = ready(coordinate, lambda: rest_from(read(path, map_location="cpu"))[1])

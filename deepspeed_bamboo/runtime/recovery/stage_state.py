@@ -24,6 +24,7 @@ from deepspeed_bamboo.runtime.stock.plain_values import (
     plain_of_the_script,
 )
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
+from deepspeed_bamboo.runtime.stock.scheduler_state import set_scheduler_state
 
 _COUNTERS = (*COUNTERS, "skipped_steps")
 
@@ -88,7 +89,7 @@ def unpack_rest(replica: StageReplica, state: dict[str, Any]) -> None:
     attributes = replica.attributes
     attributes["_global_grad_norm"] = state["norm"]
     if state["scheduler"] is not None and attributes["lr_scheduler"] is not None:
-        attributes["lr_scheduler"].load_state_dict(state["scheduler"])
+        set_scheduler_state(attributes["lr_scheduler"], state["scheduler"])
     else:
         replica.scheduler_state = state["scheduler"]
     accept_plain_values(attributes["module"], state["values"])

@@ -44,6 +44,7 @@ from deepspeed_bamboo.runtime.stock.replica import StageReplica
 from deepspeed_bamboo.runtime.stock.root_values import RootByHand, module_of_script
 from deepspeed_bamboo.runtime.stock.scale_by_hand import ScaleByHand
 from deepspeed_bamboo.runtime.stock.schedule_by_hand import ScheduleByHand
+from deepspeed_bamboo.runtime.stock.scheduler_state import set_scheduler_state
 from deepspeed_bamboo.runtime.stock.written import NOTHING, Written
 
 
@@ -106,7 +107,7 @@ class ScriptWrites:
         state, replica.scheduler_state = replica.scheduler_state, None
         self._find_scheduler()
         if state is not None and self._scheduler is not None:
-            self._scheduler.load_state_dict(state)
+            set_scheduler_state(self._scheduler, state)
 
     def written(self) -> Values:
         """What the script's optimizer holds."""

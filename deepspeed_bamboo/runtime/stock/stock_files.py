@@ -11,6 +11,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed_bamboo.runtime.stock.attributes import COUNTERS
 from deepspeed_bamboo.runtime.stock.beside_tied import accept_beside_tied_weights, beside_tied_weights
 from deepspeed_bamboo.runtime.stock.patches.tied_weights import tied_weights_from_files
+from deepspeed_bamboo.runtime.stock.scheduler_state import SetScheduler
 
 
 class FileMethods(Protocol):
@@ -114,6 +115,17 @@ class StockFiles:
 
     def _read(self, path: str, **options: Any) -> Any:
         return self.checkpoint_engine.load(path, **options)
+
+    @contextmanager
+    def setting_schedulers(self) -> Iterator[None]:
+        """Inside, the active stage's scheduler is set to what stock loads, whatever it has counted before."""
+        before = self._attributes["lr_scheduler"]
+        if before is not None:
+            self._attributes["lr_scheduler"] = SetScheduler(before)
+        try:
+            yield
+        finally:
+            self._attributes["lr_scheduler"] = before
 
     def load_files(
         self, folder: str, tag: str, *, load_optimizer_states: bool, load_module_only: bool, **options: Any
