@@ -1,8 +1,9 @@
-"""``ds_bamboo fleet``: makes, shows and ends spot machines on AWS that run a job.
+"""``ds_bamboo fleet``: makes, shows, resizes and ends spot machines on AWS that run a job.
 
 ds_bamboo fleet up fleet.json --dry-run
 ds_bamboo fleet up fleet.json
 ds_bamboo fleet status NAME
+ds_bamboo fleet follow fleet.json --deepspeed_config ds_config.json --down
 ds_bamboo fleet prices fleet.json --hours 168
 ds_bamboo fleet down NAME
 """
@@ -19,19 +20,20 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from deepspeed_bamboo.cli.job import add_job_options, opened_job
 from deepspeed_bamboo.cloud.fleet import ec2_client
 from deepspeed_bamboo.cloud.fleet_control import FleetControl, FleetStatus
 from deepspeed_bamboo.cloud.fleet_spec import FleetSpec, creating_calls, read_fleet_spec, user_data
 from deepspeed_bamboo.cloud.price_history import price_history
 from deepspeed_bamboo.errors import ConfigError
-from deepspeed_bamboo.options import file_path
+from deepspeed_bamboo.options import file_path, positive
 
 
 def add_parser(subparsers: Any) -> None:
     """Register `fleet` with the subparsers of ds_bamboo."""
     parser = subparsers.add_parser(
         "fleet",
-        help="spot machines on AWS that run a job: up, status, down",
+        help="spot machines on AWS that run a job: up, status, follow, down",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -43,6 +45,19 @@ def add_parser(subparsers: Any) -> None:
     status = verbs.add_parser("status", help="its machines, and what they cost")
     status.add_argument("--json", action="store_true", help="as JSON")
     status.set_defaults(run=run_status)
+    follow = verbs.add_parser("follow", help="ask for the machines that the job can use, until the job is over")
+    follow.add_argument("spec", metavar="FILE", type=file_path, help="the fleet as JSON; `machines` is the most")
+    add_job_options(follow)
+    follow.add_argument(
+        "--boot-seconds",
+        type=positive,
+        default=180.0,
+        metavar="S",
+        help="from a loss to its replacement's first step",
+    )
+    follow.add_argument("--every-seconds", type=positive, default=60.0, metavar="S", help="between two looks")
+    follow.add_argument("--down", action="store_true", help="end the fleet when the job is over")
+    follow.set_defaults(run=run_follow)
     prices = verbs.add_parser("prices", help="what its machines have cost by zone, as the simulator reads it")
     prices.add_argument("spec", metavar="FILE", type=file_path, help="the fleet as JSON")
     prices.add_argument("--hours", type=float, default=24.0, help="until now (default: 24)")
@@ -54,13 +69,13 @@ def add_parser(subparsers: Any) -> None:
         verb.add_argument("name", metavar="NAME", help="the fleet's name in its spec")
     for verb in (up, down):
         verb.add_argument("--yes", action="store_true", help="don't ask")
-    for verb in (up, prices):
+    for verb in (up, follow, prices):
         verb.add_argument("--region", help="default: the spec's, or as boto3 finds it")
     for verb in (status, down):
         verb.add_argument(
             "--region", help="that of `up` (its spec's is not known here); default: as boto3 finds it on this machine"
         )
-    for verb in (up, status, prices, down):
+    for verb in (up, status, follow, prices, down):
         verb.add_argument("--endpoint-url", help=argparse.SUPPRESS)
 
 
@@ -113,6 +128,33 @@ def run_status(arguments: argparse.Namespace) -> int:
         print(json.dumps({**dataclasses.asdict(status), "running": status.running, **known}, indent=1))
     else:
         _print(arguments.name, status)
+    return 0
+
+
+def run_follow(arguments: argparse.Namespace) -> int:
+    """Follow the job until it is over. Returns the exit code; raises ConfigError and FleetError."""
+    from deepspeed_bamboo.cli.fleet_follow import Follower, follow
+    from deepspeed_bamboo.cli.job_view import JobView, look
+    from deepspeed_bamboo.elastic.settings_source import settings_in
+
+    spec, config = read_fleet_spec(arguments.spec), arguments.deepspeed_config
+    found = None if config is None else settings_in(config).get("gradient_accumulation_steps")
+    control = _control(arguments, region=spec.region)
+    follower = Follower(
+        most=spec.machines,
+        boot_seconds=arguments.boot_seconds,
+        interval_seconds=arguments.every_seconds,
+        micro_batches=found if isinstance(found, int) and found > 0 else None,
+    )
+
+    def view() -> JobView:
+        with opened_job(arguments) as coordinator:
+            return look(coordinator)
+
+    follow(follower, control, name=spec.name, view=view, every_seconds=arguments.every_seconds)
+    if arguments.down:
+        control.down(spec.name)
+        print(f"fleet {spec.name} is ending, since the job is over")
     return 0
 
 

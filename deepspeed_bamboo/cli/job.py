@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_bamboo.errors import BambooError
-from deepspeed_bamboo.options import path_text
+from deepspeed_bamboo.options import path_text, positive
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.coordination import EtcdGuard, JobCoordinator
@@ -42,7 +42,7 @@ class NoUserError(BambooError):
 def add_parser(subparsers: Any) -> None:
     """Register the three commands."""
     status = subparsers.add_parser("status", help="who takes part in a running job, and what each worker hosts")
-    _add_job_options(status)
+    add_job_options(status)
     status.add_argument(
         "--watch",
         action="store_true",
@@ -53,10 +53,13 @@ def add_parser(subparsers: Any) -> None:
 
     drain = subparsers.add_parser("drain", help="move a running job off a node, without losing anything")
     drain.add_argument("node", metavar="NODE", help="the node, as ds_bamboo status calls it")
-    _add_job_options(drain)
+    add_job_options(drain)
     _add_yes(drain)
     drain.add_argument(
-        "--deadline-seconds", type=_positive, metavar="S", help="when the node will be gone (default: no hurry)"
+        "--deadline-seconds",
+        type=positive,
+        metavar="S",
+        help="when the node will be gone (default: no hurry)",
     )
     drain.add_argument("--cancel", action="store_true", help="withdraw the request")
     drain.set_defaults(run=run_drain)
@@ -64,7 +67,7 @@ def add_parser(subparsers: Any) -> None:
     stop = subparsers.add_parser(
         "stop", help="end a running job at its next iteration boundary, or at once while it starts"
     )
-    _add_job_options(stop)
+    add_job_options(stop)
     _add_yes(stop)
     stop.set_defaults(run=run_stop)
 
@@ -78,7 +81,7 @@ def run_status(arguments: argparse.Namespace) -> int:
 
     with contextlib.ExitStack() as opened:
         try:
-            coordinator = opened.enter_context(_job(arguments))
+            coordinator = opened.enter_context(opened_job(arguments))
         except NoSuchJobError:
             end = _last_end(arguments)
             if end is None:
@@ -95,7 +98,7 @@ def run_status(arguments: argparse.Namespace) -> int:
 
 def run_drain(arguments: argparse.Namespace) -> int:
     """Request or take back the drain of a node. Raises NoSuchJobError for one that has no part in the job."""
-    with _job(arguments) as coordinator:
+    with opened_job(arguments) as coordinator:
         _confirm(arguments, f"leave node {arguments.node} of job {coordinator.job}")
         if arguments.cancel:
             coordinator.cancel_drain(arguments.node)
@@ -114,7 +117,7 @@ def run_drain(arguments: argparse.Namespace) -> int:
 
 def run_stop(arguments: argparse.Namespace) -> int:
     """Request the end of the job."""
-    with _job(arguments) as coordinator:
+    with opened_job(arguments) as coordinator:
         _confirm(arguments, f"end job {coordinator.job}")
         trains = coordinator.peek_epoch() is not None
         coordinator.request_stop("ds_bamboo stop")
@@ -122,7 +125,7 @@ def run_stop(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_job_options(parser: argparse.ArgumentParser) -> None:
+def add_job_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--job", metavar="NAME", help="the job's name (default: the only one that runs there)")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
@@ -196,7 +199,7 @@ def _where(arguments: argparse.Namespace) -> tuple[list[str], str, Any]:
 
 
 @contextmanager
-def _job(arguments: argparse.Namespace) -> Iterator[JobCoordinator]:
+def opened_job(arguments: argparse.Namespace) -> Iterator[JobCoordinator]:
     """The job that the options name. Raises NoSuchJobError that lists those that there are."""
     endpoints, prefix, guard = _where(arguments)
     with contextlib.ExitStack() as opened:
@@ -270,10 +273,3 @@ def _only(jobs: list[str], *, where: str, remedy: str = "") -> str:
 
 def _those(jobs: list[str]) -> str:
     return f"running are {', '.join(jobs)}" if jobs else "no job runs there"
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
-    return value

@@ -91,11 +91,16 @@ class Ec2Fleet:
                     return _spot_instances(self._ec2, members)
                 token = {"NextToken": page["NextToken"]}
 
-    def set_capacity(self, machines: int) -> None:
-        """See :class:`Fleet`."""
+    def set_capacity(self, machines: int, *, ends_surplus: bool = True) -> None:
+        """See :class:`Fleet`. Unless it ``ends_surplus``, machines above that stay until AWS takes them."""
         _check_capacity(machines)
+        surplus = "termination" if ends_surplus else "no-termination"
         with explained(f"EC2 Fleet {self._name!r}", "resized"):
-            self._ec2.modify_fleet(FleetId=self._name, TargetCapacitySpecification={"TotalTargetCapacity": machines})
+            self._ec2.modify_fleet(
+                FleetId=self._name,
+                ExcessCapacityTerminationPolicy=surplus,
+                TargetCapacitySpecification={"TotalTargetCapacity": machines},
+            )
 
 
 def _spot_instances(ec2: Any, ids: list[str]) -> tuple[SpotInstance, ...]:

@@ -108,9 +108,12 @@ class FleetControl:
         wanted = int(fleet["TargetCapacitySpecification"]["TotalTargetCapacity"])
         return FleetStatus(fleet["FleetId"], fleet["FleetState"], wanted, machines)
 
-    def resize(self, name: str, machines: int) -> None:
-        """Ask for ``machines`` in all. Raises FleetError, and ConfigError below 0."""
-        Ec2Fleet(self._required(name)["FleetId"], ec2=self._ec2).set_capacity(machines)
+    def resize(self, name: str, machines: int, *, ends_surplus: bool = True) -> None:
+        """Ask for ``machines`` in all. Raises FleetError, and ConfigError below 0.
+
+        Unless it ``ends_surplus``, nobody above that is ended: whoever goes is not replaced.
+        """
+        Ec2Fleet(self._required(name)["FleetId"], ec2=self._ec2).set_capacity(machines, ends_surplus=ends_surplus)
 
     def down(self, name: str) -> str:
         """End the fleet and its machines, and remove its launch template. Returns the fleet's id. Raises FleetError."""
