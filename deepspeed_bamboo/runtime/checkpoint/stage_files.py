@@ -228,8 +228,8 @@ class StageFiles:
 
     @contextmanager
     def _own_files(self) -> Iterator[None]:
-        """Inside, files of the plugin's own are loaded: no code from them runs. Schedulers are set to what they say, for
-        this may be the second time.
+        """Inside, files of the plugin's own are loaded: no code from them runs. Schedulers are set to what they say,
+        for this may be the second time.
         """
         self._loads_own = True
         try:
