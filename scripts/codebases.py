@@ -144,7 +144,6 @@ CODEBASES = {
         ),
         ("megatron_without_vision", "megatron_data", "lenient_views"),
         log=MEGATRON_LOG,
-        saved="saved",
         resumes=True,
     ),
     "transpeeder": Codebase(
