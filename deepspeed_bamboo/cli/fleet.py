@@ -1,4 +1,4 @@
-"""``ds_bamboo fleet``: makes, shows, resizes and ends spot machines on AWS that run a job.
+"""``ds_bamboo fleet``: makes, shows and ends spot machines on AWS that run a job.
 
 ds_bamboo fleet up fleet.json --dry-run
 ds_bamboo fleet up fleet.json

@@ -130,8 +130,8 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--endpoints",
-        metavar="HOST:PORT,...",
-        help="its etcd, without password or TLS (default: that of your job on this machine)",
+        metavar="HOSTS",
+        help="its etcd as HOST:PORT,..., without password or TLS (default: that of your job on this machine)",
     )
     where.add_argument(
         "--deepspeed_config",
