@@ -94,13 +94,17 @@ class Ec2Fleet:
     def set_capacity(self, machines: int, *, ends_surplus: bool = True) -> None:
         """See :class:`Fleet`. Unless it ``ends_surplus``, machines above that stay until AWS takes them."""
         _check_capacity(machines)
-        surplus = "termination" if ends_surplus else "no-termination"
         with explained(f"EC2 Fleet {self._name!r}", "resized"):
-            self._ec2.modify_fleet(
-                FleetId=self._name,
-                ExcessCapacityTerminationPolicy=surplus,
-                TargetCapacitySpecification={"TotalTargetCapacity": machines},
-            )
+            self._ec2.modify_fleet(**resizing(self._name, machines, ends_surplus=ends_surplus))
+
+
+def resizing(fleet: str, machines: int, *, ends_surplus: bool = True) -> dict[str, Any]:
+    """The arguments of EC2's ``modify_fleet``. It keeps what is not named, so both are."""
+    return {
+        "FleetId": fleet,
+        "ExcessCapacityTerminationPolicy": "termination" if ends_surplus else "no-termination",
+        "TargetCapacitySpecification": {"TotalTargetCapacity": machines},
+    }
 
 
 def _spot_instances(ec2: Any, ids: list[str]) -> tuple[SpotInstance, ...]:

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from deepspeed_bamboo.cloud.errors import FleetError
-from deepspeed_bamboo.cloud.fleet import Ec2Fleet, explained
+from deepspeed_bamboo.cloud.fleet import Ec2Fleet, explained, resizing
 from deepspeed_bamboo.cloud.fleet_spec import TAG, Call, FleetSpec, creating_calls, template_name
 
 _LIVE = ("submitted", "active", "modifying")
@@ -68,8 +68,7 @@ class FleetControl:
         fleet = self._find(spec.name)
         if fleet is None:
             return creating_calls(spec)
-        wanted = {"TotalTargetCapacity": spec.machines}
-        return (Call("modify_fleet", {"FleetId": fleet["FleetId"], "TargetCapacitySpecification": wanted}),)
+        return (Call("modify_fleet", resizing(fleet["FleetId"], spec.machines)),)
 
     def up(self, spec: FleetSpec) -> str:
         """Make the fleet, or resize it if one of that name lives. Returns its id.

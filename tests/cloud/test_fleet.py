@@ -82,6 +82,8 @@ def test_a_fleet_that_lives_is_resized_and_not_made_again(ec2: Any) -> None:
     control.resize("gpt", 2)
     assert [one["FleetId"] for one in resized] == [fleet] * 2
     assert [one["TargetCapacitySpecification"]["TotalTargetCapacity"] for one in resized] == [5, 2]
+    # Also where `follow` has said otherwise before: AWS keeps what is not named.
+    assert [one["ExcessCapacityTerminationPolicy"] for one in resized] == ["termination"] * 2
     assert len(ec2.describe_fleets()["Fleets"]) == 1
 
 
