@@ -51,7 +51,7 @@ class CatchingUp(ABC):
         self._feed = parts.feed
         self._batch = parts.batch
         self._beginning = parts.beginning
-        self._asked = 0  # loads that this script has done
+        self._asked = (-1, 0)  # before which call this script has loaded last, and how often
         self._said: set[str] = set()
         self.answers = False
         """Whether what the script's loads return is what they returned when the job began."""
@@ -121,14 +121,22 @@ class CatchingUp(ABC):
             self._said.add(what)
             tell(self._worker, text)
 
+    @property
+    def step(self) -> int:
+        """The global step at which the script is, where the job is beyond."""
+        at, count = self._asked
+        calls = self._position.calls
+        return self._beginning.step_at(calls, loads=count if at == calls else 0)
+
     def next_load(self, asked: Asked) -> Loaded:
         """What the script's next load returned when the job began, or what fits to how the script begins now."""
-        self._asked += 1
-        return self._answer(self._asked - 1, asked)
+        at, (before, count) = self._position.calls, self._asked
+        self._asked = (at, count + 1 if at == before else 1)
+        return self._answer(self._asked[1] - 1, asked)
 
     @abstractmethod
-    def _answer(self, call: int, asked: Asked) -> Loaded:
-        """What load number ``call`` returned when the job began."""
+    def _answer(self, number: int, asked: Asked) -> Loaded:
+        """What load ``number`` before this call of ``train_batch`` returned when the job did that."""
 
     def before_activity(self) -> None:  # noqa: B027 - see LateWorker
         """Before anything that all workers do together."""

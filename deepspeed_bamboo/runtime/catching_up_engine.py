@@ -103,7 +103,9 @@ class CatchingUpEngine(BambooPipelineEngine):
         """
         if self.position.untouched:
             self._catching_up.enter(counts_by_itself=False)
-        return int(self.__dict__["global_steps"] if self.position.inside else self.position.calls)
+        if self.position.inside:
+            return int(self.__dict__["global_steps"])
+        return self._catching_up.step
 
     @global_steps.setter
     def global_steps(self, count: int) -> None:

@@ -85,6 +85,7 @@ class BambooPipelineEngine(ScriptEngine):
         self.evaluated = EvaluationPositions()
         self.beginning = Beginning()
         self.session = session
+        session.past.count_by(self.beginning.call_of)
         self.script_groups = script_groups
         self.running = RunningCalls()
         self._stage_host: StageHost | None = None

@@ -254,6 +254,7 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
             transform=lambda: self.batch_fn,
             batch=self.batch_of_job,
             used=lambda: int(self.global_samples // (self.micro_batch_size * self.job_grid.pipelines)),
+            call_of=self.beginning.call_of,
             exchanges=lambda: self.script_server.exchanges,
         )
         if self._training_set is not None:

@@ -19,6 +19,7 @@ from deepspeed_bamboo.runtime.checkpoint.beginning import Loaded
 from deepspeed_bamboo.runtime.checkpoint.script_resume import Asked
 from deepspeed_bamboo.runtime.checkpoint.stage_files import StageFiles
 from deepspeed_bamboo.runtime.job.news import tell
+from deepspeed_bamboo.runtime.job.past_results import CALL
 from deepspeed_bamboo.runtime.script_position import Phase
 from deepspeed_bamboo.runtime.stock.script_call import script_call
 
@@ -42,9 +43,9 @@ class LateWorker(CatchingUp):
         super().__init__(parts)
         self._join = join
         self._files = files
-        self._resumed: int | None = None  # the step of the script's own checkpoint at which its loop begins
+        self._resumed: int | None = None  # the call at which its loop begins, after loading the script's own checkpoint
         self._looks = 0
-        self._given: tuple[Loaded, ...] = ()  # what this script's loads have returned
+        self._given: tuple[Loaded, ...] = ()  # what this script's loads before its first call have returned
 
     def begin(self) -> None:
         """The script's own steps begin."""
@@ -60,8 +61,8 @@ class LateWorker(CatchingUp):
 
     @property
     def _first(self) -> int:
-        """The step that this script begins with."""
-        return self._beginning.step if self._resumed is None else self._resumed
+        """The call that this script begins with."""
+        return self._beginning.first if self._resumed is None else self._resumed
 
     @property
     def is_behind(self) -> bool:
@@ -70,11 +71,12 @@ class LateWorker(CatchingUp):
 
     def _take_part(self) -> None:
         self._join(self._start_data)
-        self._position.reached = self._worker.step
+        self._position.reached = self._beginning.call_of(self._worker.step)
 
     def _start_data(self) -> None:
-        for call, (path, _) in enumerate(self._given):
-            if ((self._beginning.returned(call) or _NOTHING)[0] is None) != (path is None):
+        for number, (path, _) in enumerate(self._given):
+            returned = self._beginning.returned(number, at=self._beginning.first) or _NOTHING
+            if (returned[0] is None) != (path is None):
                 raise ExpelledError(
                     f"worker {self._worker.me} had not heard what load_checkpoint returned when the job began; its "
                     "agent starts another one"
@@ -82,22 +84,36 @@ class LateWorker(CatchingUp):
         self._position.begin_at(self._first)
         self._feed.data.start_at(self._worker.step, used=self._feed.used(since=self._first))
 
-    def _answer(self, call: int, asked: Asked) -> Loaded:
+    def _answer(self, number: int, asked: Asked) -> Loaded:
         """(None, None) where the job loaded nothing, as where there is no checkpoint: the state comes from the others.
 
         If the script has saved since: what it saved, and its loop begins there.
         Waits until the job has loaded, or trains. Raises JobStoppedError when it ends before.
         """
+        if self._position.calls > self._position.began:
+            return self._answer_between(number, asked)
         session = self._worker.session
         coordinator = session.coordinator
         while not self._learn() and coordinator.status() is None:
             if session.finished or coordinator.finished() is not None:
                 raise JobStoppedError(f"job {coordinator.job} was complete before this worker could join it")
             time.sleep(_LOOK_SECONDS)
-        found = self._beginning.returned(call)
+        found = self._beginning.returned(number, at=self._position.calls)
         self._given = (*self._given, found or _NOTHING)
         if found is None and asked.whole and self._position.untouched:
             found = self._resume(asked, (coordinator.status() or {}).get("step", -1) + 1)
+        return found or _NOTHING
+
+    def _answer_between(self, number: int, asked: Asked) -> Loaded:
+        """The same of a load after some calls, by which the job may have gone back; or a load with all others."""
+        if self._position.phase is Phase.OUTSIDE and self._position.calls >= self._position.reached:
+            self.enter(counts_by_itself=True)
+        if not self._position.inside and self._position.phase is Phase.OUTSIDE:
+            self._learn()
+        found = self._beginning.returned(number, at=self._position.calls)
+        if found is None and self._position.inside:
+            self.answers = False
+            return asked.load()
         return found or _NOTHING
 
     def _resume(self, asked: Asked, reached: int) -> Loaded | None:
@@ -111,8 +127,8 @@ class LateWorker(CatchingUp):
             ) from error
         if found is None or found.step > reached:
             return None
-        self._resumed = found.step
-        self._position.begin_at(found.step)
+        self._resumed = self._beginning.call_of(found.step)
+        self._position.begin_at(self._resumed)
         tell(
             self._worker,
             f"load_checkpoint returns what the script saved after step {found.step} and loads nothing: the state comes "
@@ -132,16 +148,17 @@ class LateWorker(CatchingUp):
         position = self._position
         status = self._worker.session.coordinator.status() or {}
         step = int(status.get("step", -1)) + 1
+        call = int(status[CALL]) + 1 if CALL in status else step
         position.loss = float(status.get("loss", math.nan))
         self._looks += 1
-        if step - position.calls > _NEAR_STEPS and self._looks <= _MOST_LOOKS:
+        if call - position.calls > _NEAR_STEPS and self._looks <= _MOST_LOOKS:
             if self._looks == 1:
                 tell(
                     self._worker,
                     f"this worker joins a job at step {step}: train_batch returns at once for those before, "
                     "with the losses that they had, and so does eval_batch",
                 )
-            position.reached = step
+            position.reached = call
 
     def before_activity(self) -> None:
         """The others wait for a member, so it becomes one now."""

@@ -74,28 +74,28 @@ class RestoredJob(CatchingUp):
         self._tag, self._as_restored = tag, self._touched()
         self._seeded(state)
         position.loss = float(state.get("loss", math.nan))
-        position.reached = worker.step
         worker.session.past.take(state.get(PAST, {}))
         self._several, self._ended = bool(state.get(SEVERAL)), bool(state.get(ENDED, True))
         if self._stored is not None:
-            self._stored.began_from(position.reached)
+            self._stored.began_from(worker.step)
         self._beginning.take(state.get(BEGAN, {}))
+        position.reached = self._beginning.call_of(worker.step)
         # The script's iterator is where it was when the job began.
-        self._feed.data.start_at(position.reached, used=self._feed.used(since=self._beginning.step))
-        position.begin_at(self._beginning.step)
+        self._feed.data.start_at(worker.step, used=self._feed.used(since=self._beginning.first))
+        position.begin_at(self._beginning.first)
         if self._beginning.loads:
             self._files.publish_beginning()
         self._restored = f"{worker.session.config.checkpoint.dir}/{tag}"
         seconds = time.perf_counter() - started
-        tell_once(worker, f"this job goes on from step {position.reached}, from {self._restored} ({seconds:.1f} s)")
-        worker.session.log("fatal_restore", step=position.reached, path=self._restored, seconds=seconds)
+        tell_once(worker, f"this job goes on from step {worker.step}, from {self._restored} ({seconds:.1f} s)")
+        worker.session.log("fatal_restore", step=worker.step, path=self._restored, seconds=seconds)
         self._writes.go_back(written)
         position.phase = Phase.OUTSIDE
         self.answers = True
 
     def _tell_what_is_redone(self, seconds: float) -> None:
         """In workers that start a job anew, of which nobody was left: how far it had come."""
-        before, reached = int(os.environ.get(REACHED) or 0), self._position.reached
+        before, reached = int(os.environ.get(REACHED) or 0), self._worker.step
         if before:
             steps = max(0, before - reached)
             again = f"{steps} step is" if steps == 1 else f"{steps} steps are"
@@ -113,10 +113,10 @@ class RestoredJob(CatchingUp):
                 "that begins again (deepspeed.utils.RepeatingLoader), or training_data"
             )
         stages = self._changed()
-        if stages and not counts_by_itself and self._position.reached > self._beginning.step:
+        if stages and not counts_by_itself and self._position.reached > self._beginning.first:
             raise ConfigError(
                 f"the script has changed weights or optimizer state of {' '.join(stages)} after initialize, and this "
-                f"job goes on from step {self._position.reached} of {self._restored}: what it did when the job began "
+                f"job goes on from step {self._worker.step} of {self._restored}: what it did when the job began "
                 "would be done to what has come of it. Do it before initialize, or only `if engine.global_steps == 0:`"
             )
         super().enter(counts_by_itself=counts_by_itself)
@@ -124,9 +124,15 @@ class RestoredJob(CatchingUp):
         if position.phase is Phase.CATCHING_UP:
             tell_once(
                 self._worker,
-                f"the script counts its steps itself: train_batch returns at once for steps {position.calls} to "
-                f"{position.reached - 1}, with the losses that they had, and so does eval_batch",
+                f"the script counts its steps itself: train_batch returns at once for {self._passed_by()}, with the "
+                "losses that they had, and so does eval_batch",
             )
+
+    def _passed_by(self) -> str:
+        first, end = self._position.calls, self._position.reached
+        if any(first < call <= end for call, *_ in self._beginning.turns):
+            return f"the first {end - first} calls (it loaded an earlier step between them)"
+        return f"steps {self.step} to {self.step + end - first - 1}"
 
     def past_loss(self) -> float:
         """As on others. A checkpoint that was taken in training was so at the end of ``train_batch``.
@@ -146,7 +152,7 @@ class RestoredJob(CatchingUp):
         if stages := sorted({stage for changed in told.values() for stage in changed}):
             tell_once(
                 self._worker,
-                f"on its way to step {self._position.reached} the script has changed weights or optimizer state of "
+                f"on its way to step {self._worker.step} the script has changed weights or optimizer state of "
                 f"{' '.join(stages)}, as when the job did these steps: they are read from {self._restored} again",
             )
             with self._position.unnoticed():
@@ -166,49 +172,50 @@ class RestoredJob(CatchingUp):
         """Before it is known how the script counts, what it does is done: all workers do it."""
         return self._position.phase is Phase.CATCHING_UP
 
-    def _answer(self, call: int, asked: Asked) -> Loaded:
+    def _answer(self, number: int, asked: Asked) -> Loaded:
         """What a script loaded when the job began is older. What it has saved since is where its loop begins now.
 
         In a script that counts by itself, what it loaded on its way is not loaded again either.
         """
-        before = self._beginning.returned(call)
+        before = self._beginning.returned(number, at=self._position.calls)
         if before is None and asked.whole and self._position.untouched:
-            return self._resume(call, asked)
-        what = "no state, since the script did not load when the job began" if before is None else "what it did then"
+            return self._resume(number, asked)
+        what = "no state, since the script did not load there before" if before is None else "what it did then"
         tell_once(
             self._worker,
-            f"load_checkpoint reads nothing, for the job is beyond at step {self._position.reached}; it returns {what}",
+            f"load_checkpoint reads nothing, for the job is beyond at step {self._worker.step}; it returns {what}",
         )
         return (self._restored, {}) if before is None else before
 
-    def _resume(self, call: int, asked: Asked) -> Loaded:
+    def _resume(self, number: int, asked: Asked) -> Loaded:
         """The script saves and loads by itself, too; collective. Its newest checkpoint may be older than the job's."""
         position, found = self._position, self._files.resume(asked.folder, asked.tag, together=True)
         if found is None:
             return None, None
-        if found.step > position.reached:
-            return self._load_newer(call, asked)
-        self._beginning.resume(found.step, keep=call)
+        if found.step > self._worker.step:
+            return self._load_newer(number, asked)
+        call = self._beginning.call_of(found.step)
+        self._beginning.resume(call, keep=number)
         self._beginning.note((found.path, found.client_state), before=found.step, after=found.step)
         self._files.publish_beginning()
-        position.begin_at(found.step)
-        self._feed.data.start_at(position.reached, used=self._feed.used(since=found.step))
+        position.begin_at(call)
+        self._feed.data.start_at(self._worker.step, used=self._feed.used(since=call))
         tell_once(
             self._worker,
             f"load_checkpoint returns what the script saved after step {found.step}, and loads nothing, for the job is "
-            f"at step {position.reached}: in a loop that counts from there train_batch returns at once for the steps "
+            f"at step {self._worker.step}: in a loop that counts from there train_batch returns at once for the steps "
             "between",
         )
         return found.path, found.client_state
 
-    def _load_newer(self, call: int, asked: Asked) -> Loaded:
+    def _load_newer(self, number: int, asked: Asked) -> Loaded:
         """The script's own checkpoint is newer than the job's: it is loaded as in a job that begins."""
-        before, self.answers = self._position.reached, False
+        before, self.answers = self._worker.step, False
         self._position.phase = Phase.INSIDE
         self._writes.come_back()
-        self._beginning.resume(before, keep=call)
+        self._beginning.resume(self._position.reached, keep=number)
         loaded = asked.load()
-        self._position.reached = self._worker.step
+        self._position.reached = self._beginning.call_of(self._worker.step)
         self._feed.data.start_at(self._worker.step, used=0)
         tell_once(
             self._worker,

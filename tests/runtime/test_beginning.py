@@ -23,23 +23,56 @@ def test_a_load_before_the_first_step_is_returned_again_as_it_was() -> None:
     assert beginning.note((None, None), before=0, after=0) == ""
     assert beginning.note(("own/tag", state), before=0, after=40) == ""
     again = through(beginning)
-    assert again.step == 40 and again.returned(0) == (None, None) and again.returned(2) is None
-    path, found = again.returned(1) or ("", {})
+    assert again.first == 40 and again.returned(0, at=40) == (None, None) and again.returned(2, at=40) is None
+    path, found = again.returned(1, at=40) or ("", {})
     assert path == "own/tag" and found.keys() == {"seen", "pair", 3} and found["pair"] == (1, 2)
     assert torch.equal(found[3]["rng"], state[3]["rng"])
 
 
-def test_a_later_load_moves_the_beginning_and_is_not_returned() -> None:
+def test_a_load_in_the_middle_belongs_to_the_call_before_which_it_was() -> None:
+    """Of data of 17 steps are used by then."""
     beginning = Beginning()
     beginning.note(("own", {}), before=0, after=40)
-    beginning.note(("own", {}), before=57, after=40)  # 17 steps of data are used by then
-    beginning.note(("own", {}), before=40, after=57)
-    assert beginning.step == 40 and len(beginning.loads) == 1
+    beginning.note(("back", {"k": 1}), before=57, after=40)
+    beginning.note(("weights", {}), before=43, after=43)
+    beginning.note(("back", {"k": 2}), before=45, after=50)
+    again = through(beginning)
+    assert again.first == 40 and again.turns == ((57, 40, 1), (62, 50, 1))
+    assert [again.returned(0, at=call) for call in (40, 57, 60, 62, 61)] == [
+        ("own", {}),
+        ("back", {"k": 1}),
+        ("weights", {}),
+        ("back", {"k": 2}),
+        None,
+    ]
+    assert [again.step_at(call, loads=1) for call in (40, 56, 57, 61, 62, 70)] == [40, 56, 40, 44, 50, 58]
+    assert [again.step_at(call, loads=0) for call in (40, 56, 57, 61, 62, 70)] == [40, 56, 57, 44, 45, 58]
+    assert [again.call_of(step) for step in (58, 50, 44, 40)] == [70, 62, 61, 57]
+
+
+def test_a_script_that_begins_with_what_it_saved_after_a_turn_has_its_number_of_calls() -> None:
+    beginning = Beginning()
+    beginning.note((None, None), before=0, after=0)
+    beginning.note(("back", {}), before=7, after=4)
+    beginning.resume(beginning.call_of(5), keep=1)
+    beginning.note(("saved5", {}), before=5, after=5)
+    again = through(beginning)
+    assert again.first == 8 and again.returned(0, at=8) == (None, None) and again.returned(1, at=8) == ("saved5", {})
+    assert again.call_of(6) == 9 and again.step_at(9, loads=0) == 6
 
 
 def test_what_cannot_be_given_again_is_named() -> None:
     beginning = Beginning()
     warning = beginning.note(("own", {"seen": 4, "mine": Own()}), before=0, after=4)
     assert "'mine' (a Own)" in warning and "own" in warning
-    assert through(beginning).returned(0) == ("own", {"seen": 4})
+    assert through(beginning).returned(0, at=4) == ("own", {"seen": 4})
     assert "larger than 256 KB" in Beginning().note(("own", {"rng": torch.zeros(10**6)}), before=0, after=4)
+
+
+def test_what_an_older_version_has_kept_is_read() -> None:
+    beginning = Beginning()
+    beginning.note(("own", {"seen": 4}), before=0, after=4)
+    older = {"step": 4, "loads": [text for _, text in beginning.loads]}
+    again = Beginning()
+    again.take(older)
+    assert (again.first, again.returned(0, at=4), again.call_of(9)) == (4, ("own", {"seen": 4}), 9)

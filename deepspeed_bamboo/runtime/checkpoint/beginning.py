@@ -1,7 +1,10 @@
-"""Where a job's script began: at which step its data start, and what its first ``load_checkpoint`` returned.
+"""Where a job's script began, and what its ``load_checkpoint`` returned since.
 
 The script of a job that continues, and that of a late worker, run from the top again. They load nothing, but must do
 what the first run did. What they need for that is in the plugin's own checkpoints, and in etcd.
+
+Calls of ``train_batch`` have numbers, which only grow: a script may load a checkpoint of its own in the middle, and go
+back by that, while its data go on. Until it does the number of a call is the step that it trains.
 """
 
 from __future__ import annotations
@@ -42,30 +45,46 @@ LEFT_OUT = frozenset(
 class Beginning:
     """One worker's knowledge of it.
 
-    ``step``: the global step whose first micro-batch the script's iterator yields first. It is 0, or the step that the
-    script's own load brought the job to. ``loads``: by order of the calls, what those before the first step returned.
+    ``first``: the number of the script's first call of ``train_batch``, to which its iterator's first micro-batch
+    belongs. It is 0, or the step that the script's own load brought the job to before. ``loads``: in order, before
+    which call each was, and what it returned. ``turns``: from which call on there was which step, by a load after
+    others had been trained, and the how many-th load before that call it was.
     """
 
     def __init__(self) -> None:
-        self.step = 0
-        self.loads: tuple[str, ...] = ()
+        self.first = 0
+        self.loads: tuple[tuple[int, str], ...] = ()
+        self.turns: tuple[tuple[int, int, int], ...] = ()
+
+    def call_of(self, step: int) -> int:
+        """The number of the call that trains ``step``; the last one, of a step that was trained several times."""
+        return next((call + step - its for call, its, _ in reversed(self.turns) if step >= its), step)
+
+    def step_at(self, call: int, *, loads: int) -> int:
+        """Inverse of :meth:`call_of`: the global step before call number ``call``, after so many loads there."""
+        passed = (turn for turn in reversed(self.turns) if (call, loads) >= (turn[0], turn[2]))
+        return next((step + call - its for its, step, _ in passed), call)
 
     def note(self, loaded: Loaded, *, before: int, after: int) -> str:
         """The script's load has brought the job from step ``before`` to ``after`` and returned ``loaded``.
 
         Returns a warning if a part of the client state can't be given again, else "".
         """
-        trained = before != self.step
-        self.step += after - before  # the iterator is where it was
-        if trained:
-            return ""
+        call = self.call_of(before)
+        if call == self.first:
+            self.first += after - before  # the iterator is where it was
+            self.loads = tuple((self.first if at == call else at, text) for at, text in self.loads)
+            call = self.first
+        elif before != after:
+            count = 1 + sum(at == call for at, _ in self.loads)
+            self.turns = (*(turn for turn in self.turns if turn[0] < call), (call, after, count))
         path, state = loaded
         kept, lost = _plain(state) if isinstance(state, dict) else (state, [])
         text = _text((path, kept))
-        if len(text) + sum(map(len, self.loads)) > _MOST_BYTES:
+        if len(text) + sum(len(its) for _, its in self.loads) > _MOST_BYTES:
             lost = [f"{name!r} (together larger than 256 KB)" for name in kept or ()]
             text = _text((path, None if kept is None else {}))
-        self.loads = (*self.loads, text)
+        self.loads = (*self.loads, (call, text))
         if not lost:
             return ""
         return (
@@ -73,25 +92,34 @@ class Beginning:
             f"get all but {', '.join(lost)} from load_checkpoint again; save numbers, texts, lists, dicts and tensors"
         )
 
-    def resume(self, step: int, *, keep: int) -> None:
-        """The script begins at ``step`` this time, with a load of its own after the first ``keep`` ones."""
-        self.step, self.loads = step, self.loads[:keep]
+    def resume(self, call: int, *, keep: int) -> None:
+        """The script begins with ``call`` this time, with a load of its own after the first ``keep`` ones."""
+        kept = [text for at, text in self.loads if at == self.first][:keep]
+        later = [load for load in self.loads if load[0] > call]
+        self.first, self.loads = call, (*((call, text) for text in kept), *later)
 
-    def returned(self, call: int) -> Loaded | None:
-        """What call number ``call`` of ``load_checkpoint`` returned; None where there was no such call."""
-        if call >= len(self.loads):
+    def returned(self, number: int, *, at: int) -> Loaded | None:
+        """What load ``number`` of those before call ``at`` of ``train_batch`` returned; None where there was none."""
+        texts = [text for call, text in self.loads if call == at]
+        if number >= len(texts):
             return None
-        path, state = decode(base64.b64decode(self.loads[call]))
+        path, state = decode(base64.b64decode(texts[number]))
         return path, state
 
     def to_json(self) -> dict[str, Any]:
         """As values that can be sent and saved."""
-        return {"step": self.step, "loads": list(self.loads)}
+        return {
+            "step": self.first,
+            "loads": [list(load) for load in self.loads],
+            "turns": [list(t) for t in self.turns],
+        }
 
     def take(self, value: Mapping[str, Any]) -> None:
         """Inverse of :meth:`to_json`; an empty one is that of a script that loads nothing."""
-        self.step = int(value.get("step", 0))
-        self.loads = tuple(str(text) for text in value.get("loads", ()))
+        self.first = int(value.get("step", 0))
+        loads = ((self.first, load) if isinstance(load, str) else load for load in value.get("loads", ()))  # or older
+        self.loads = tuple((int(call), str(text)) for call, text in loads)
+        self.turns = tuple((int(call), int(step), int(count)) for call, step, count in value.get("turns", ()))
 
     def publish(self, coordinator: JobCoordinator) -> None:
         """Tell workers that are not in the job yet. Without etcd they learn it when they are taken in."""

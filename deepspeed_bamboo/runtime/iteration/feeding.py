@@ -40,6 +40,7 @@ class Feed:
         transform: returns what the script has the engine do to each batch, or None.
         batch: the size of the job's batch.
         used: returns how many micro-batches each pipeline has used since the job began, by the count of samples.
+        call_of: the number of the script's call of ``train_batch`` that trains a step.
         exchanges: returns whether the script has sent or received messages between ranks.
     """
 
@@ -52,6 +53,7 @@ class Feed:
         transform: Callable[[], Transform],
         batch: BatchOfJob,
         used: Callable[[], int],
+        call_of: Callable[[int], int] = int,
         exchanges: Callable[[], bool] = lambda: False,
     ) -> None:
         self._worker = worker
@@ -59,6 +61,7 @@ class Feed:
         self._transform = transform
         self._batch = batch
         self._used = used
+        self._call_of = call_of
         self._evaluation: EvaluationData | None = None
         self._evaluation_factory: DataFactory | None = None
         self._training: TrainingData | None = None
@@ -82,15 +85,16 @@ class Feed:
 
     def agree(self) -> None:
         """Before an iteration: know what the others have, as :class:`DataSupply` does; collective."""
-        self._batch.note(self._worker.step, micro_batches=self._worker.micro_batches)
+        self._batch.note(self._call_of(self._worker.step), micro_batches=self._worker.micro_batches)
         self.supply.agree()
 
     def used(self, *, since: int) -> int:
-        """How many micro-batches each pipeline has used since step ``since``, at which the script's iterators began."""
-        known = self._batch.counts.total(since, until=self._worker.step)
+        """How many micro-batches each pipeline has used since call ``since``, at which the script's iterators began."""
+        call = self._call_of(self._worker.step)
+        known = self._batch.counts.total(since, until=call)
         if known is not None:
             return known
-        return (self._worker.step - since) * self._worker.micro_batches if since else self._used()
+        return (call - since) * self._worker.micro_batches if since else self._used()
 
     # -- evaluation --------------------------------------------------------------------------------
 

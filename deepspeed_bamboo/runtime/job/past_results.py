@@ -11,11 +11,13 @@ import base64
 import math
 import threading
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 PAST = "past"
 """Under which key a checkpoint's own state has all pieces."""
+CALL = "call"
+"""Under which key a job's status has the number of the call of ``train_batch`` that trained its step."""
 PIECE_STEPS = 128
 """Each piece is published again until it is full, so it must be small: etcd keeps what it had before for a while."""
 _TAIL_PIECES = 8
@@ -46,46 +48,54 @@ class PastResults:
         self._additional: dict[int, dict[str, array[float]]] = {}
         self._evaluations: dict[int, list[float]] = {}
         self._changed: set[int] = set()
+        self.call_of: Callable[[int], int] = int
+
+    def count_by(self, call_of: Callable[[int], int]) -> None:
+        """``call_of`` says to which call of ``train_batch`` a step of now belongs. What is kept goes by calls."""
+        self.call_of = call_of
 
     def note_loss(self, step: int, loss: float) -> None:
         """``step`` had this loss."""
+        call = self.call_of(step)
         with self._lock:
-            self._piece(step // PIECE_STEPS)[step % PIECE_STEPS] = loss
-            self._changed.add(step // PIECE_STEPS)
+            self._piece(call // PIECE_STEPS)[call % PIECE_STEPS] = loss
+            self._changed.add(call // PIECE_STEPS)
 
     def note_additional(self, step: int, losses: Mapping[str, float]) -> None:
         """``step`` had these additional losses. Before :meth:`note_loss`, which says that there is something new."""
+        call = self.call_of(step)
         with self._lock:
             for name, loss in losses.items():
-                self._piece_of(name, step // PIECE_STEPS)[step % PIECE_STEPS] = loss
+                self._piece_of(name, call // PIECE_STEPS)[call % PIECE_STEPS] = loss
 
     def note_evaluation(self, step: int, loss: float) -> None:
         """One more evaluation after so many steps had this loss; nan if it had none."""
+        call = self.call_of(step)
         with self._lock:
-            self._evaluations.setdefault(step, []).append(loss)
-            self._piece(step // PIECE_STEPS)
-            self._changed.add(step // PIECE_STEPS)
+            self._evaluations.setdefault(call, []).append(loss)
+            self._piece(call // PIECE_STEPS)
+            self._changed.add(call // PIECE_STEPS)
 
-    def loss(self, step: int) -> float:
-        """Of that step; nan if it isn't known. Raises CoordinatorUnavailable."""
-        found = self._known_loss(step)
+    def loss(self, call: int) -> float:
+        """Of that call; nan if it isn't known. Raises CoordinatorUnavailable."""
+        found = self._known_loss(call)
         if math.isnan(found):
-            self._look(step // PIECE_STEPS)
-            found = self._known_loss(step)
+            self._look(call // PIECE_STEPS)
+            found = self._known_loss(call)
         return found
 
-    def additional(self, step: int) -> dict[str, float]:
-        """Those of that step by name, nan where one isn't known. Raises CoordinatorUnavailable."""
-        self.loss(step)
+    def additional(self, call: int) -> dict[str, float]:
+        """Those of that call by name, nan where one isn't known. Raises CoordinatorUnavailable."""
+        self.loss(call)
         with self._lock:
-            kept = self._additional.get(step // PIECE_STEPS, {})
-            return {name: losses[step % PIECE_STEPS] for name, losses in kept.items()}
+            kept = self._additional.get(call // PIECE_STEPS, {})
+            return {name: losses[call % PIECE_STEPS] for name, losses in kept.items()}
 
-    def evaluation(self, step: int, number: int) -> float:
-        """Of evaluation ``number`` after so many steps; nan if it isn't known. Raises CoordinatorUnavailable."""
-        if number >= len(self._evaluations.get(step, ())):
-            self._look(step // PIECE_STEPS)
-        known = self._evaluations.get(step, [])
+    def evaluation(self, call: int, number: int) -> float:
+        """Of evaluation ``number`` after so many calls; nan if it isn't known. Raises CoordinatorUnavailable."""
+        if number >= len(self._evaluations.get(call, ())):
+            self._look(call // PIECE_STEPS)
+        known = self._evaluations.get(call, [])
         return known[number] if number < len(known) else _UNKNOWN
 
     def publish(self) -> None:
@@ -130,9 +140,9 @@ class PastResults:
     def _piece_of(self, name: str, piece: int) -> array[float]:
         return self._additional.setdefault(piece, {}).setdefault(name, array("d", [_UNKNOWN] * PIECE_STEPS))
 
-    def _known_loss(self, step: int) -> float:
-        piece = self._losses.get(step // PIECE_STEPS)
-        return _UNKNOWN if piece is None else piece[step % PIECE_STEPS]
+    def _known_loss(self, call: int) -> float:
+        piece = self._losses.get(call // PIECE_STEPS)
+        return _UNKNOWN if piece is None else piece[call % PIECE_STEPS]
 
     def _look(self, piece: int) -> None:
         plain = self._published.past(piece)
@@ -143,8 +153,8 @@ class PastResults:
         with self._lock:
             losses = _text(self._piece(piece))
             additional = {name: _text(its) for name, its in self._additional.get(piece, {}).items()}
-            steps = range(piece * PIECE_STEPS, (piece + 1) * PIECE_STEPS)
-            evaluations = {str(step): list(self._evaluations[step]) for step in steps if step in self._evaluations}
+            calls = range(piece * PIECE_STEPS, (piece + 1) * PIECE_STEPS)
+            evaluations = {str(call): list(self._evaluations[call]) for call in calls if call in self._evaluations}
         return {"losses": losses, "additional": additional, "evaluations": evaluations}
 
     def _merge(self, piece: int, plain: Mapping[str, Any]) -> None:
@@ -152,9 +162,9 @@ class PastResults:
             _fill(self._piece(piece), plain["losses"])
             for name, text in plain.get("additional", {}).items():
                 _fill(self._piece_of(name, piece), text)
-            for step, its in plain["evaluations"].items():
-                if len(its) > len(self._evaluations.get(int(step), ())):
-                    self._evaluations[int(step)] = [float(loss) for loss in its]
+            for call, its in plain["evaluations"].items():
+                if len(its) > len(self._evaluations.get(int(call), ())):
+                    self._evaluations[int(call)] = [float(loss) for loss in its]
 
 
 def _text(losses: array[float]) -> str:

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobCoordinator
-from deepspeed_bamboo.runtime.job.past_results import PastResults
+from deepspeed_bamboo.runtime.job.past_results import CALL, PastResults
 
 # Each value written stays in etcd until its history is compacted. So a job that has run for long says less often where
 # it is: at these rates 2 to 3 MB a day. No worker waits for it or notices it.
@@ -48,6 +48,7 @@ class StatusTeller:
             self._newest = {
                 "t": time.time(),
                 "step": step,
+                **({} if self._past is None else {CALL: self._past.call_of(step)}),
                 **{name: fields[name] for name in _OF_STEP if name in fields},
             }
             self._changed.notify()
