@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,16 @@ class JobFacts:
             ]
         more = [f"and {len(found) - _SHOWN} more differences"] if len(found) > _SHOWN else []
         return (*found[:_SHOWN], *more)
+
+
+def changed_settings(
+    before: Mapping[str, Any], now: Mapping[str, Any], *, but: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Which settings are not as ``before``, a few words each. Those of which ``but`` has the first part don't count."""
+    was, its = dict(_flat(before)), dict(_flat(now))
+    names = [name for name in sorted(was.keys() | its.keys()) if name.partition(".")[0] not in but]
+    values = [(name, was.get(name, _ABSENT), its.get(name, _ABSENT)) for name in names]
+    return tuple(f"{name} is {_shown(new)} and was {_shown(old)}" for name, old, new in values if old != new)
 
 
 def _different_settings(own: Mapping[str, Any], jobs: Mapping[str, Any]) -> Iterator[str]:

@@ -86,7 +86,7 @@ class CatchingUpEngine(BambooPipelineEngine):
     def _take_seed(self, state: dict[str, Any]) -> None:
         self.forward_seed = state.get("seed", self.forward_seed)
         self.data_streams.take(state.get(STREAMS, {}))
-        if changed := self.batch_of_job.restore(state.get(BATCH, {})):
+        for changed in self.batch_of_job.restore(state.get(BATCH, {})):
             tell_once(self.worker, changed)
 
     @property

@@ -42,7 +42,7 @@ from deepspeed_bamboo.runtime.job.session import WorkerSession
 from deepspeed_bamboo.runtime.job.view import CurrentView
 from deepspeed_bamboo.runtime.kept_states import KeptStates
 from deepspeed_bamboo.runtime.membership.common_state import Known
-from deepspeed_bamboo.runtime.membership.own_facts import own_facts
+from deepspeed_bamboo.runtime.membership.own_facts import own_facts, settings_of
 from deepspeed_bamboo.runtime.membership.starting import Built, agreed_seed, enter_first_epoch
 from deepspeed_bamboo.runtime.owner_changes import OwnerChanges
 from deepspeed_bamboo.runtime.recovery.shadow_check import check_shadows_if_due
@@ -110,7 +110,8 @@ class BambooPipelineEngine(ScriptEngine):
         self.last_losses: list[Any] = []
         self.mean_loss = 0.0
         self.worker = self._as_worker()
-        self.batch_of_job = BatchOfJob(size=self._batch_size, change=self._change_batch)
+        size, change = self._batch_size, self._change_batch
+        self.batch_of_job = BatchOfJob(size=size, change=change, settings=settings_of(self._config))
         self.feed = self._make_feed()
         take_over_stock_state(self, grid)
         show_all_hosted(self.module, self._shown_to_script)

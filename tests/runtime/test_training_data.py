@@ -240,15 +240,29 @@ def test_a_job_that_continues_has_its_size_of_batches_unless_the_configuration_h
     saved = json.loads(json.dumps(before.to_json()))
     now: list[tuple[int, int]] = [(8, 2)]
     again = BatchOfJob(size=lambda: now[-1], change=lambda *size: now.append(size))
-    assert again.restore(saved) == "" and now == [(8, 2)]
+    assert again.restore(saved) == () and now == [(8, 2)]
     again.adopt()
     assert now[-1] == (20, 2) and again.counts.total(0, until=5) == 3 * 4 + 2 * 10
     other: list[tuple[int, int]] = [(12, 2)]
     changed = BatchOfJob(size=lambda: other[-1], change=lambda *size: other.append(size))
-    assert "have 12 samples (2 in a micro-batch), and had 8 (2)" in changed.restore(saved)
+    assert "have 12 samples (2 in a micro-batch), and had 8 (2)" in changed.restore(saved)[0]
     changed.adopt()
     assert other == [(12, 2)]
-    assert again.restore({}) == ""
+    assert again.restore({}) == ()
+
+
+def test_a_job_that_continues_says_which_settings_are_others_since() -> None:
+    def of(**settings: Any) -> BatchOfJob:
+        return BatchOfJob(size=lambda: (8, 2), change=lambda *size: None, settings=settings)
+
+    params = {"lr": 0.01, "betas": [0.9, 0.99]}
+    saved = json.loads(json.dumps(of(optimizer={"type": "Adam", "params": params}, train_batch_size=8).to_json()))
+    assert of(optimizer={"type": "Adam", "params": params}, train_batch_size=16).restore(saved) == ()
+    changed = {"optimizer": {"type": "Adam", "params": {**params, "lr": 0.02}}, "gradient_clipping": 1.0}
+    (line,) = of(**changed, train_batch_size=8).restore(saved)
+    assert "gradient_clipping is 1.0 and was absent; optimizer.params.lr is 0.02 and was 0.01. Training" in line
+    older = {name: value for name, value in saved.items() if name != "settings"}
+    assert of(**changed).restore(older) == ()
 
 
 def test_who_shadows_an_end_no_more_reads_it_no_more() -> None:

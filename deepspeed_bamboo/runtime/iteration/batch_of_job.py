@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from deepspeed_bamboo.core.job_facts import changed_settings
 from deepspeed_bamboo.core.micro_batch_counts import MicroBatchCounts
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.runtime.iteration.step_history import BatchSize
+
+_SIZES = ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
 
 
 class BatchOfJob:
@@ -16,12 +19,20 @@ class BatchOfJob:
     Args:
         size: returns it.
         change: changes it on this worker; as :data:`BatchSize` says.
+        settings: the configuration of which the size is a part.
     """
 
-    def __init__(self, *, size: Callable[[], BatchSize], change: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        *,
+        size: Callable[[], BatchSize],
+        change: Callable[[int, int], None],
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         self.size = size
         self._change = change
         self._configured = size()
+        self._settings = dict(settings or {})
         self._of_job: BatchSize | None = None
         self._counts = MicroBatchCounts()
 
@@ -36,7 +47,8 @@ class BatchOfJob:
 
     def to_json(self) -> dict[str, Any]:
         """What a worker that joins has to know, and a job that continues."""
-        return {"size": self.size(), "configured": self._configured, "counts": self._counts.to_json()}
+        known = {"configured": self._configured, "settings": self._settings}
+        return {"size": self.size(), "counts": self._counts.to_json(), **known}
 
     def take(self, value: Mapping[str, Any]) -> None:
         """Inverse of :meth:`to_json`; the size counts when :meth:`adopt` is called."""
@@ -44,19 +56,29 @@ class BatchOfJob:
         self._of_job = samples, of_micro_batch
         self._counts = MicroBatchCounts.from_json(value["counts"])
 
-    def restore(self, value: Mapping[str, Any]) -> str:
-        """As :meth:`take`, from a checkpoint. Returns what to say where the configuration has another size since then.
+    def restore(self, value: Mapping[str, Any]) -> tuple[str, ...]:
+        """As :meth:`take`, from a checkpoint. Returns what to say where the configuration is another one since then.
 
-        That size is meant, since somebody has changed it between two starts, so it is the job's from now on.
+        It is meant, since somebody has changed it between two starts, so its size is the job's from now on.
         """
         if not value:  # of an older version
-            return ""
+            return ()
         self.take(value)
-        configured = tuple(value["configured"])
+        return (*self._other_settings(value.get("settings")), *self._other_size(tuple(value["configured"])))
+
+    def _other_settings(self, before: Mapping[str, Any] | None) -> Iterator[str]:
+        changed = () if before is None else changed_settings(before, self._settings, but=_SIZES)
+        if changed:
+            yield (
+                f"the configuration is not that of the checkpoint: {'; '.join(changed)}. Training continues with what "
+                "it says now, but for what the checkpoint has of optimizers and schedulers (rates, moments)"
+            )
+
+    def _other_size(self, configured: BatchSize) -> Iterator[str]:
         if configured == self._configured:
-            return ""
+            return
         self._of_job = None
-        return (
+        yield (
             f"the configuration's batches have {self._configured[0]} samples ({self._configured[1]} in a micro-batch), "
             f"and had {configured[0]} ({configured[1]}) when the checkpoint was made: training continues with "
             f"{self._configured[0]}"

@@ -46,13 +46,19 @@ _NOT_COMPARED = frozenset(
 _OWN_SETTINGS = {"redundancy", "seed", "gradient_norm"}
 
 
+def settings_of(config: Any) -> dict[str, Any]:
+    """The part of DeepSpeed's configuration that results depend on, as values of JSON."""
+    settings = {name: value for name, value in config._param_dict.items() if name not in _NOT_COMPARED}
+    its: dict[str, Any] = json.loads(json.dumps(settings, default=str))
+    return its
+
+
 def own_facts(engine: BuiltEngine) -> JobFacts:
     """Of the stages of this worker, as stock DeepSpeed has built them."""
     engine.host.save()
-    settings = {name: value for name, value in engine._config._param_dict.items() if name not in _NOT_COMPARED}
-    settings[SECTION] = engine.session.config.model_dump(include=_OWN_SETTINGS)
+    own = engine.session.config.model_dump(include=_OWN_SETTINGS)
     return JobFacts(
-        settings=json.loads(json.dumps(settings, default=str)),
+        settings={**settings_of(engine._config), SECTION: json.loads(json.dumps(own, default=str))},
         layers=tuple(_kind(spec) for spec in engine.module._layer_specs),
         stages={replica.coordinate.stage: _fingerprint(replica.module) for replica in engine.host.owners()},
     )
