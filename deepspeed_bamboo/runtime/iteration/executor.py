@@ -47,6 +47,7 @@ FAULT_POINTS = {
     Op.SEND_GRAD: "send_grad",
 }
 _REDUNDANT = frozenset({Op.FRC, Op.BRC})
+_PASSES = frozenset({Op.FNC, Op.BNC}) | _REDUNDANT
 
 
 class Executor:
@@ -87,7 +88,8 @@ class Executor:
         self._redundant, self._pulse = redundant, pulse
         on_gpu = engine.device.type == "cuda"
         self.times = PassTimes(engine.device, allocated=torch.cuda.memory_allocated if on_gpu else None)
-        self._deferral = Deferral(engine, host=host, interruption=engine.session.interruption)
+        self._interruption = engine.session.interruption
+        self._deferral = Deferral(engine, host=host, interruption=self._interruption)
         self._generators = ModelGenerators(engine.device)
         self._followed_by: dict[tuple[Op, Coordinate | None, int | None], list[Instruction]] = {}
         self._methods: dict[Op, Callable[[StageReplica, int, IterationContext], None]] = {
@@ -111,6 +113,9 @@ class Executor:
         deferred = self._deferral.covers(instruction, replica)
         if not deferred:
             self._deferral.confirm()
+            if instruction.op in _PASSES:
+                # A worker with several inputs at hand would do all their passes first, and the others would wait.
+                self._interruption.check()
         if instruction.op is not Op.SEND_GRAD:
             self._host.gradient_updates.flush()
         self._before(instruction, replica)
