@@ -11,7 +11,7 @@ import pytest
 import torch
 from deepspeed.pipe import PipelineModule
 
-from deepspeed_bamboo.runtime.stock.scheduler_state import set_scheduler_state
+from deepspeed_bamboo.runtime.stock.scheduler_state import NumbersBefore, set_scheduler_state
 from tests.runtime import models
 from tests.runtime.jobs import Jobs
 from tests.runtime.scenarios import Training, build_module, fresh_process_group
@@ -113,7 +113,7 @@ def test_a_state_is_set_whatever_was_there() -> None:
     """Also with the group's rate that belongs to it; one that sets what it loads is loaded once."""
     optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
     adding = Adding(optimizer)
-    for before, wanted in ((0, 24), (24, 24), (64, 24), (0, 0)):
+    for before, wanted in ((0, 24), (24, 24), (64, 24), (0, 0), (64, 0)):
         adding.samples = before
         set_scheduler_state(adding, {"samples": wanted, "rate": 0.1})
         assert adding.samples == wanted and adding.get_last_lr() == [0.1 * 0.5 ** (wanted / 40)]
@@ -123,3 +123,38 @@ def test_a_state_is_set_whatever_was_there() -> None:
     setting.load_state_dict = lambda its: loads.append(its)  # type: ignore[method-assign]
     set_scheduler_state(setting, state)
     assert loads == [state]
+
+
+class Overriding(Adding):
+    """Keeps its own rate, and an own length of its warm-up, where the state has others: Megatron's with its option."""
+
+    warmup = 8
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "warmup": self.warmup}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step(state["samples"])
+
+
+@pytest.mark.parametrize("samples", [0, 24])
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_what_a_scheduler_keeps_of_its_own_stays(samples: int, warmup: int) -> None:
+    """And what it counts is counted once, also where the state has 0 of something."""
+    scheduler = Overriding(SimpleNamespace(param_groups=[{"lr": 0.1}]))
+    scheduler.samples, scheduler.warmup = samples, 8
+    set_scheduler_state(scheduler, {"samples": 40, "rate": 0.7, "warmup": warmup})
+    assert (scheduler.samples, scheduler.rate, scheduler.warmup) == (40, 0.1, 8)
+    set_scheduler_state(scheduler, {"samples": 0, "rate": 0.0, "warmup": warmup})
+    assert (scheduler.samples, scheduler.rate, scheduler.warmup) == (0, 0.1, 8)
+
+
+def test_a_load_that_is_done_again_starts_from_what_was_before() -> None:
+    """As many attempts as losses need, of several schedulers."""
+    one, other = (Adding(SimpleNamespace(param_groups=[{"lr": 0.1}])) for _ in range(2))
+    one.samples, numbers = 5, NumbersBefore()
+    for _ in range(3):
+        for scheduler in (one, other):
+            numbers.again(scheduler)
+            scheduler.load_state_dict({"samples": 24, "rate": 0.1})
+    assert (one.samples, other.samples) == (29, 24)

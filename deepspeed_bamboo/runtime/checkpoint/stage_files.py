@@ -32,6 +32,7 @@ from deepspeed_bamboo.runtime.recovery.stage_state import unpack_rest
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 from deepspeed_bamboo.runtime.stock.captured import CapturedFiles
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
+from deepspeed_bamboo.runtime.stock.scheduler_state import NumbersBefore
 from deepspeed_bamboo.runtime.stock.stock_files import StockFiles
 from deepspeed_bamboo.storage.folders import Fill
 from deepspeed_bamboo.storage.manifest import Manifest
@@ -242,6 +243,7 @@ class StageFiles:
         """Load files that have been checked."""
         worker, started = self._worker, time.perf_counter()
         loaded: list[Loaded] = []
+        options["numbers"] = NumbersBefore()  # after a loss all is loaded again
 
         def load_owned() -> dict[str, Any] | None:
             loaded.clear()

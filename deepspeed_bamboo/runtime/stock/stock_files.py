@@ -11,7 +11,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed_bamboo.runtime.stock.attributes import COUNTERS
 from deepspeed_bamboo.runtime.stock.beside_tied import accept_beside_tied_weights, beside_tied_weights
 from deepspeed_bamboo.runtime.stock.patches.tied_weights import tied_weights_from_files
-from deepspeed_bamboo.runtime.stock.scheduler_state import SetScheduler
+from deepspeed_bamboo.runtime.stock.scheduler_state import NumbersBefore, SetScheduler
 
 
 class FileMethods(Protocol):
@@ -108,8 +108,15 @@ class StockFiles:
         finally:
             self._attributes["lr_scheduler"] = before
 
-    def load_stage(self, module: Any, folder: str, *arguments: Any, **options: Any) -> tuple[str | None, Any]:
-        """Stock's ``load_checkpoint`` for the active stage, whose layers are in ``module``."""
+    def load_stage(
+        self, module: Any, folder: str, *arguments: Any, numbers: NumbersBefore | None = None, **options: Any
+    ) -> tuple[str | None, Any]:
+        """Stock's ``load_checkpoint`` for the active stage, whose layers are in ``module``.
+
+        ``numbers``: of schedulers, as they were before the first attempt of this load.
+        """
+        if numbers is not None:
+            numbers.again(self._attributes["lr_scheduler"])
         with tied_weights_from_files(module, folder=lambda: self._attributes["_curr_ckpt_path"], read=self._read):
             return self._engine.load_checkpoint(folder, *arguments, **options)
 
