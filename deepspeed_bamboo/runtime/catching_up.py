@@ -101,7 +101,7 @@ class CatchingUp(ABC):
         position = self._position
         loss = _known(lambda: self._worker.session.past.loss(position.calls))
         position.calls += 1
-        return position.loss if math.isnan(loss) else loss
+        return position.loss if loss is None else loss
 
     def past_additional_losses(self) -> dict[str, float]:
         """Those of the iteration for which the last call of ``train_batch`` stood; empty where none are known."""
@@ -113,7 +113,8 @@ class CatchingUp(ABC):
     def past_evaluation(self) -> float:
         """What the evaluation had for which a call of ``eval_batch`` stands; not a number where that isn't known."""
         position, number = self._position, self._position.next_evaluation()
-        return _known(lambda: self._worker.session.past.evaluation(position.calls, number))
+        loss = _known(lambda: self._worker.session.past.evaluation(position.calls, number))
+        return math.nan if loss is None else loss
 
     def says(self, what: str, text: str) -> None:
         """Tell ``text`` on this worker, once for each ``what``."""
@@ -167,8 +168,8 @@ class CatchingUp(ABC):
         return nullcontext()
 
 
-def _known(look: Callable[[], float]) -> float:
+def _known(look: Callable[[], float | None]) -> float | None:
     try:
         return look()
     except CoordinatorUnavailable:
-        return math.nan
+        return None

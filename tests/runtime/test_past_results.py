@@ -50,7 +50,7 @@ def test_a_late_worker_reads_what_all_were_returned(began: int, more: int, every
         assert math.isnan(late.evaluation(step, 2))
         kept = late.additional(step)
         assert kept["z"] == step / 7 and (kept["half"] == -step if step % 2 else math.isnan(kept.get("half", math.nan)))
-    assert math.isnan(late.loss(began + more)), "what nobody knows is no number"
+    assert late.loss(began + more) is None, "nobody knows it"
     again = PastResults(Pieces())
     again.take(late.pieces())
     assert [again.loss(step) for step in range(began, began + more)] == [
@@ -80,3 +80,18 @@ def test_a_step_done_again_keeps_its_newest_loss_and_a_failed_publication_is_rep
     pieces.kept[0].pop("additional")  # as an earlier version has published it
     earlier = PastResults(pieces)
     assert earlier.additional(5) == {} and earlier.loss(5) == 2.0
+
+
+def test_a_loss_that_was_not_a_number_is_known() -> None:
+    """A script goes back by it; what nobody knows is something else."""
+    pieces = Pieces()
+    one, late = PastResults(pieces), PastResults(pieces)
+    one.note_loss(2, math.nan)
+    one.note_loss(3, -math.nan)
+    one.note_loss(4, None)
+    one.note_loss(5, 0.5)
+    one.publish()
+    for known in (one, late):
+        losses = [known.loss(call) for call in range(7)]
+        assert [loss is None for loss in losses] == [True, True, False, False, True, False, True]
+        assert [math.isnan(loss) for loss in losses if loss is not None] == [True, True, False]

@@ -55,6 +55,28 @@ def test_what_the_script_sets_reaches_all_modules_and_what_forwards_move_none() 
     assert own.calls == 5
 
 
+def test_a_loss_that_is_a_module_reaches_all_modules() -> None:
+    """torch keeps it where a function is not. One with weights is each stage's own; all go back to what was before."""
+    root, modules = RootByHand(lambda text: None), [Own(), Own()]
+    own, other = modules
+    for module in modules:
+        module.loss_fn = torch.nn.functional.mse_loss
+    root.leave(own)
+    smooth, weighed = torch.nn.CrossEntropyLoss(label_smoothing=0.1), torch.nn.CrossEntropyLoss(weight=torch.ones(3))
+    changes = []
+    for loss in (smooth, weighed):
+        own.loss_fn = loss
+        changes += root.follow(own, modules)
+    assert own.loss_fn is weighed and other.loss_fn is not weighed
+    assert isinstance(other.loss_fn, torch.nn.CrossEntropyLoss) and torch.equal(other.loss_fn.weight, torch.ones(3))
+    root.restored(own, modules, changes[1:])
+    assert own.loss_fn is smooth and other.loss_fn is smooth
+    root.restored(own, modules, changes[:1])
+    assert [module.loss_fn for module in modules] == [torch.nn.functional.mse_loss] * 2
+    root.write_again(own, modules, changes[:1])
+    assert own.loss_fn is smooth and other.loss_fn is smooth and root.follow(own, modules) == ()
+
+
 def test_numbers_that_a_subclass_counts_go_with_their_stage() -> None:
     own, shadow, moving = Own(), Own(), MovingValues()
     moving.look(own)

@@ -11,7 +11,7 @@ import pytest
 from deepspeed_bamboo.coordination import CoordinatorUnavailable
 from deepspeed_bamboo.runtime import catching_up
 from deepspeed_bamboo.runtime.catching_up import CatchingUp, ScriptParts
-from deepspeed_bamboo.runtime.checkpoint.beginning import Loaded
+from deepspeed_bamboo.runtime.checkpoint.beginning import Beginning, Loaded
 from deepspeed_bamboo.runtime.checkpoint.script_resume import Asked
 from deepspeed_bamboo.runtime.late_worker import LateWorker
 from deepspeed_bamboo.runtime.restored_job import RestoredJob
@@ -36,7 +36,7 @@ def parts(log: list[str], past: Any = None) -> ScriptParts:
         writes=writes,  # type: ignore[arg-type]
         feed=SimpleNamespace(data=SimpleNamespace(covers_every_pipeline=True)),  # type: ignore[arg-type]
         batch=SimpleNamespace(adopt=lambda: log.append("batch")),  # type: ignore[arg-type]
-        beginning=SimpleNamespace(),  # type: ignore[arg-type]
+        beginning=Beginning(),
     )
 
 

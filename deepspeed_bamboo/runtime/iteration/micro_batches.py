@@ -185,8 +185,12 @@ class PipelineData:
             read_past(its, transform)
 
     def resume_at(self, step: int) -> None:
-        """A checkpoint was read: the user's iterator, of which nothing is used yet, begins at global step ``step``."""
+        """A checkpoint was read: the user's iterator, of which nothing is used yet, begins at global step ``step``.
+
+        Factories make theirs anew, for whoever takes an end of a pipeline over reads it by the step, too.
+        """
         self._user.first_step = step
+        self._made.clear()
 
     @property
     def iterator(self) -> Iterator[Any] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import math
+import struct
 import threading
 from array import array
 from collections.abc import Callable, Mapping
@@ -21,7 +22,9 @@ CALL = "call"
 PIECE_STEPS = 128
 """Each piece is published again until it is full, so it must be small: etcd keeps what it had before for a while."""
 _TAIL_PIECES = 8
-_UNKNOWN = math.nan
+_UNKNOWN_BITS = struct.pack("<Q", 0x7FF80000000BA3B0)
+_UNKNOWN: float = struct.unpack("<d", _UNKNOWN_BITS)[0]
+"""Not a number, with bits that no computation gives: a loss may have been nan, which a script asks for, too."""
 
 
 class PublishedPieces(Protocol):
@@ -54,11 +57,11 @@ class PastResults:
         """``call_of`` says to which call of ``train_batch`` a step of now belongs. What is kept goes by calls."""
         self.call_of = call_of
 
-    def note_loss(self, step: int, loss: float) -> None:
-        """``step`` had this loss."""
+    def note_loss(self, step: int, loss: float | None) -> None:
+        """``step`` had this loss; None: it isn't known here."""
         call = self.call_of(step)
         with self._lock:
-            self._piece(call // PIECE_STEPS)[call % PIECE_STEPS] = loss
+            self._piece(call // PIECE_STEPS)[call % PIECE_STEPS] = _UNKNOWN if loss is None else loss
             self._changed.add(call // PIECE_STEPS)
 
     def note_additional(self, step: int, losses: Mapping[str, float]) -> None:
@@ -76,13 +79,13 @@ class PastResults:
             self._piece(call // PIECE_STEPS)
             self._changed.add(call // PIECE_STEPS)
 
-    def loss(self, call: int) -> float:
-        """Of that call; nan if it isn't known. Raises CoordinatorUnavailable."""
+    def loss(self, call: int) -> float | None:
+        """Of that call, nan where it was that; None if it isn't known. Raises CoordinatorUnavailable."""
         found = self._known_loss(call)
-        if math.isnan(found):
+        if _is_unknown(found):
             self._look(call // PIECE_STEPS)
             found = self._known_loss(call)
-        return found
+        return None if _is_unknown(found) else found
 
     def additional(self, call: int) -> dict[str, float]:
         """Those of that call by name, nan where one isn't known. Raises CoordinatorUnavailable."""
@@ -108,7 +111,7 @@ class PastResults:
         done: set[int] = set()
         try:
             for piece in changed:
-                if any(math.isnan(loss) for loss in self._losses[piece][:1]):
+                if any(map(_is_unknown, self._losses[piece][:1])):
                     self._look(piece)
                 self._published.publish_past(piece, self._plain(piece))
                 done.add(piece)
@@ -174,5 +177,9 @@ def _text(losses: array[float]) -> str:
 def _fill(own: array[float], text: str) -> None:
     """Put what :func:`_text` has made where ``own`` knows nothing."""
     for index, loss in enumerate(array("d", base64.b64decode(text))[:PIECE_STEPS]):
-        if math.isnan(own[index]):
+        if _is_unknown(own[index]):
             own[index] = loss
+
+
+def _is_unknown(loss: float) -> bool:
+    return math.isnan(loss) and struct.pack("<d", loss) == _UNKNOWN_BITS

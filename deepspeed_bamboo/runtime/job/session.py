@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import socket
@@ -229,7 +228,7 @@ class WorkerSession:
         self.events.log(event, epoch=self.interruption.epoch, step=step, **fields)
         if event == "step":
             self.pulse.stepped(step + 1)
-            self.past.note_loss(step, float(fields.get("loss", math.nan)))
+            self.past.note_loss(step, fields.get("loss"))
         record = self.interruption.active
         reports = record is not None and reporter(record.members) == self.worker
         self._status.note(event, step=step, reporter=reports, fields=fields)

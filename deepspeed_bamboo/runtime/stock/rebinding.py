@@ -44,6 +44,12 @@ def rebound(value: Any, *, old: torch.nn.Module, new: torch.nn.Module, levels: i
     return value
 
 
+def own_beside_layers(module: torch.nn.Module) -> torch.nn.Module:
+    """A Module that a PipelineModule has besides its layers, for another stage: of its own where it has state."""
+    has_state = any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+    return copy.deepcopy(module) if has_state else module
+
+
 def _partial(value: Any, inner: Any) -> Any:
     parts = (inner(value.func), _container(value.args, inner), _container(value.keywords, inner))
     if parts[0] is value.func and parts[1] is value.args and parts[2] is value.keywords:

@@ -25,7 +25,7 @@ from deepspeed_bamboo.runtime.stock.hyperparameters import Values
 from deepspeed_bamboo.runtime.stock.likeness import take_root_hooks
 from deepspeed_bamboo.runtime.stock.logical import Exchange, GroupKey, LogicalGrid, LogicalGroup
 from deepspeed_bamboo.runtime.stock.plain_values import MovingValues, PlainValues
-from deepspeed_bamboo.runtime.stock.rebinding import rebound
+from deepspeed_bamboo.runtime.stock.rebinding import own_beside_layers, rebound
 from deepspeed_bamboo.runtime.stock.separate import ids_of, separate
 
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
@@ -151,8 +151,7 @@ def _take_beside_layers(module: PipelineModule, template: PipelineModule) -> Non
     """What a subclass or loss_fn has registered besides the layers: each stage has its own, as in processes."""
     for name, child in template._modules.items():
         if name != "tied_modules" and not name.isdigit():
-            has_state = any(True for _ in child.parameters()) or any(True for _ in child.buffers())
-            module._modules[name] = copy.deepcopy(child) if has_state else child
+            module._modules[name] = own_beside_layers(child)
     for kind in ("_parameters", "_buffers"):
         for name, value in getattr(template, kind).items():
             copied = copy.deepcopy(value)

@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from deepspeed.pipe import PipelineModule
 
 from deepspeed_bamboo.runtime.stock.description import is_torchs
-from deepspeed_bamboo.runtime.stock.rebinding import rebound
+from deepspeed_bamboo.runtime.stock.rebinding import own_beside_layers, rebound
 from deepspeed_bamboo.runtime.stock.script_hooks import LOSS
 from deepspeed_bamboo.runtime.stock.written import SetOnRoot
 
@@ -50,7 +51,7 @@ class RootByHand:
         for module in modules if changed else ():
             if module is not source:
                 for name, value in changed.items():
-                    module.__dict__[name] = rebound(value, old=source, new=module)
+                    _give(module, name, value, source=source)
                 if source.is_checkpointable_results_interval == changed.get(_INTERVAL, -1):
                     module._precompute_checkpointable_values()
         self._note(source, now)
@@ -77,8 +78,7 @@ class RootByHand:
                 if not values:
                     module.__dict__.pop(change.name, None)
                 for value in values:
-                    old = change.source()
-                    module.__dict__[change.name] = value if old is None else rebound(value, old=old, new=module)
+                    _give(module, change.name, value, source=change.source())
                 if change.name == _INTERVAL:
                     module._precompute_checkpointable_values()
 
@@ -120,7 +120,20 @@ def own_of_root(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _settable(module: Any) -> dict[str, Any]:
-    return {**{n: module.__dict__[n] for n in _SETTABLE if n in module.__dict__}, **dict(own_of_root(module))}
+    found = {n: module.__dict__[n] for n in _SETTABLE if n in module.__dict__}
+    if isinstance(module._modules.get(LOSS), torch.nn.Module):
+        found[LOSS] = module._modules[LOSS]
+    return {**found, **dict(own_of_root(module))}
+
+
+def _give(module: Any, name: str, value: Any, *, source: Any) -> None:
+    """Let ``module`` have what the script has set on ``source``. torch keeps a loss that is a Module elsewhere."""
+    if isinstance(value, torch.nn.Module):
+        setattr(module, name, value if module is source else own_beside_layers(value))
+        return
+    if name == LOSS:
+        module._modules.pop(LOSS, None)
+    module.__dict__[name] = value if source is None else rebound(value, old=source, new=module)
 
 
 def _same(one: Any, other: Any) -> bool:
