@@ -68,7 +68,8 @@ class CatchingUp(ABC):
         else:
             self._writes.come_back()
         if not counts_by_itself:
-            self._batch.adopt()
+            if text := self._batch.adopt():
+                self.says("batch", text)
 
     def _take_part(self) -> None:  # noqa: B027 - a job that continues has begun with this worker
         """On entering: become one of the job's workers, if that is still to be done."""

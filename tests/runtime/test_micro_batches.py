@@ -168,6 +168,7 @@ def test_iterators_that_differ_at_the_first_step_are_told(zeros: bool, capsys: p
         is_reporter=True,
         session=SimpleNamespace(worker="a"),
         protects=True,
+        step=0,
         record=record,
         grid=Grid(1, 2),
         agree_on=lambda label, claim: claims,
@@ -176,6 +177,46 @@ def test_iterators_that_differ_at_the_first_step_are_told(zeros: bool, capsys: p
     told = capsys.readouterr().err
     assert ("the data iterators of a and b begin with different micro-batches of pipeline 0" in told) == zeros
     assert ("no zeros in place of what its stage doesn't need" in told) == zeros
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_training_data_that_begin_with_others_than_the_iterator_are_told(
+    same: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Looking at them takes nothing from either, and draws no number."""
+    batches = [(torch.full((2,), float(n)), torch.zeros(2)) for n in range(3)]
+    data, members, before = PipelineData(home=0), ["a", "b"], torch.get_rng_state()
+    data.set_iterator(iter(batches))
+
+    def factory(pipeline: int, step: int) -> Any:
+        torch.rand(1)
+        return iter(batches if same else batches[1:])
+
+    data.set_factory(factory, for_last=(factory, lambda pipeline: False))
+    worker: Any = SimpleNamespace(
+        me="a",
+        is_reporter=True,
+        session=SimpleNamespace(worker="a"),
+        protects=True,
+        step=0,
+        record=SimpleNamespace(members=members, placement=Placement.initial(Grid(1, 2), members), waits_seconds=0.0),
+        grid=Grid(1, 2),
+        agree_on=lambda label, claim: dict.fromkeys(members, claim()),
+    )
+    DataSupply(worker, data=lambda: data, transform=lambda: None).agree()
+    assert ("begins with another micro-batch of pipeline 0 than the training_data" in capsys.readouterr().err) != same
+    assert torch.equal(data.get(0, 0, step=0)[0], batches[0][0]) and torch.equal(torch.get_rng_state(), before)
+
+
+def test_after_a_load_that_goes_back_one_step_a_factory_is_asked_again() -> None:
+    """Who takes an end of the pipeline over asks it, too, and must get the same."""
+    source = PipelineData(home=0)
+    source.set_factory(lambda pipeline, step: iter(range(10 * step, 10 * step + 9)))
+    assert [source.get(0, number, step=4) for number in range(2)] == [40, 41]
+    source.complete(2, step=4)
+    source.forget(4)
+    source.resume_at(4)
+    assert [source.get(0, number, step=4) for number in range(2)] == [40, 41]
 
 
 def test_who_has_an_evaluations_data_is_told_before_the_last_one_is_lost(capsys: pytest.CaptureFixture[str]) -> None:

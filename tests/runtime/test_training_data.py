@@ -241,7 +241,9 @@ def test_a_job_that_continues_has_its_size_of_batches_unless_the_configuration_h
     now: list[tuple[int, int]] = [(8, 2)]
     again = BatchOfJob(size=lambda: now[-1], change=lambda *size: now.append(size))
     assert again.restore(saved) == () and now == [(8, 2)]
-    again.adopt()
+    assert again.adopt() == again.adopt() == "" and now[-1] == (20, 2)
+    now.append((6, 2))
+    assert "batches of 6 samples (2 in a micro-batch)" in again.adopt()
     assert now[-1] == (20, 2) and again.counts.total(0, until=5) == 3 * 4 + 2 * 10
     other: list[tuple[int, int]] = [(12, 2)]
     changed = BatchOfJob(size=lambda: other[-1], change=lambda *size: other.append(size))

@@ -84,9 +84,20 @@ class BatchOfJob:
             f"{self._configured[0]}"
         )
 
-    def adopt(self) -> None:
-        """Use the job's; a script that counts by itself has set its own on the way."""
-        self.use(self._of_job)
+    def adopt(self) -> str:
+        """Use the job's; a script that counts by itself has set its own on the way.
+
+        Returns what to say where the script has set yet another one, else "".
+        """
+        own, job = self.size(), self._of_job
+        self.use(job)
+        if job is None or own in (job, self._configured):
+            return ""
+        return (
+            f"the script has set batches of {own[0]} samples ({own[1]} in a micro-batch) before it trained, and the "
+            f"job's have {job[0]} ({job[1]}): training continues with {job[0]}. For another size call "
+            "engine.set_train_batch_size in the loop, or change the configuration"
+        )
 
     def use(self, size: BatchSize | None) -> None:
         """Iterations have this size from now on, on this worker; None changes nothing."""

@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deepspeed_bamboo.errors import ConfigError
+from deepspeed_bamboo.runtime.stock.randomness import generators_untouched
 
 DataFactory = Callable[[int, int], Iterator[Any]]
 """From a pipeline and a global step to an iterator over that pipeline's micro-batches from that step on."""
@@ -246,6 +247,14 @@ class PipelineData:
             return {self._home: checksum_of(self.get(self._home, 0, step=step, transform=transform))}
         except StopIteration:
             return {self._home: -1}
+
+    def first_made(self, *, step: int) -> dict[int, int]:
+        """As :meth:`first`, of training_data in the place of the script's iterator; nothing where one is missing."""
+        if self._factory is None or self._for_last is None or not self._uses_iterator():
+            return {}
+        with generators_untouched(torch.device("cpu")):
+            made = next(iter(self._factory(self._home, step)), None)
+        return {self._home: -1 if made is None else checksum_of(made)}
 
     def set_factory(
         self, factory: DataFactory | None, *, for_last: tuple[DataFactory, Callable[[int], bool]] | None = None

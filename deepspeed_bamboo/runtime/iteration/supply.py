@@ -93,6 +93,7 @@ class DataSupply:
             if not any(claim.known for claim in claims.values()):  # the job begins
                 self._check(self._worker.record)
                 self._say_what_is_unlike(claims)
+                self._say_whether_training_data_differ(claims)
                 self._say_who_reads_with_messages(claims)
         self._distrust_what_begins_late()
         self.say_who_is_the_last()
@@ -155,6 +156,21 @@ class DataSupply:
                 "doesn't need, and no seed by rank. A DataLoader draws its order, and a seed for its samples, from "
                 "torch's generator of its rank: give it "
                 "generator=torch.Generator().manual_seed(N) on every rank, or pass training_data to initialize",
+            )
+
+    def _say_whether_training_data_differ(self, claims: Mapping[str, Claim]) -> None:
+        """An iterator is read where there is one. Who takes over in another pipeline, or comes late, reads those."""
+        if self._transform() is not None:
+            return  # what it keeps would move
+        read = claims[self._worker.me].first
+        made = self._data().first_made(step=self._worker.step) if read else {}
+        for pipeline in (pipeline for pipeline, checksum in made.items() if read[pipeline] != checksum):
+            tell(
+                self._worker,
+                f"the data iterator of {self._worker.me} begins with another micro-batch of pipeline {pipeline} than "
+                "the training_data of initialize. The iterator is read here; a worker that takes an end of another "
+                "pipeline over, comes late or begins again reads training_data: it would train on other data. Call "
+                "train_batch() without an iterator, or have both yield the same",
             )
 
     def _say_who_reads_with_messages(self, claims: Mapping[str, Claim]) -> None:
