@@ -1,6 +1,6 @@
 """Is the simulator right about this engine? A real job of layers that sleep, next to what is predicted; no GPU.
 
-    python scripts/sim_validate.py                 # calibration and three seeded traces; twelve minutes
+    python scripts/sim_validate.py                 # calibration and three seeded traces; 16 minutes
     python scripts/sim_validate.py --seeds 1 --steps 40
 
 Workers are killed, join and are drained by the clock, as on a spot market that is many times as fast. The profile of
@@ -18,7 +18,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,39 +44,37 @@ _QUIET_STEPS = 8  # at the start: after some quiet steps the engine knows what s
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the jobs. Returns 1 if a prediction is off by more than it may be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--workers", type=int, default=6)
-    parser.add_argument("--milliseconds", type=float, default=40.0, help="of a stage's forward (default: 40)")
-    parser.add_argument("--every-seconds", type=float, default=4.0, help="between incidents (default: 4)")
-    parser.add_argument("--output", type=Path, help="also write the figures as JSON")
-    arguments = parser.parse_args(argv)
+    arguments = parse_arguments(argv)
     os.environ.update(job_environment())
     # A rough guess, for how many incidents there is time.
     step_seconds = (_MICRO_BATCHES + arguments.workers - 1) * _PASSES * arguments.milliseconds / 1000.0
     first_seconds, every = _QUIET_STEPS * step_seconds, arguments.every_seconds
-    count = max(0, int(0.8 * (arguments.steps - _QUIET_STEPS) * step_seconds / every))
+
+    def count_in(steps: int) -> int:
+        return max(0, int(0.8 * (steps - _QUIET_STEPS) * step_seconds / every))
+
     job = SleepingJob(
         script=SCRIPT,
         seconds=(arguments.milliseconds / 1000.0,) * arguments.workers,
         workers=arguments.workers,
         micro_batches=_MICRO_BATCHES,
         steps=arguments.steps,
-        limit_seconds=60.0 + 4.0 * arguments.steps * step_seconds,
+        limit_seconds=60.0 + 4.0 * max(arguments.steps, arguments.calibration_steps) * step_seconds,
     )
     results: dict[str, Any] = {}
     wrong = False
     with tempfile.TemporaryDirectory() as name, ForkServer(PRELOAD) as server:
         folder, profile = Path(name), Path(name) / "profile.json"
-        kinds = itertools.islice(itertools.cycle(CALIBRATION), count)
+        kinds = itertools.islice(itertools.cycle(CALIBRATION), count_in(arguments.calibration_steps))
         incidents = [Incident(first_seconds + i * every, what) for i, what in enumerate(kinds)]
-        first = run_job(job, incidents, server=server, folder=folder / "calibration")
+        longer = replace(job, steps=arguments.calibration_steps)
+        first = run_job(longer, incidents, server=server, folder=folder / "calibration")
         measured, join_seconds = calibrated(first, path=profile)
         results["profile"] = {**measured.to_json(), "join_seconds": join_seconds}
         print(json.dumps(results["profile"]), flush=True)
         for seed in arguments.seeds:
             workers = arguments.workers
+            count = count_in(arguments.steps)
             trace = drawn(seed, workers=workers, count=count, first_seconds=first_seconds, every_seconds=every)
             happened = run_job(job, trace, server=server, folder=folder / f"seed{seed}")
             found = compare(job, happened, profile, join_seconds=join_seconds)
@@ -85,6 +83,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.output is not None:
         arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return int(wrong)
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line. Raises SystemExit where it is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument(
+        "--calibration-steps", type=int, default=200, help="the profile's job; more losses (default: 200)"
+    )
+    parser.add_argument("--workers", type=int, default=6)
+    parser.add_argument("--milliseconds", type=float, default=40.0, help="of a stage's forward (default: 40)")
+    parser.add_argument("--every-seconds", type=float, default=4.0, help="between incidents (default: 4)")
+    parser.add_argument("--output", type=Path, help="also write the figures as JSON")
+    return parser.parse_args(argv)
 
 
 def report(seed: int, found: Comparison) -> bool:

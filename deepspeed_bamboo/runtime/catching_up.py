@@ -67,9 +67,8 @@ class CatchingUp(ABC):
             self._writes.go_back(written)
         else:
             self._writes.come_back()
-        if not counts_by_itself:
-            if text := self._batch.adopt():
-                self.says("batch", text)
+        if not counts_by_itself and (text := self._batch.adopt()):
+            self.says("batch", text)
 
     def _take_part(self) -> None:  # noqa: B027 - a job that continues has begun with this worker
         """On entering: become one of the job's workers, if that is still to be done."""
