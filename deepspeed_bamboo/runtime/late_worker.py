@@ -45,7 +45,8 @@ class LateWorker(CatchingUp):
         self._files = files
         self._resumed: int | None = None  # the call at which its loop begins, after loading the script's own checkpoint
         self._looks = 0
-        self._given: tuple[Loaded, ...] = ()  # what this script's loads before its first call have returned
+        # Of what this script's loads before its first call were, and what the job's have returned.
+        self._given: tuple[tuple[str, Loaded], ...] = ()
 
     def begin(self) -> None:
         """The script's own steps begin."""
@@ -74,8 +75,8 @@ class LateWorker(CatchingUp):
         self._position.reached = self._beginning.call_of(self._worker.step)
 
     def _start_data(self) -> None:
-        for number, (path, _) in enumerate(self._given):
-            returned = self._beginning.returned(number, at=self._beginning.first) or _NOTHING
+        for number, (wanted, (path, _)) in enumerate(self._given):
+            returned = self._beginning.returned(number, at=self._beginning.first, wanted=wanted) or _NOTHING
             if (returned[0] is None) != (path is None):
                 raise ExpelledError(
                     f"worker {self._worker.me} had not heard what load_checkpoint returned when the job began; its "
@@ -87,7 +88,8 @@ class LateWorker(CatchingUp):
     def _answer(self, number: int, asked: Asked) -> Loaded:
         """(None, None) where the job loaded nothing, as where there is no checkpoint: the state comes from the others.
 
-        If the script has saved since: what it saved, and its loop begins there.
+        If the script has saved since, and did not load that when the job began: what it saved, and its loop begins
+        there.
         Waits until the job has loaded, or trains. Raises JobStoppedError when it ends before.
         """
         if self._position.calls > self._position.began:
@@ -98,9 +100,11 @@ class LateWorker(CatchingUp):
             if session.finished or coordinator.finished() is not None:
                 raise JobStoppedError(f"job {coordinator.job} was complete before this worker could join it")
             time.sleep(_LOOK_SECONDS)
-        found = self._beginning.returned(number, at=self._position.calls)
-        self._given = (*self._given, found or _NOTHING)
-        if found is None and asked.whole and self._position.untouched:
+        resumes = asked.whole and self._position.untouched
+        wanted = asked.wanted if resumes else ""
+        found = self._beginning.returned(number, at=self._position.calls, wanted=wanted)
+        self._given = (*self._given, (wanted, found or _NOTHING))
+        if found is None and resumes:
             found = self._resume(asked, (coordinator.status() or {}).get("step", -1) + 1)
         return found or _NOTHING
 

@@ -175,10 +175,12 @@ class RestoredJob(CatchingUp):
     def _answer(self, number: int, asked: Asked) -> Loaded:
         """What a script loaded when the job began is older. What it has saved since is where its loop begins now.
 
-        In a script that counts by itself, what it loaded on its way is not loaded again either.
+        It may have begun with something else (pretrained weights), since it had saved nothing then. In a script that
+        counts by itself, what it loaded on its way is not loaded again either.
         """
-        before = self._beginning.returned(number, at=self._position.calls)
-        if before is None and asked.whole and self._position.untouched:
+        at, resumes = self._position.calls, asked.whole and self._position.untouched
+        before = self._beginning.returned(number, at=at, wanted=asked.wanted if resumes else "")
+        if before is None and resumes:
             return self._resume(number, asked)
         what = "no state, since the script did not load there before" if before is None else "what it did then"
         tell_once(
@@ -196,7 +198,8 @@ class RestoredJob(CatchingUp):
             return self._load_newer(number, asked)
         call = self._beginning.call_of(found.step)
         self._beginning.resume(call, keep=number)
-        self._beginning.note((found.path, found.client_state), before=found.step, after=found.step)
+        loaded = found.path, found.client_state
+        self._beginning.note(loaded, before=found.step, after=found.step, wanted=asked.wanted)
         self._files.publish_beginning()
         position.begin_at(call)
         self._feed.data.start_at(self._worker.step, used=self._feed.used(since=call))
@@ -206,7 +209,7 @@ class RestoredJob(CatchingUp):
             f"at step {self._worker.step}: in a loop that counts from there train_batch returns at once for the steps "
             "between",
         )
-        return found.path, found.client_state
+        return loaded
 
     def _load_newer(self, number: int, asked: Asked) -> Loaded:
         """The script's own checkpoint is newer than the job's: it is loaded as in a job that begins."""

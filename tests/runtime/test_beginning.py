@@ -72,7 +72,7 @@ def test_what_cannot_be_given_again_is_named() -> None:
 def test_what_an_older_version_has_kept_is_read() -> None:
     beginning = Beginning()
     beginning.note(("own", {"seen": 4}), before=0, after=4)
-    older = {"step": 4, "loads": [text for _, text in beginning.loads]}
+    older = {"step": 4, "loads": [load.returned for load in beginning.loads]}
     again = Beginning()
     again.take(older)
     assert (again.first, again.returned(0, at=4), again.call_of(9)) == (4, ("own", {"seen": 4}), 9)

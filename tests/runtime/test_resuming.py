@@ -169,15 +169,21 @@ def test_a_late_worker_of_a_job_that_loaded_has_the_data_of_the_others(
 
 
 def resume_by_itself(
-    training: Training, own: str, kept: str | None = None, waits: dict[str, int] | None = None
+    training: Training,
+    own: str,
+    kept: str | None = None,
+    waits: dict[str, int] | None = None,
+    pretrained: str | None = None,
 ) -> dict[str, Any]:
-    """The usual lines: load what there is, count from there, save now and then."""
+    """The usual lines: load what there is, else ``pretrained`` weights, count from there, save now and then."""
     checkpoint = {"dir": kept, "interval_minutes": 1e-9} if kept is not None else {}
     engine = build(dataclasses.replace(training, bamboo={**training.bamboo, "checkpoint": checkpoint}))
     start = 0
     if Path(own, "latest").exists():
         _, state = engine.load_checkpoint(own)
         start = state["step"]
+    elif pretrained is not None:
+        engine.load_checkpoint(pretrained, load_module_only=True)
     data = models.micro_batches(models.vectors, pipeline=0, first_step=start, count=training.micro_batches)
     losses: dict[str, float] = {}
     for step in range(start, training.steps):
@@ -230,13 +236,34 @@ def test_a_script_that_continues_by_itself_continues_with_the_job(jobs: Jobs, tm
 
 
 @pytest.mark.sweep
-def test_a_late_worker_of_a_script_that_continues_by_itself_begins_at_what_was_saved(
-    jobs: Jobs, tmp_path: Path
+def test_a_script_that_begins_with_pretrained_weights_continues_with_the_job(
+    jobs: Jobs, tmp_path: Path, own: str
 ) -> None:
-    plain = dataclasses.replace(TRAINING, name="itself-plain")
-    expected = jobs.run(resume_by_itself, world=2, training=plain, own=str(tmp_path / "plain"))
-    lossy = dataclasses.replace(TRAINING, faults=[kill(SAVED_AT + 1, 0, 0, "forward", 1)], name="itself-late")
-    more = {"joining": 1, "joining_after_deaths": 1, "waits": {str(SAVED_AT + 2): 1}}
+    """Started again it loads what it has saved after step 3; its job is at step 5."""
+
+    def run(steps: int, folder: str, **more: str) -> dict[str, Any]:
+        training = dataclasses.replace(TRAINING, name=f"tuned-{steps}-{folder}", steps=steps)
+        return {"training": training, "own": str(tmp_path / folder), "pretrained": own, **more}
+
+    kept = str(tmp_path / "kept")
+    runs = {"whole": run(7, "a"), "short": run(5, "b", kept=kept), "again": run(7, "b", kept=kept)}
+    result = jobs.run(resume_by_itself_all, world=2, runs=runs, copies={})
+    expected, found = result.common("whole"), result.common("again")
+    assert (found["start"], found["steps"], found["digest"]) == (3, 7, expected["digest"]), result.transcript()
+    assert found["losses"] == {step: expected["losses"][step] for step in ("3", "4", "5", "6")}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_late_worker_of_a_script_that_continues_by_itself_begins_at_what_was_saved(
+    jobs: Jobs, tmp_path: Path, own: str, tuned: bool
+) -> None:
+    """Also where the others had begun with pretrained weights."""
+    weights = {"pretrained": own} if tuned else {}
+    plain = dataclasses.replace(TRAINING, name=f"itself-plain-{tuned}")
+    expected = jobs.run(resume_by_itself, world=2, training=plain, own=str(tmp_path / "plain"), **weights)
+    lossy = dataclasses.replace(TRAINING, faults=[kill(SAVED_AT + 1, 0, 0, "forward", 1)], name=f"itself-late-{tuned}")
+    more: dict[str, Any] = {"joining": 1, "joining_after_deaths": 1, "waits": {str(SAVED_AT + 2): 1}, **weights}
     result = jobs.run(resume_by_itself, world=2, training=lossy, own=str(tmp_path / "lossy"), **more)
     assert result.survivors == [1, 2], result.transcript()
     losses = expected.common("losses")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepspeed_bamboo.coordination import CoordinatorUnavailable, JobCoordinator
 from deepspeed_bamboo.errors import UnsendableError
@@ -42,18 +42,26 @@ LEFT_OUT = frozenset(
 )
 
 
+class Load(NamedTuple):
+    """One: before which call it was, what it returned, and of what it was (see ``Asked.wanted``), "" if unknown."""
+
+    call: int
+    returned: str
+    wanted: str = ""
+
+
 class Beginning:
     """One worker's knowledge of it.
 
     ``first``: the number of the script's first call of ``train_batch``, to which its iterator's first micro-batch
-    belongs. It is 0, or the step that the script's own load brought the job to before. ``loads``: in order, before
-    which call each was, and what it returned. ``turns``: from which call on there was which step, by a load after
-    others had been trained, and the how many-th load before that call it was.
+    belongs. It is 0, or the step that the script's own load brought the job to before. ``loads``: in order. ``turns``:
+    from which call on there was which step, by a load after others had been trained, and the how many-th load before
+    that call it was.
     """
 
     def __init__(self) -> None:
         self.first = 0
-        self.loads: tuple[tuple[int, str], ...] = ()
+        self.loads: tuple[Load, ...] = ()
         self.turns: tuple[tuple[int, int, int], ...] = ()
 
     def call_of(self, step: int) -> int:
@@ -65,26 +73,26 @@ class Beginning:
         passed = (turn for turn in reversed(self.turns) if (call, loads) >= (turn[0], turn[2]))
         return next((step + call - its for its, step, _ in passed), call)
 
-    def note(self, loaded: Loaded, *, before: int, after: int) -> str:
-        """The script's load has brought the job from step ``before`` to ``after`` and returned ``loaded``.
+    def note(self, loaded: Loaded, *, before: int, after: int, wanted: str = "") -> str:
+        """The script's load, of ``wanted``, has brought the job from step ``before`` to ``after``, returned ``loaded``.
 
         Returns a warning if a part of the client state can't be given again, else "".
         """
         call = self.call_of(before)
         if call == self.first:
             self.first += after - before  # the iterator is where it was
-            self.loads = tuple((self.first if at == call else at, text) for at, text in self.loads)
+            self.loads = tuple(its._replace(call=self.first) if its.call == call else its for its in self.loads)
             call = self.first
         elif before != after:
-            count = 1 + sum(at == call for at, _ in self.loads)
+            count = 1 + sum(its.call == call for its in self.loads)
             self.turns = (*(turn for turn in self.turns if turn[0] < call), (call, after, count))
         path, state = loaded
         kept, lost = _plain(state) if isinstance(state, dict) else (state, [])
         text = _text((path, kept))
-        if len(text) + sum(len(its) for _, its in self.loads) > _MOST_BYTES:
+        if len(text) + sum(len(its.returned) for its in self.loads) > _MOST_BYTES:
             lost = [f"{name!r} (together larger than 256 KB)" for name in kept or ()]
             text = _text((path, None if kept is None else {}))
-        self.loads = (*self.loads, (call, text))
+        self.loads = (*self.loads, Load(call, text, wanted))
         if not lost:
             return ""
         return (
@@ -94,16 +102,19 @@ class Beginning:
 
     def resume(self, call: int, *, keep: int) -> None:
         """The script begins with ``call`` this time, with a load of its own after the first ``keep`` ones."""
-        kept = [text for at, text in self.loads if at == self.first][:keep]
-        later = [load for load in self.loads if load[0] > call]
-        self.first, self.loads = call, (*((call, text) for text in kept), *later)
+        kept = [load._replace(call=call) for load in self.loads if load.call == self.first][:keep]
+        later = [load for load in self.loads if load.call > call]
+        self.first, self.loads = call, (*kept, *later)
 
-    def returned(self, number: int, *, at: int) -> Loaded | None:
-        """What load ``number`` of those before call ``at`` of ``train_batch`` returned; None where there was none."""
-        texts = [text for call, text in self.loads if call == at]
-        if number >= len(texts):
+    def returned(self, number: int, *, at: int, wanted: str = "") -> Loaded | None:
+        """What load ``number`` of those before call ``at`` of ``train_batch`` returned; None where there was none.
+
+        ``wanted``: also where it is known to have been of something else.
+        """
+        loads = [load for load in self.loads if load.call == at]
+        if number >= len(loads) or (wanted and loads[number].wanted not in ("", wanted)):
             return None
-        path, state = decode(base64.b64decode(texts[number]))
+        path, state = decode(base64.b64decode(loads[number].returned))
         return path, state
 
     def to_json(self) -> dict[str, Any]:
@@ -118,7 +129,7 @@ class Beginning:
         """Inverse of :meth:`to_json`; an empty one is that of a script that loads nothing."""
         self.first = int(value.get("step", 0))
         loads = ((self.first, load) if isinstance(load, str) else load for load in value.get("loads", ()))  # or older
-        self.loads = tuple((int(call), str(text)) for call, text in loads)
+        self.loads = tuple(Load(int(call), *map(str, rest)) for call, *rest in loads)
         self.turns = tuple((int(call), int(step), int(count)) for call, step, count in value.get("turns", ()))
 
     def publish(self, coordinator: JobCoordinator) -> None:

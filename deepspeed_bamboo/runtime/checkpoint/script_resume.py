@@ -7,6 +7,8 @@ begin its loop where that belongs.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +45,11 @@ class Asked:
         given = arguments[_MODULE_ONLY_AT] if len(arguments) > _MODULE_ONLY_AT else False
         alone = bool(options.get("load_module_only", given))
         return cls(str(folder), None if tag is None else str(tag), not alone, load)
+
+    @property
+    def wanted(self) -> str:
+        """Equal for two loads of the same: by folder and tag as the script names them, and whether of weights alone."""
+        return json.dumps([os.path.normpath(self.folder), self.tag, self.whole])
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from deepspeed_bamboo.runtime.checkpoint.beginning import BEGAN, SEVERAL, Beginn
 from deepspeed_bamboo.runtime.checkpoint.in_place import IN_PLACE, Ready, rest_from, rest_to_text
 from deepspeed_bamboo.runtime.checkpoint.safe_loading import files_named_in_errors, no_code_from_files
 from deepspeed_bamboo.runtime.checkpoint.script_files import SavedFiles, facts_of_parts, name_checkpoint, tag_to_load
-from deepspeed_bamboo.runtime.checkpoint.script_resume import Resume, latest_in, resume_of
+from deepspeed_bamboo.runtime.checkpoint.script_resume import Asked, Resume, latest_in, resume_of
 from deepspeed_bamboo.runtime.iteration.micro_batches import PipelineData
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell_once
@@ -189,18 +189,19 @@ class StageFiles:
         ``arguments`` and ``options`` are stock's. Raises CheckpointError when what is there can't be loaded.
         """
         before = self._worker.step
+        wanted = Asked.of(folder, tag, arguments, options, lambda: (None, None)).wanted
         if not self._stock.reads_universal:
             tag = tag_to_load(self._worker, folder, tag)
             if tag is None:
-                self._note_load((None, None), before)
+                self._note_load((None, None), before, wanted)
                 return None, None
         with files_named_in_errors(self._stock):
             loaded = self._load_whole(folder, tag, *arguments, **options)
-        self._note_load(loaded, before)
+        self._note_load(loaded, before, wanted)
         return loaded
 
-    def _note_load(self, loaded: Loaded, before: int) -> None:
-        warning = self._beginning.note(loaded, before=before, after=self._worker.step)
+    def _note_load(self, loaded: Loaded, before: int, wanted: str) -> None:
+        warning = self._beginning.note(loaded, before=before, after=self._worker.step, wanted=wanted)
         if warning:
             tell_once(self._worker, warning)
         self.publish_beginning()
