@@ -147,8 +147,13 @@ class CatchingUp(ABC):
         """Whether the script has shown that it counts by itself, and has yet to come to the job's step."""
         return self._position.phase is Phase.CATCHING_UP
 
-    def calls_alone(self) -> bool:
-        """Whether a collective that the script calls now concerns this worker alone."""
+    @property
+    def is_alone(self) -> bool:
+        """Whether what the script now does together with others concerns this worker alone."""
+        return False
+
+    def calls_alone(self, name: str = "") -> bool:
+        """As :attr:`is_alone`, for a collective, of torch or the engine's ``name``, by whose result scripts decide."""
         return False
 
     def check_iterator(self, iterator: Iterator[Any] | None) -> None:  # noqa: B027 - see LateWorker

@@ -19,6 +19,7 @@ from deepspeed_bamboo.runtime.catching_up import CatchingUp, ScriptParts
 from deepspeed_bamboo.runtime.checkpoint.beginning import BATCH
 from deepspeed_bamboo.runtime.checkpoint.script_resume import Asked
 from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
+from deepspeed_bamboo.runtime.iteration.activity import Round
 from deepspeed_bamboo.runtime.iteration.data_streams import STREAMS
 from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.late_worker import LateWorker
@@ -231,6 +232,27 @@ class CatchingUpEngine(BambooPipelineEngine):
             return ""
         with self.position.unnoticed():
             return super().state_digest()
+
+    def agree_on(self, kind: str, value: Callable[[], Any]) -> Round:
+        """As on the others; on a late worker that is not at their step its own value alone, and a line says so."""
+        if self._catching_up.calls_alone("engine.agree_on"):
+            return {self.worker.me: value()}
+        return super().agree_on(kind, value)
+
+    def whole_state_dict(self) -> dict[str, torch.Tensor]:
+        """As on the others; empty on a late worker that is not at their step. Those of a job that continues are of now,
+        which a line says.
+        """
+        if self._catching_up.is_alone:
+            return {}
+        if self.catching_up:
+            self._catching_up.says("weights", _WEIGHTS_OF_NOW)
+        return super().whole_state_dict()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the job was here before, so that nothing is to be saved."""
+        return self._made_catching_up is not None and self._made_catching_up.is_behind
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """As stock's. Raises ExpelledError on a late worker where nobody can know where ``iterator`` belongs."""

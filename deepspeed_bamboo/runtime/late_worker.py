@@ -174,11 +174,16 @@ class LateWorker(CatchingUp):
         """Also before the job knows of it."""
         return self._position.phase is not Phase.INSIDE and not self._position.untouched
 
-    def calls_alone(self) -> bool:
+    @property
+    def is_alone(self) -> bool:
+        """Until it is at the job's step. The others did it before, and train now."""
+        return not self._position.inside
+
+    def calls_alone(self, name: str = "") -> bool:
         """True until it is at the job's step; a line says so at the first call whose result a script may use."""
-        if self._position.inside:
+        if not self.is_alone:
             return False
-        call = script_call()
+        call = script_call(name)
         if call.decides:
             self.says(
                 "alone",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.models.huggingface import Decoder
+from deepspeed_bamboo.models.huggingface.saving import save_adapter, save_weights
 from tests.models.test_references import library
 from tests.models.whole import Whole
 
@@ -136,3 +138,10 @@ def test_what_is_no_folder_and_what_is_no_decoder_is_said_shortly() -> None:
         Decoder.from_pretrained("./absent")
     with pytest.raises(ConfigError, match="a t5 model is no causal language model"):
         Decoder.from_config(library("transformers").T5Config())
+
+
+def test_nothing_is_written_for_a_step_that_the_job_did_before(tmp_path: Path) -> None:
+    behind = SimpleNamespace(is_behind=True)
+    save_weights(behind, tmp_path / "whole", config=None)
+    save_adapter(behind, tmp_path / "adapter", adapter=None)
+    assert not list(tmp_path.iterdir())

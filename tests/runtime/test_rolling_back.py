@@ -33,6 +33,9 @@ def roll_back(
         if not engine.catching_up:
             wait_for_joiners(engine, (waits or {}).get(str(call), 0))
         said.append([float(engine.train_batch(data)), engine.global_steps])
+        # What all do together between two steps. A late worker is alone on its way.
+        said.append(max(engine.agree_on("call", lambda done=call: done).values()))
+        assert bool(engine.whole_state_dict()) == engine.is_reporter
         if call == SAVED_AFTER:
             engine.save_checkpoint(own, tag="good", client_state={"k": call})
         if call == BACK_AFTER:

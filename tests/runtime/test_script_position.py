@@ -11,6 +11,7 @@ import pytest
 from deepspeed_bamboo.coordination import CoordinatorUnavailable
 from deepspeed_bamboo.runtime import catching_up
 from deepspeed_bamboo.runtime.catching_up import CatchingUp, ScriptParts
+from deepspeed_bamboo.runtime.catching_up_engine import CatchingUpEngine
 from deepspeed_bamboo.runtime.checkpoint.beginning import Beginning, Loaded
 from deepspeed_bamboo.runtime.checkpoint.script_resume import Asked
 from deepspeed_bamboo.runtime.late_worker import LateWorker
@@ -138,6 +139,24 @@ def test_a_late_worker_says_once_which_collective_it_calls_alone(monkeypatch: py
     assert not script.is_on_its_way, "it may go by the job's step"
     script._position.calls = 1
     assert script.is_on_its_way
+
+
+def test_what_a_late_worker_does_with_the_others_before_it_is_there_is_its_own_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing but a step of the job makes it one of the others: they train, and do not wait for it elsewhere."""
+    told: list[str] = []
+    monkeypatch.setattr(catching_up, "tell", lambda _, text: told.append(text))
+    made = parts([])
+    late = LateWorker(made, join=lambda _: None, files=SimpleNamespace())  # type: ignore[arg-type]
+    engine: Any = SimpleNamespace(_catching_up=late, worker=SimpleNamespace(me="w7"))
+    for phase, calls in ((Phase.OUTSIDE, 0), (Phase.OUTSIDE, 2), (Phase.CATCHING_UP, 3)):
+        made.position.phase, made.position.calls = phase, calls
+        assert CatchingUpEngine.agree_on(engine, "norm", lambda at=calls: at) == {"w7": calls}
+        assert CatchingUpEngine.whole_state_dict(engine) == {} and made.position.phase is phase
+    made.position.phase = Phase.INSIDE
+    assert not late.is_alone
+    assert len(told) == 1 and f"its script calls engine.agree_on ({__file__}:" in told[0]
 
 
 def test_loads_are_answered_in_order_and_nothing_is_noticed_inside() -> None:

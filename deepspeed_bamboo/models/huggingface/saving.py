@@ -86,7 +86,12 @@ def library_state(module: Any) -> dict[str, Tensor]:
 def _in_two_steps(
     engine: Any, folder: Path, write_own: Callable[[], Written], finish: Callable[[Written], None]
 ) -> None:
-    """All write what they own, then one writes what says that it is complete; each step is repeated after a loss."""
+    """All write what they own, then one writes what says that it is complete; each step is repeated after a loss.
+
+    Nothing where the job did this before: the weights of then are not there any more.
+    """
+    if getattr(engine, "is_behind", False):
+        return
     folder.mkdir(parents=True, exist_ok=True)
     parts = _agreed(engine, "save: weights", write_own)
     everything = {file: weights for part in parts for file, weights in part.items()}

@@ -15,7 +15,7 @@ _WITHOUT_RESULT = ("barrier", "monitored_barrier")
 
 
 class ScriptCall(NamedTuple):
-    """``name`` is the function of ``torch.distributed``, ``where`` the script's line; empty where it isn't known."""
+    """``name`` is the function that the script calls, ``where`` its line; empty where it isn't known."""
 
     name: str
     where: str
@@ -26,12 +26,12 @@ class ScriptCall(NamedTuple):
         return self.name not in _WITHOUT_RESULT
 
 
-def script_call() -> ScriptCall:
-    """The collective that this thread is in, as the script called it."""
-    name, where = "a collective", ""
+def script_call(called: str = "") -> ScriptCall:
+    """The collective that this thread is in, as the script called it; ``called``: where it is the engine's."""
+    name, where = called or "a collective", ""
     for frame, line in traceback.walk_stack(inspect.currentframe()):
         module = str(frame.f_globals.get("__name__", ""))
-        if module == _DISTRIBUTED:
+        if module == _DISTRIBUTED and not called:
             name = frame.f_code.co_name
         elif module.partition(".")[0] not in _LIBRARIES:
             where = f"{frame.f_code.co_filename}:{line}"
