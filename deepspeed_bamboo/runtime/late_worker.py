@@ -131,7 +131,7 @@ class LateWorker(CatchingUp):
             ) from error
         if found is None or found.step > reached:
             return None
-        self._resumed = self._beginning.call_of(found.step)
+        self._resumed = self._beginning.call_before(found.step, saved=found.call)
         self._position.begin_at(self._resumed)
         tell(
             self._worker,

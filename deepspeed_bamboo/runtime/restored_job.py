@@ -196,10 +196,10 @@ class RestoredJob(CatchingUp):
             return None, None
         if found.step > self._worker.step:
             return self._load_newer(number, asked)
-        call = self._beginning.call_of(found.step)
+        call = self._beginning.call_before(found.step, saved=found.call)
         self._beginning.resume(call, keep=number)
         loaded = found.path, found.client_state
-        self._beginning.note(loaded, before=found.step, after=found.step, wanted=asked.wanted)
+        self._beginning.note(loaded, before=found.step, after=found.step, wanted=asked.wanted, call=call)
         self._files.publish_beginning()
         position.begin_at(call)
         self._feed.data.start_at(self._worker.step, used=self._feed.used(since=call))

@@ -61,6 +61,26 @@ def test_a_script_that_begins_with_what_it_saved_after_a_turn_has_its_number_of_
     assert again.call_of(6) == 9 and again.step_at(9, loads=0) == 6
 
 
+def test_a_script_that_begins_with_what_it_saved_before_a_turn_makes_the_same_calls_again() -> None:
+    """It was saved before call 4, its step is the one at which call 7 began, too; its data are those of call 4."""
+    beginning = Beginning()
+    beginning.note((None, None), before=0, after=0, wanted="own")
+    beginning.note(("back", {}), before=7, after=4, wanted="own")
+    assert [beginning.call_before(step, saved=saved) for step, saved in ((4, 4), (4, 7), (5, 8), (6, 6))] == [
+        4,
+        7,
+        8,
+        6,
+    ]
+    assert [beginning.call_before(step, saved=saved) for step, saved in ((4, None), (4, 20), (3, 40))] == [7, 7, 3]
+    beginning.resume(4, keep=0)
+    beginning.note(("saved4", {}), before=4, after=4, call=4)
+    again = through(beginning)
+    assert (again.first, again.turns) == (4, ((7, 4, 1),))
+    assert again.returned(0, at=4) == ("saved4", {}) and again.returned(0, at=7) == ("back", {})
+    assert again.returned(1, at=4) is None and [again.step_at(call, loads=1) for call in (4, 6, 7, 9)] == [4, 6, 4, 6]
+
+
 def test_what_cannot_be_given_again_is_named() -> None:
     beginning = Beginning()
     warning = beginning.note(("own", {"seen": 4, "mine": Own()}), before=0, after=4)

@@ -90,3 +90,68 @@ def test_a_late_worker_of_a_script_that_goes_back_does_what_the_others_did(
     assert result.common("digest") == expected.common("digest"), result.transcript()
     assert result.common("said") == expected.common("said"), result.transcript()
     assert result.common("steps") == 9
+
+
+def roll_back_and_continue(
+    training: Training, own: str, kept: str | None = None, waits: dict[str, int] | None = None
+) -> dict[str, Any]:
+    """It begins with its newest checkpoint, of k = 4, and seeks its data; once, at k = 7, it goes back to that one."""
+    checkpoint = {"dir": kept, "interval_minutes": 1e-9} if kept is not None else {}
+    engine = build(dataclasses.replace(training, bamboo={**training.bamboo, "checkpoint": checkpoint}))
+    k, gone_back = 0, False
+    if Path(own, "latest").exists():
+        _, state = engine.load_checkpoint(own)
+        k = state["k"]
+    data = models.micro_batches(models.vectors, pipeline=0, first_step=k, count=training.micro_batches)
+    said: list[Any] = []
+    while not gone_back or k < training.steps:
+        if gone_back and not engine.catching_up:
+            wait_for_joiners(engine, (waits or {}).get(str(k), 0))
+        said.append([k, float(engine.train_batch(data)), engine.global_steps])
+        k += 1
+        if k == SAVED_AFTER + 1:
+            engine.save_checkpoint(own, client_state={"k": k})
+        if k == BACK_AFTER + 1 and not gone_back:
+            _, state = engine.load_checkpoint(own)
+            k, gone_back = state["k"], True
+            assert state.keys().isdisjoint({"bamboo", "bamboo_call"})
+    result = {"said": said, "digest": engine.state_digest(), "steps": engine.global_steps}
+    engine.close()
+    return result
+
+
+def roll_back_and_continue_all(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """One after the other."""
+    return {name: roll_back_and_continue(**run) for name, run in runs.items()}
+
+
+def test_a_script_that_has_gone_back_and_begins_with_its_own_checkpoint_has_the_data_of_then(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """It was saved before call 4; step 4 was trained once more in call 7. The job ends after call 8."""
+
+    def run(name: str, steps: int, *, kept: bool) -> dict[str, Any]:
+        training = dataclasses.replace(TRAINING, name=f"back-own-{name}-{steps}", steps=steps)
+        return {"training": training, "own": str(tmp_path / name), "kept": str(tmp_path / "kept") if kept else None}
+
+    runs = {"whole": run("a", 8, kept=False), "short": run("b", 6, kept=True), "again": run("b", 8, kept=True)}
+    result = jobs.run(roll_back_and_continue_all, world=2, runs=runs)
+    expected, again = result.common("whole"), result.common("again")
+    assert [k for k, *_ in expected["said"]] == [0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7]
+    assert again["said"] == expected["said"][SAVED_AFTER + 1 :], result.transcript()
+    assert (again["digest"], again["steps"]) == (expected["digest"], 8)
+
+
+@pytest.mark.sweep
+def test_a_late_worker_that_begins_with_what_the_script_saved_before_it_went_back_does_what_the_others_did(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    training = dataclasses.replace(TRAINING, name="plain-back-own", steps=8)
+    expected = jobs.run(roll_back_and_continue, world=2, training=training, own=str(tmp_path / "plain"))
+    lossy = dataclasses.replace(training, faults=[kill(5, 0, 0, "forward", 1)], name="late-back-own")
+    more = {"joining": 1, "joining_after_deaths": 1, "waits": {"5": 1}}
+    result = jobs.run(roll_back_and_continue, world=2, training=lossy, own=str(tmp_path / "lossy"), **more)
+    assert result.survivors == [1, 2], result.transcript()
+    assert result.common("digest") == expected.common("digest"), result.transcript()
+    assert result.values[1]["said"] == expected.common("said")
+    assert result.values[2]["said"] == expected.common("said")[SAVED_AFTER + 1 :]

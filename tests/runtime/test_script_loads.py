@@ -110,3 +110,18 @@ def test_a_script_that_loads_what_it_began_with_gets_what_it_got(monkeypatch: py
 def test_a_folder_in_which_nothing_is_gives_nothing(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     script, beginning, _ = start(kind, noted((asked("pretrained"), (OLD, {}))), {}, monkeypatch)
     assert script.next_load(asked("own")) == (None, None) and script.step == beginning.first == 0
+
+
+@pytest.mark.parametrize("kind", ["late", "restored"])
+def test_a_script_that_has_gone_back_begins_at_the_call_at_which_it_saved(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Its job went back to step 400 before call 600; the checkpoint of step 400 was saved before call 400."""
+    job = noted((asked("own"), (None, None)))
+    job.note(("own/step400", {}), before=600, after=400, wanted=asked("own").wanted)
+    own = Resume("own/step400", 400, {"step": 400}, call=400)
+    script, _, begins = start(kind, job, {"new": own}, monkeypatch)
+    assert script.next_load(asked("new")) == ("own/step400", {"step": 400}) and script.step == 400
+    if kind == "late":
+        script.enter(counts_by_itself=True)
+    assert begins == [(STEP, 500)]  # calls 400 to 899

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from deepspeed_bamboo.runtime.checkpoint.beginning import Beginning
 from deepspeed_bamboo.runtime.checkpoint.stage_files import StageFiles
 
 
@@ -29,7 +30,7 @@ class _Worker:
 
 def _files(worker: _Worker, *, stock: Any = None, transfer: Any = None) -> StageFiles:
     around = SimpleNamespace(make_alike=lambda: None, loaded=lambda: None, alike=lambda: None, repair=lambda: None)
-    return StageFiles(worker, stock=stock, transfer=transfer, beginning=None, around=around)  # type: ignore[arg-type]
+    return StageFiles(worker, stock=stock, transfer=transfer, beginning=Beginning(), around=around)  # type: ignore[arg-type]
 
 
 def test_shadows_are_refreshed_under_the_name_that_all_have_after_a_recovery() -> None:
@@ -41,9 +42,12 @@ def test_shadows_are_refreshed_under_the_name_that_all_have_after_a_recovery() -
 
 @pytest.mark.parametrize("directory", ["", "s3://bucket/x", "/tmp/x"])
 def test_stock_gets_the_directory_as_the_script_wrote_it(directory: str) -> None:
-    seen: list[str] = []
+    """And its client state, which is not changed, with the number of the call."""
+    seen: list[Any] = []
     stock = SimpleNamespace(
-        checkpoint_engine=SimpleNamespace(is_decoupled=lambda: True), save=lambda folder, **_: seen.append(folder)
+        checkpoint_engine=SimpleNamespace(is_decoupled=lambda: True),
+        save=lambda folder, *, client_state, **_: seen.append((folder, client_state)),
     )
-    _files(_Worker(), stock=stock).save(directory, None, client_state={}, latest=True, options={})
-    assert seen == [directory]
+    worker, state = _Worker(), {"k": 1}
+    _files(worker, stock=stock).save(directory, None, client_state=state, latest=True, options={})
+    assert seen == [(directory, {"k": 1, "bamboo_call": worker.step})] and state == {"k": 1}

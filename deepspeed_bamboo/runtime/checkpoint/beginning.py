@@ -33,12 +33,15 @@ ENDED = "ended"
 BATCH = "batch"
 """Under which key it has the size of the job's batch."""
 
+SAVED_CALL = "bamboo_call"
+"""Under which key a checkpoint of the script's own has the number of the call before which it was saved."""
+
 # It travels through etcd, which takes 1.5 MB at a time.
 _MOST_BYTES = 256 * 1024
 # DeepSpeed's and the plugin's, and large; they are in the client state only where the script did not have them loaded.
 LEFT_OUT = frozenset(
     {"bamboo", "buffer_names", "frozen_param_fragments", "frozen_param_shapes", "lr_scheduler", "module", "optimizer"}
-    | {"param_shapes", "shared_params", BESIDE_TIED}
+    | {"param_shapes", "shared_params", BESIDE_TIED, SAVED_CALL}
 )
 
 
@@ -68,17 +71,29 @@ class Beginning:
         """The number of the call that trains ``step``; the last one, of a step that was trained several times."""
         return next((call + step - its for call, its, _ in reversed(self.turns) if step >= its), step)
 
+    def call_before(self, step: int, *, saved: int | None) -> int:
+        """The number of the call before which the script saved the state of ``step``.
+
+        That is ``saved``, if this job was at that step then, or as :meth:`call_of` for what was saved otherwise.
+        """
+        if saved is None:
+            return self.call_of(step)
+        loads = sum(load.call == saved for load in self.loads)
+        was_there = any(self.step_at(saved, loads=count) == step for count in range(loads + 1))
+        return saved if was_there else self.call_of(step)
+
     def step_at(self, call: int, *, loads: int) -> int:
         """Inverse of :meth:`call_of`: the global step before call number ``call``, after so many loads there."""
         passed = (turn for turn in reversed(self.turns) if (call, loads) >= (turn[0], turn[2]))
         return next((step + call - its for its, step, _ in passed), call)
 
-    def note(self, loaded: Loaded, *, before: int, after: int, wanted: str = "") -> str:
+    def note(self, loaded: Loaded, *, before: int, after: int, wanted: str = "", call: int | None = None) -> str:
         """The script's load, of ``wanted``, has brought the job from step ``before`` to ``after``, returned ``loaded``.
 
-        Returns a warning if a part of the client state can't be given again, else "".
+        ``call``: before which call that was, if it is not the newest one of step ``before``. Returns a warning if a
+        part of the client state can't be given again, else "".
         """
-        call = self.call_of(before)
+        call = self.call_of(before) if call is None else call
         if call == self.first:
             self.first += after - before  # the iterator is where it was
             self.loads = tuple(its._replace(call=self.first) if its.call == call else its for its in self.loads)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_bamboo.errors import CheckpointError
-from deepspeed_bamboo.runtime.checkpoint.beginning import LEFT_OUT, Loaded
+from deepspeed_bamboo.runtime.checkpoint.beginning import LEFT_OUT, SAVED_CALL, Loaded
 from deepspeed_bamboo.storage.checking import LATEST
 
 # DeepSpeed's own, which its load_checkpoint does not return either.
@@ -54,11 +54,15 @@ class Asked:
 
 @dataclass(frozen=True)
 class Resume:
-    """A checkpoint that the script saved at ``step``: what ``load_checkpoint`` would return of it."""
+    """A checkpoint that the script saved at ``step``: what ``load_checkpoint`` would return of it.
+
+    ``call``: the number of the call before which it was saved; None where it doesn't say.
+    """
 
     path: str
     step: int
     client_state: dict[str, Any]
+    call: int | None = None
 
 
 def latest_in(folder: str) -> str | None:
@@ -76,4 +80,5 @@ def resume_of(folder: str, tag: str, *, read: Callable[..., Any]) -> Resume:
     if not isinstance(found, dict) or not isinstance(found.get("global_steps"), int):
         raise CheckpointError(f"{str(path)!r} is no file of a pipeline's checkpoint; pass the tag of another one")
     kept = {name: value for name, value in found.items() if name not in LEFT_OUT | _COUNTS}
-    return Resume(str(path), found["global_steps"], kept)
+    call = found.get(SAVED_CALL)
+    return Resume(str(path), found["global_steps"], kept, call if isinstance(call, int) else None)

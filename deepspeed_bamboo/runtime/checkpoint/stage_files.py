@@ -19,7 +19,7 @@ from deepspeed_bamboo.core.checkpointing import FileFact, facts_to_json
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.errors import CheckpointError
 from deepspeed_bamboo.runtime.checkpoint.automatic import STATE
-from deepspeed_bamboo.runtime.checkpoint.beginning import BEGAN, SEVERAL, Beginning, Loaded
+from deepspeed_bamboo.runtime.checkpoint.beginning import BEGAN, SAVED_CALL, SEVERAL, Beginning, Loaded
 from deepspeed_bamboo.runtime.checkpoint.in_place import IN_PLACE, Ready, rest_from, rest_to_text
 from deepspeed_bamboo.runtime.checkpoint.safe_loading import files_named_in_errors, no_code_from_files
 from deepspeed_bamboo.runtime.checkpoint.script_files import SavedFiles, facts_of_parts, name_checkpoint, tag_to_load
@@ -97,9 +97,8 @@ class StageFiles:
         started = time.perf_counter()
         tag = f"global_step{self._worker.step}" if tag is None else str(tag)
         decoupled = self._stock.checkpoint_engine.is_decoupled()  # it commits later, and then writes the file itself
-        self._stock.save(
-            os.fspath(directory), tag=tag, client_state=client_state, save_latest=latest and decoupled, **options
-        )
+        state = {**client_state, SAVED_CALL: self._beginning.call_of(self._worker.step)}
+        self._stock.save(os.fspath(directory), tag=tag, client_state=state, save_latest=latest and decoupled, **options)
         folder = Path(directory)
         if not decoupled:
             self._name(folder, tag, latest=latest)
@@ -308,6 +307,8 @@ class StageFiles:
                 "the tag of another one"
             )
             raise CheckpointError(f"the checkpoint {str(where)!r} {problem}") from error
+        if isinstance(client_state, dict):
+            client_state.pop(SAVED_CALL, None)  # it is no state of the user's
         if path is not None and not load_module_only:
             self._stock.load_optimizer_apart(folder, tag, client_state, **wanted)
         return path, client_state
