@@ -169,7 +169,7 @@ class BambooPipelineEngine(ScriptEngine):
             owner_changes=self.owner_changes,
             train=self._train_again,
         )
-        self.checkpoints, self.stored = kept.checkpoints, kept.stored
+        self.checkpoints, self.last_state, self.stored = kept.checkpoints, kept.last_state, kept.stored
         self.memory, self.redoing, self.history = kept.memory, kept.redoing, kept.redoing.history
         self._survive_losses()
         known: dict[str, Known] = {

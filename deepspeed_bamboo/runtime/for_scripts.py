@@ -20,6 +20,7 @@ from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.eventlog.log import EventLog
 from deepspeed_bamboo.runtime.at_work import at_work
 from deepspeed_bamboo.runtime.checkpoint.beginning import BATCH, ENDED
+from deepspeed_bamboo.runtime.checkpoint.last_state import LastState
 from deepspeed_bamboo.runtime.checkpoint.stage_files import Around, StageFiles
 from deepspeed_bamboo.runtime.comm.epoch_monitor import JobCompleteError
 from deepspeed_bamboo.runtime.iteration.activity import Round
@@ -71,7 +72,7 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
     refused: ConfigError | None = None
     used = False  # whether it has
     _working = 0
-    _ending = False
+    last_state: LastState
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
@@ -166,9 +167,7 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
         """End the job after a last agreement that everybody is done. Called when the script ends; once is enough."""
         if self.session.closed:
             return
-        if self.checkpoints is not None:
-            self._ending = True
-            self.checkpoints.finish()
+        self.last_state.keep_at_close()
         # Once all have come here somebody may leave before all know it, or be lost on the way: the job says so, too.
         with contextlib.suppress(JobCompleteError), self.session.interruption.ending_when_complete():
             self.worker.agree_on("close", lambda: None)
@@ -274,7 +273,7 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
                 numbers=lambda: {
                     "seed": self.forward_seed,
                     "loss": self.mean_loss,
-                    ENDED: self._ending,
+                    ENDED: self.last_state.ending,
                     STREAMS: self.data_streams.to_json(),
                     BATCH: self.batch_of_job.to_json(),
                 },
@@ -323,6 +322,7 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
         Raises CheckpointError when ``tag`` is damaged, when no checkpoint is whole, and when some workers find a
         checkpoint and others none, or another one.
         """
+        self.last_state.keep_before_load(stopped=self.reconfiguration.stop_agreed)
         return self.stage_files.load(load_dir, tag, arguments=arguments, options=options)
 
     def refresh_shadows(self) -> None:
@@ -435,7 +435,7 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
     @property
     def finished(self) -> bool:
         """True once the job is complete, or was asked to stop: there is no further iteration, leave the loop."""
-        return bool(self.session.finished or self.reconfiguration.stop_agreed)
+        return bool(self.session.finished or self.last_state.note(self.reconfiguration.stop_agreed))
 
     def log_event(self, event: str, **fields: Any) -> None:
         """Write an event to this worker's event log, with the current step and epoch."""

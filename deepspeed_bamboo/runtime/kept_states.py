@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from deepspeed_bamboo.runtime.checkpoint.automatic import automatic_checkpoints
 from deepspeed_bamboo.runtime.checkpoint.in_place import StoredStates
+from deepspeed_bamboo.runtime.checkpoint.last_state import LastState
 from deepspeed_bamboo.runtime.checkpoint.stage_files import StageFiles
 from deepspeed_bamboo.runtime.iteration.batch_of_job import BatchOfJob
 from deepspeed_bamboo.runtime.iteration.feeding import Feed
@@ -35,6 +36,7 @@ class KeptStates:
         train: Callable[[], float],
     ) -> None:
         self.checkpoints = automatic_checkpoints(worker, copy=files.copy_of)
+        self.last_state = LastState(worker, self.checkpoints)
         self.stored: StoredStates | None = None
         if self.checkpoints is not None and worker.session.config.goes_back:
             self.stored = StoredStates(worker, self.checkpoints, files.load_in_place)

@@ -32,6 +32,7 @@ _CALLS = {
     "evaluate": "eval_batch",
     "save": "save_checkpoint",
     "latest": "save_checkpoint",
+    "left": "load_checkpoint",
     "checkpoints there": "load_checkpoint",
     "checkpoint checked": "load_checkpoint",
     "structure": "load_checkpoint or refresh_shadows",
