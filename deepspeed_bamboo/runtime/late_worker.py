@@ -100,11 +100,11 @@ class LateWorker(CatchingUp):
             if session.finished or coordinator.finished() is not None:
                 raise JobStoppedError(f"job {coordinator.job} was complete before this worker could join it")
             time.sleep(_LOOK_SECONDS)
-        resumes = asked.whole and self._position.untouched
-        wanted = asked.wanted if resumes else ""
-        found = self._beginning.returned(number, at=self._position.calls, wanted=wanted)
+        at, wanted = self._position.calls, asked.wanted if asked.whole else ""
+        found = self._beginning.returned(number, at=at, wanted=wanted)
         self._given = (*self._given, (wanted, found or _NOTHING))
-        if found is None and resumes:
+        other = self._beginning.returned(number, at=at) is not None
+        if found is None and asked.whole and (other or self._position.untouched):
             found = self._resume(asked, (coordinator.status() or {}).get("step", -1) + 1)
         return found or _NOTHING
 
@@ -131,8 +131,9 @@ class LateWorker(CatchingUp):
             ) from error
         if found is None or found.step > reached:
             return None
-        self._resumed = self._beginning.call_before(found.step, saved=found.call)
-        self._position.begin_at(self._resumed)
+        if self._position.untouched:  # otherwise it goes by the job's step
+            self._resumed = self._beginning.call_before(found.step, saved=found.call)
+            self._position.begin_at(self._resumed)
         tell(
             self._worker,
             f"load_checkpoint returns what the script saved after step {found.step} and loads nothing: the state comes "

@@ -178,11 +178,16 @@ class RestoredJob(CatchingUp):
         It may have begun with something else (pretrained weights), since it had saved nothing then. In a script that
         counts by itself, what it loaded on its way is not loaded again either.
         """
-        at, resumes = self._position.calls, asked.whole and self._position.untouched
-        before = self._beginning.returned(number, at=at, wanted=asked.wanted if resumes else "")
-        if before is None and resumes:
+        position, at = self._position, self._position.calls
+        first = asked.whole and at == position.began
+        before = self._beginning.returned(number, at=at, wanted=asked.wanted if first else "")
+        if before is None and first and position.untouched:
             return self._resume(number, asked)
         what = "no state, since the script did not load there before" if before is None else "what it did then"
+        if before is None and self._beginning.returned(number, at=at) is not None:
+            found = self._files.resume(asked.folder, asked.tag, together=True)
+            if found is not None and found.step <= self._worker.step:
+                before, what = (found.path, found.client_state), f"what the script saved after step {found.step}"
         tell_once(
             self._worker,
             f"load_checkpoint reads nothing, for the job is beyond at step {self._worker.step}; it returns {what}",

@@ -42,13 +42,17 @@ def start(kind: str, beginning: Beginning, saved: dict[str, Resume], monkeypatch
         monkeypatch.setattr(module, name, lambda _, text: None)
     begins: list[Any] = []
     coordinator = SimpleNamespace(status=lambda: {"step": STEP - 1}, facts=lambda: {"began": beginning.to_json()})
-    worker: Any = SimpleNamespace(step=STEP, session=SimpleNamespace(coordinator=coordinator), host=None, me="w9")
+    worker: Any = SimpleNamespace(
+        step=STEP, session=SimpleNamespace(coordinator=coordinator), host=SimpleNamespace(owned={}), me="w9"
+    )
     feed: Any = SimpleNamespace(
-        data=SimpleNamespace(start_at=lambda step, used: begins.append((step, used))),
+        data=SimpleNamespace(start_at=lambda step, used: begins.append((step, used)), covers_every_pipeline=True),
         used=lambda since: beginning.call_of(STEP) - since,
     )
     position = ScriptPosition(phase=Phase.OUTSIDE, reached=beginning.call_of(STEP))
-    nothing: Any = SimpleNamespace(written=lambda: (), go_back=lambda _: None, come_back=lambda: None)
+    nothing: Any = SimpleNamespace(
+        written=lambda: (), go_back=lambda _: None, come_back=lambda: None, adopt=lambda: None
+    )
     parts = ScriptParts(worker, position=position, writes=nothing, feed=feed, batch=nothing, beginning=beginning)
     files: Any = SimpleNamespace(resume=lambda folder, tag, together: saved.get(folder), publish_beginning=lambda: None)
     position.begin_at(beginning.first)
@@ -87,6 +91,20 @@ def test_a_script_that_loads_what_it_has_saved_where_it_began_with_something_els
         assert again.first == 600 and again.returned(0, at=600, wanted=now.wanted) == (own.path, {"step": 600})
         assert again.returned(1, at=600) is None, "what it began with does not count any more"
     assert begins == [(STEP, 100)]
+
+
+@pytest.mark.parametrize("kind", ["late", "restored"])
+def test_a_script_that_has_asked_for_the_jobs_step_gets_what_it_has_saved_too(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """It goes by that step, so nothing begins elsewhere."""
+    job = noted((asked("pretrained"), (OLD, {"step": 50000})))
+    own = Resume("own/step600", 600, {"step": 600})
+    script, beginning, begins = start(kind, job, {"own": own}, monkeypatch)
+    script.enter(counts_by_itself=False)
+    before = list(begins)
+    assert script.next_load(asked("own")) == ("own/step600", {"step": 600})
+    assert (script.step, beginning.first, begins) == (0, 0, before)
 
 
 @pytest.mark.parametrize("kind", ["late", "restored"])
