@@ -30,6 +30,7 @@ from deepspeed_bamboo.runtime.stock.root_modules import modules_of_its_own
 from deepspeed_bamboo.runtime.stock.script_groups import ScriptGroups
 from deepspeed_bamboo.runtime.stock.scripted_layers import scripted_layers
 from deepspeed_bamboo.runtime.stock.start_block import StartBlock, block_of
+from deepspeed_bamboo.runtime.stock.strangers import listed, problem_with_strangers
 from deepspeed_bamboo.runtime.stock.symbols import require_symbols
 from deepspeed_bamboo.runtime.stock.world import has_engine
 
@@ -65,6 +66,8 @@ def initialize_with(stock: Initialize, groups: ScriptGroups, *args: Any, **kwarg
             raise _needs_the_plugin(block.seat)
         return stock(*args, **kwargs)
     require_symbols()
+    if call.arguments.get("model_parameters") is not None:
+        call.arguments["model_parameters"] = listed(call.arguments["model_parameters"])
     _validate(settings, call.arguments, config, seat=None if block is None else block.seat)
     if has_engine():
         raise ConfigError(
@@ -78,8 +81,7 @@ def initialize_with(stock: Initialize, groups: ScriptGroups, *args: Any, **kwarg
     identity = WorkerIdentity.from_environment(environment)
     start = None if block is None else block.start
     session = WorkerSession(identity, coordinator=connect(environment), config=config, etcd=etcd, start=start)
-    if block is not None:
-        _take_apart(block, call.arguments)
+    _take_apart(block, call.arguments)
     count_full_values()
     with engine_class(partial(_kind_of_engine(session), session=session, script_groups=groups)):
         return stock(*call.args, **call.kwargs)
@@ -99,14 +101,15 @@ def _needs_the_plugin(seat: Seat) -> ConfigError:
     )
 
 
-def _take_apart(block: StartBlock, arguments: dict[str, Any]) -> None:
+def _take_apart(block: StartBlock | None, arguments: dict[str, Any]) -> None:
     """Leave one stage of the block in the model, and its parameters in what is to be trained; collective."""
     model, given = arguments["model"], arguments.get("model_parameters")
-    if given is not None:
-        block.given = GivenParameters.of(given, model)
-    block.take_apart(model)
-    if block.given is not None:
-        arguments["model_parameters"] = block.given.within(model)
+    parameters = None if given is None else GivenParameters.of(given, model)
+    if block is not None:
+        block.given = parameters
+        block.take_apart(model)
+    if given is not None and parameters is not None:
+        arguments["model_parameters"] = parameters.left_in(model, given)
 
 
 def _kind_of_engine(session: WorkerSession) -> type[BambooPipelineEngine]:
@@ -154,6 +157,7 @@ def _validate(
             *_problems_with_pipelines(model, config),
             *_problems_with_layers(model, config, seat),
             *_problems_with_optimizer(arguments.get("optimizer"), seat, configured=bool(settings.get("optimizer"))),
+            *_problems_with_parameters(model, arguments.get("model_parameters"), arguments.get("optimizer"), seat),
         ),
     )
 
@@ -203,3 +207,13 @@ def _problems_with_optimizer(optimizer: Any, seat: Seat | None, *, configured: b
             f"optimizer is an object with the parameters of all stages of a worker, where {seat.workers} workers "
             f"host {len(seat.grid)} stages; pass a function (parameters -> optimizer), which makes one for each"
         )
+
+
+def _problems_with_parameters(model: Any, given: Any, optimizer: Any, seat: Seat | None) -> Iterator[str]:
+    """Where some of what is to be trained belongs to no stage."""
+    if not isinstance(model, PipelineModule):
+        return
+    if given is not None:
+        yield from problem_with_strangers(given, model, where="model_parameters")
+    if isinstance(optimizer, torch.optim.Optimizer) and seat is None:  # else it is refused anyway
+        yield from problem_with_strangers(optimizer.param_groups, model, where="the optimizer")

@@ -510,7 +510,7 @@ def train_asleep(
     """
     if seeming:
         models.time = pass_times.time = SeemingTime()  # type: ignore[assignment]
-    engine = build(training)
+    engine = build(training, module_class=sets_by_hand.Scaled if sets == "own" else PipelineModule)
     rank, busy = int(os.environ["RANK"]), busy or {}
 
     def data() -> Iterator[Any]:

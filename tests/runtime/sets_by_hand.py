@@ -13,8 +13,11 @@ from deepspeed.pipe import PipelineModule
 
 ONCE = 6
 """Before which step those that do it once do it."""
+LATE = 9
 PACE = 0
 """A global variable that a forward reads."""
+OWN: list[PipelineModule] = []
+"""What the script has made and given to ``initialize``."""
 
 
 class Scaled(PipelineModule):
@@ -22,6 +25,7 @@ class Scaled(PipelineModule):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        OWN[:] = [self]
         self.factors, self.mask, self.shift = (1.0,), torch.ones(1), 0.0
         self.bend = functools.partial(torch.mul, other=1.0)
 
@@ -52,6 +56,18 @@ def root(engine: Any, step: int) -> None:
     module.factors, module.mask = (1 - 0.05 * step,), torch.full((1,), 1 - 0.02 * step)
     module.bend = functools.partial(torch.mul, other=1 + 0.03 * step)
     module.set_checkpoint_interval(step % 3)
+
+
+def own(engine: Any, step: int) -> None:
+    """On the script's own variable, whose stage may be elsewhere."""
+    [module] = OWN
+    module.factors, module.shift = (1 - 0.05 * step,), 0.01 * step
+    if step == LATE:
+        module.register_forward_hook(shrink)
+
+
+def shrink(module: Any, inputs: Any, output: Any) -> Any:
+    return output * 0.9
 
 
 def number(engine: Any, step: int) -> None:
@@ -93,6 +109,6 @@ def once(sets: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
 
 
 SETS: dict[str, Callable[[Any, int], None]] = {
-    **{each.__name__: each for each in (clip, rate, scale, override, root, number, late, pace)},
+    **{each.__name__: each for each in (clip, rate, scale, override, root, own, number, late, pace)},
     **{f"{each.__name__} once": once(each) for each in (clip, scale, override, root, weights, share)},
 }

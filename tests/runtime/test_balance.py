@@ -39,7 +39,7 @@ def test_after_a_loss_the_stages_are_shared_anew(jobs: Jobs) -> None:
 SLOWLY = {"gradient_clipping": 0.05, "optimizer": {"type": "SGD", "params": {"lr": 0.3}}}
 MOVED = [
     (stage, sets, {**SLOWLY, **precision})
-    for sets, precision in (("clip", BF16), ("rate", BF16), ("rate", {}), ("scale", FP16_SET))
+    for sets, precision in (("clip", BF16), ("rate", BF16), ("rate", {}), ("scale", FP16_SET), ("own", {}))
     for stage in (0, 2, 7)
 ]
 

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from deepspeed_bamboo.errors import ConfigError
-from deepspeed_bamboo.runtime.stock.given_parameters import GivenParameters
+from deepspeed_bamboo.runtime.stock.given_parameters import GivenParameters, refuse_strangers
 from deepspeed_bamboo.runtime.stock.optimizers import maker_for
+from deepspeed_bamboo.runtime.stock.strangers import listed, problem_with_strangers, strangers
 
 
 def whole() -> nn.Sequential:
@@ -82,3 +84,50 @@ def test_a_function_that_makes_groups_of_other_parameters_is_refused() -> None:
     with pytest.raises(ConfigError, match="one for 4 parameters that are not among those that it is called with"):
         make(list(module.parameters()))
     assert len(made_for(module.parameters())(list(module.parameters())).param_groups[0]["params"]) == 4
+
+
+def test_groups_stay_the_dictionaries_that_the_script_has() -> None:
+    module, first = whole(), stage(0, 1)
+    groups = [{"params": (layer.bias for layer in module), "lr": 0.1}, module[2].weight]
+    given = listed(iter(groups))
+    left = GivenParameters.of(given, module).left_in(first, given)
+    assert left[0] is groups[0] and names_in(first, left) == [{"params": ["0.bias", "1.bias"], "lr": 0.1}]
+
+
+class Block(nn.Module):
+    """A part of a model that every rank has whole."""
+
+    def __init__(self, inner: nn.Module, *more: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+def test_what_belongs_to_no_stage_is_refused_and_what_is_another_stages_is_left_out() -> None:
+    model, criterion, head = whole(), nn.Linear(2, 1), nn.Linear(2, 2)
+    ready, frozen = nn.Linear(3, 3), nn.Linear(5, 5).requires_grad_(False)
+    module: Any = nn.ModuleDict({"0": Block(model[0])})
+    module._layer_specs = [
+        LayerSpec(Block, model[0]),
+        LayerSpec(Block, inner=[model[1]][0]),
+        LayerSpec(Block, lambda: model[2]),
+        ready,
+        lambda x: head(x),  # uses weights that no layer has
+    ]
+    its = [*model[0].parameters(), *model[1].parameters(), {"params": [*model[2].parameters(), *ready.parameters()]}]
+    assert not list(strangers([*its, *frozen.parameters()], module))
+    given = [*its, {"params": [("scale", criterion.weight), criterion.bias]}, *head.parameters()]
+    found = list(strangers(given, module))
+    assert list(map(id, found)) == list(map(id, [*criterion.parameters(), *head.parameters()]))
+    [told] = problem_with_strangers(given, module, where="model_parameters")
+    assert told.startswith("model_parameters has 4 parameters that are not the PipelineModule's, of shape (1, 2), (1,)")
+    assert "as loss_fn of the PipelineModule" in told
+    left = GivenParameters.of(its, module).within(module)
+    assert names_in(module, left) == ["0.inner.weight", "0.inner.bias", {"params": []}]
+
+
+def test_an_optimizer_with_what_belongs_to_no_stage_is_refused() -> None:
+    module, criterion = stage(0, 1), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([*module.parameters(), *criterion.parameters()], lr=0.1)
+    with pytest.raises(ConfigError, match="the optimizer has 2 parameters that are not the PipelineModule's"):
+        refuse_strangers(optimizer, module)
+    refuse_strangers(torch.optim.SGD(module.parameters(), lr=0.1), module)

@@ -66,6 +66,25 @@ def test_a_stage_that_came_with_the_hooks_gets_them_once_and_another_shown_one_i
     assert outputs(host) == [0.25, 0.25]
 
 
+def test_what_is_put_on_what_the_script_gave_is_on_all_also_when_its_stage_is_elsewhere() -> None:
+    host = worker_with(3)
+    hooks = RootHooks(host)
+    given = host.stages.pop(0).module
+    hooks.carry()
+    first = given.register_forward_hook(halved)
+    hooks.carry()
+    assert outputs(host) == [0.5, 0.5]
+    given.register_forward_pre_hook(doubled)
+    shown = host.shown().module.register_forward_hook(halved)
+    first.remove()
+    hooks.carry()
+    hooks.carry()
+    assert outputs(host) == [1.0, 1.0] and float(given(torch.ones(1))) == 1.0
+    shown.remove()
+    hooks.carry()
+    assert outputs(host) == [2.0, 2.0] and float(given(torch.ones(1))) == 2.0
+
+
 def test_a_worker_without_any_stage_has_nothing_to_follow() -> None:
     host: Any = SimpleNamespace(built=list, shown=lambda: None, active=None)
     RootHooks(host).carry()

@@ -55,6 +55,48 @@ def test_what_the_script_sets_reaches_all_modules_and_what_forwards_move_none() 
     assert own.calls == 5
 
 
+def test_what_is_set_on_what_the_script_gave_reaches_all_also_when_its_stage_is_elsewhere() -> None:
+    """As long as the script has it; and the script reads there what it has set through the engine."""
+    root, given, first, second = RootByHand(lambda text: None), Own(), Own(), Own()
+    root.leave(given)
+    modules: list[Any] = [first, second]
+    assert root.follow(first, modules) == ()
+    root.leave(first)
+    given.strength, given.owner = 0.5, lambda: given
+    first.activation_checkpoint_interval = first.is_checkpointable_results_interval = 2
+    changes = root.follow(first, modules)
+    assert sorted(change.name for change in changes) == ["activation_checkpoint_interval", "owner", "strength"]
+    assert [(its.strength, its.owner()) for its in (given, *modules)] == [(0.5, its) for its in (given, *modules)]
+    assert [its.activation_checkpoint_interval for its in (given, *modules)] == [2, 2, 2]
+    assert [its.precomputed for its in (given, *modules)] == [1, 0, 1] and root.follow(first, modules) == ()
+    root.restored(first, modules, changes)
+    assert [its.strength for its in (given, *modules)] == [1.0] * 3
+    root.write_again(first, modules, changes)
+    assert [its.strength for its in (given, *modules)] == [0.5] * 3 and root.follow(first, modules) == ()
+    given.strength = 0.25
+    assert root.follow(first, []) != () and first.strength == 0.25, "a worker that stands by, for what it gets later"
+    first.calls += 1
+    root.leave(first)
+    given.calls = 7
+    assert root.follow(first, modules) == () and first.calls == 1, "forwards move it"
+
+
+def test_on_its_way_to_the_jobs_step_a_script_sets_what_the_jobs_state_lacks() -> None:
+    root, own, other = RootByHand(lambda text: None), Own(), Own()
+    root.leave(own)
+    own.history = [1]  # before its first call
+    for module, calls in ((own, 3), (other, 8)):  # by the job's state
+        module.strength, module.calls = 0.5, calls
+    of_the_job = [(own, {"strength": 0.5, "calls": 3}), (other, {"strength": 0.5, "calls": 8})]
+    own.strength, own.bend = 0.125, (2.0,)
+    root.come_back(own, [own, other], of_the_job)
+    assert [(its.strength, its.calls, its.history) for its in (own, other)] == [(0.5, 3, [1]), (0.5, 8, [1])]
+    assert other.bend == (2.0,)
+    own.strength = 0.25
+    root.follow(own, [own, other])
+    assert other.strength == 0.25
+
+
 def test_a_loss_that_is_a_module_reaches_all_modules() -> None:
     """torch keeps it where a function is not. One with weights is each stage's own; all go back to what was before."""
     root, modules = RootByHand(lambda text: None), [Own(), Own()]

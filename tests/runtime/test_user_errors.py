@@ -20,6 +20,7 @@ CASES = [
     (Training("data", 4, batches=6, faults=[]), None, "StopIteration"),
     (Training("no-gradient", 4, layers="constant", faults=[]), 0, "slot 1, torch.float32, shape (2, 3)"),
 ]
+OFF = {"redundancy": {"mode": "off"}}
 
 
 @pytest.mark.parametrize(("training", "culprit", "message"), CASES, ids=lambda value: getattr(value, "name", None))
@@ -54,6 +55,32 @@ def test_workers_that_are_started_differently_are_refused(jobs: Jobs) -> None:
     assert result.survivors == [] and EXIT_USER_ERROR in result.codes, result.transcript()
     assert "worker w1 was started otherwise than worker w0" in result.transcript()
     assert "optimizer.params.lr is 0.02 here and 0.01 in the job" in result.transcript()
+
+
+@pytest.mark.parametrize(("world", "bamboo", "on"), [(2, {}, (0, 1)), (1, OFF, (0,)), (2, OFF, (1,))])
+def test_parameters_that_belong_to_no_stage_are_refused(
+    jobs: Jobs, world: int, bamboo: dict[str, Any], on: tuple[int, ...]
+) -> None:
+    """Stock trains them on the last stage's rank; also where that one alone passes them, and without shadows."""
+    result = jobs.run(train_criterion, world=world, bamboo=bamboo, on=on)
+    assert result.survivors == [] and set(result.codes) <= {EXIT_USER_ERROR, EXIT_JOB_FAILED}, result.transcript()
+    for rank in on:
+        told = "model_parameters has 2 parameters that are not the PipelineModule's, of shape (1, 2), (1,)"
+        assert told in result.outputs[rank], result.transcript()
+
+
+def train_criterion(bamboo: dict[str, Any], on: tuple[int, ...]) -> None:
+    """With a loss that has weights of its own, which no layer has."""
+    criterion = torch.nn.Linear(2, 1)
+
+    def error(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return ((outputs - labels) ** 2).mean() * criterion.weight.sum()
+
+    def trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+        its = list(module.parameters())
+        return its + list(criterion.parameters()) if int(os.environ["RANK"]) in on else its
+
+    build(Training("criterion", 2, bamboo=bamboo, module={"loss_fn": error}, faults=[]), trained=trained)
 
 
 def build_with_own_learning_rate() -> None:

@@ -1,4 +1,4 @@
-"""``model_parameters`` of a worker that begins with several stages: each stage trains its own part of them."""
+"""``model_parameters``: each stage of a worker trains its own part of them, and what is no stage's is refused."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from deepspeed_bamboo.errors import ConfigError
+from deepspeed_bamboo.runtime.stock.description import grouped_parameters
+from deepspeed_bamboo.runtime.stock.strangers import problem_with_strangers
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,18 @@ class GivenParameters:
 
         return _mapped(self.items, found)
 
+    def left_in(self, module: torch.nn.Module, given: Iterable[Any]) -> list[Any]:
+        """As :meth:`within`, in the groups that the script gave: it may keep them, and write into them later."""
+        held = (item for item in given if isinstance(item, dict))
+        left: list[Any] = []
+        for item in self.within(module):
+            if isinstance(item, dict):
+                own = next(held)
+                own.update(item)
+                item = own
+            left.append(item)
+        return left
+
 
 @dataclass(frozen=True)
 class BuiltLayers:
@@ -55,6 +71,14 @@ class BuiltLayers:
 
     fill: Callable[[Any], None]
     given: GivenParameters | None
+
+
+def refuse_strangers(optimizer: Any, module: torch.nn.Module) -> None:
+    """Raise ConfigError where the optimizer of the stage in ``module`` has parameters that belong to no stage."""
+    trained = [parameter for group in grouped_parameters(optimizer) for parameter in group]
+    problems = list(problem_with_strangers(trained, module, where="the optimizer"))
+    if problems:
+        raise ConfigError(*problems)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from deepspeed_bamboo.runtime.stock.blank import BlankParameters
 from deepspeed_bamboo.runtime.stock.building import built_apart
 from deepspeed_bamboo.runtime.stock.class_values import ClassValues, counting_from
 from deepspeed_bamboo.runtime.stock.description import Description, describe
-from deepspeed_bamboo.runtime.stock.given_parameters import BuiltLayers
+from deepspeed_bamboo.runtime.stock.given_parameters import BuiltLayers, refuse_strangers
 from deepspeed_bamboo.runtime.stock.gradients import clear_gradients, parameters, require_state, require_supported
 from deepspeed_bamboo.runtime.stock.hyperparameters import values_of
 from deepspeed_bamboo.runtime.stock.likeness import lay_out, liken
@@ -411,6 +411,7 @@ class StageHost:
         if replica.attributes["optimizer"] is None:
             return  # a script that makes one later
         require_supported(replica.attributes["optimizer"])
+        refuse_strangers(replica.attributes["optimizer"], replica.module)
         require_state(replica.attributes["lr_scheduler"])
         optimizer, values = self._engine.before_scheduler
         same = optimizer is replica.attributes["basic_optimizer"]

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 from deepspeed_bamboo.runtime.stock.schedule_by_hand import own_scheduler
+from deepspeed_bamboo.runtime.stock.scheduler_parts import parts_of
 from deepspeed_bamboo.runtime.stock.state_versions import optimizer_state, weights
 
 _Seen = Mapping[str, str]
-_PLAIN = (bool, int, float, str, list, tuple)
+_PLAIN = (bool, int, float, str, list, tuple, dict)
 
 
 class OneStageOnly:
@@ -55,7 +56,8 @@ def _seen(replica: StageReplica) -> _Seen:
     scheduler = own_scheduler(replica)
     if scheduler is not None:  # one of the script's own only one stage has
         # DeepSpeed's keep rates that are not in their state_dict().
-        kept = {name: value for name, value in vars(scheduler).items() if isinstance(value, _PLAIN)}
+        parts = parts_of(scheduler).items()
+        kept = {way: {n: v for n, v in held.items() if isinstance(v, _PLAIN)} for way, held in parts}
         seen["the scheduler"] = repr(kept)
     return seen
 

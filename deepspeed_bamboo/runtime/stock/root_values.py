@@ -2,6 +2,9 @@
 
 A script has one PipelineModule, a worker several: one for each stage that it hosts, and for each shadow. The scripts of
 all workers do the same, so what one sets there goes to all of its own worker's.
+
+It may set that on ``engine.module``, which is that of the stage that the engine shows, or on what it gave
+``initialize``, whose stage may be elsewhere by now.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import functools
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,36 +42,49 @@ class RootByHand:
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
-        self._source: Any = None
-        self._left: dict[str, Any] = {}
-        self._sizes: dict[str, int] = {}
+        self._given: weakref.ReferenceType[Any] | None = None  # to initialize: the first that is shown
+        self._left: dict[int, tuple[weakref.ReferenceType[Any], dict[str, Any]]] = {}  # by source, by id
+        self._sized, self._sizes = 0, dict[str, int]()  # of the one that was shown, by id
         self._moved: set[str] = set()  # by forwards
 
     def follow(self, source: Any, modules: Iterable[Any]) -> tuple[SetOnRoot, ...]:
-        """Before a step. ``source``: the module that the script has. Returns what the script has set since."""
-        now = _settable(source)
-        changed, left = self._changed(source, now), self._left
-        for module in modules if changed else ():
-            if module is not source:
-                for name, value in changed.items():
-                    _give(module, name, value, source=source)
-                if source.is_checkpointable_results_interval == changed.get(_INTERVAL, -1):
-                    module._precompute_checkpointable_values()
-        self._note(source, now)
+        """Before a step. ``source``: the module that is shown. Returns what the script has set since."""
+        sources = self._sources(source)
+        now = [_settable(one) for one in sources]
+        # All before the first is written: what comes from another one is nothing that the script has set there.
+        found = [(one, self._known(one), self._changed(one, its)) for one, its in zip(sources, now, strict=True)]
+        for one, _, changed in found:
+            for module in _all(modules, sources) if changed else ():
+                if module is not one:
+                    for name, value in changed.items():
+                        _give(module, name, value, source=one)
+                    if one.is_checkpointable_results_interval == changed.get(_INTERVAL, -1):
+                        module._precompute_checkpointable_values()
+        self._note(source)
         return tuple(
-            SetOnRoot(weakref.ref(source), name, (left[name],) if name in left else (), value)
+            SetOnRoot(weakref.ref(one), name, (left[name],) if name in left else (), value)
+            for one, left, changed in found
             for name, value in changed.items()
         )
 
+    def come_back(
+        self, source: Any, modules: Iterable[Any], of_the_job: Iterable[tuple[Any, Mapping[str, Any]]]
+    ) -> None:
+        """The script has come to the job's step. ``of_the_job``: what the job's state has on modules."""
+        for module, values in of_the_job:
+            module.__dict__.update(values)
+            self._known(module).update(values)
+        self.follow(source, modules)
+
     def write_again(self, source: Any, modules: Iterable[Any], changes: Sequence[SetOnRoot]) -> None:
         """What :meth:`follow` has returned, before a step that is done again."""
-        self._set(modules, [(change, (change.now,)) for change in changes])
-        self._note(source, _settable(source))
+        self._set(_all(modules, self._sources(source)), [(change, (change.now,)) for change in changes])
+        self._note(source)
 
     def restored(self, source: Any, modules: Iterable[Any], changes: Sequence[SetOnRoot]) -> None:
         """The stages have a state of before ``changes``."""
-        self._set(modules, [(change, change.before) for change in reversed(changes)])
-        self._note(source, _settable(source))
+        self._set(_all(modules, self._sources(source)), [(change, change.before) for change in reversed(changes)])
+        self._note(source)
 
     def _set(self, modules: Iterable[Any], changes: Sequence[tuple[SetOnRoot, tuple[Any, ...]]]) -> None:
         for module in modules:
@@ -84,27 +100,46 @@ class RootByHand:
 
     def leave(self, source: Any) -> None:
         """After a step, in which forwards may have changed something."""
-        now = _settable(source)
-        self._moved |= self._changed(source, now).keys()
-        grown = (
-            [n for n, size in self._sizes.items() if n in now and len(now[n]) != size] if self._source is source else []
-        )
+        for one in self._sources(source):
+            self._moved |= self._changed(one, _settable(one)).keys()
+        now, sizes = _settable(source), self._sizes if self._known(source) and self._sized == id(source) else {}
+        grown = [name for name, size in sizes.items() if name in now and len(now[name]) != size]
         if grown and source.stage_id == 0:
             self._tell(
                 f"a forward changes {', '.join(grown)} of the PipelineModule ({type(source).__name__}) itself, of "
                 "which each worker has its own: a stage taken over goes on with that of its new worker. Keep what a "
                 "forward reads in a layer, or in a buffer"
             )
-        self._note(source, now)
+        self._note(source)
+
+    def _sources(self, shown: Any) -> list[Any]:
+        """What the script may set something on."""
+        given = None if self._given is None else self._given()
+        return [shown] if given is None or given is shown else [shown, given]
+
+    def _known(self, source: Any) -> dict[str, Any]:
+        """What was left there; {} of one that was no source then."""
+        ref, left = self._left.get(id(source), (None, {}))
+        return left if ref is not None and ref() is source else {}
 
     def _changed(self, source: Any, now: dict[str, Any]) -> dict[str, Any]:
-        if self._source is not source:
+        left = self._known(source)
+        if not left:
             return {}
-        return {n: v for n, v in now.items() if n not in self._moved and not _same(self._left.get(n), v)}
+        return {n: v for n, v in now.items() if n not in self._moved and not _same(left.get(n), v)}
 
-    def _note(self, source: Any, now: dict[str, Any]) -> None:
-        self._source, self._left = source, now
+    def _note(self, shown: Any) -> None:
+        if self._given is None:
+            self._given = weakref.ref(shown)
+        self._left = {id(one): (weakref.ref(one), _settable(one)) for one in self._sources(shown)}
+        now = self._left[id(shown)][1]
+        self._sized = id(shown)
         self._sizes = {name: len(value) for name, value in now.items() if isinstance(value, _GROWING)}
+
+
+def _all(modules: Iterable[Any], sources: Iterable[Any]) -> list[Any]:
+    """Each once; also a source whose stage is elsewhere: the script reads there what it has set."""
+    return list({id(module): module for module in (*modules, *sources)}.values())
 
 
 def module_of_script(host: Any) -> Any:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
+from deepspeed_bamboo.runtime.stock.scheduler_parts import Way, is_saved, parts_of
 from deepspeed_bamboo.runtime.stock.written import SetOnSchedule
 
 _ATOMS = (bool, int, float, str, type(None))
+_Values = Mapping[tuple[Way, str], Any]
+"""By part of a scheduler, and attribute of that."""
 
 
 class ScheduleByHand:
@@ -21,7 +25,7 @@ class ScheduleByHand:
 
     def __init__(self) -> None:
         self._scheduler: Any = None
-        self._left: Mapping[str, Any] = {}
+        self._left: _Values = {}
 
     def leave(self, shown: StageReplica | None) -> None:
         """After a step: what the scheduler of ``shown``, which the script has, holds."""
@@ -36,9 +40,9 @@ class ScheduleByHand:
             return ()
         now, left = _plain_values(scheduler), self._left
         changes = tuple(
-            SetOnSchedule(name, left[name], value)
-            for name, value in now.items()
-            if name in left and not _same(left[name], value)
+            SetOnSchedule(name, left[way, name], value, way)
+            for (way, name), value in now.items()
+            if (way, name) in left and not _same(left[way, name], value)
         )
         if changes:
             self.write_again(replicas, changes)
@@ -53,34 +57,34 @@ class ScheduleByHand:
         scheduler = own_scheduler(shown)
         if scheduler is None or scheduler is not self._scheduler:
             return
-        saved, replicas = scheduler.state_dict(), list(replicas)
-        for name, value in _plain_values(scheduler).items():
-            if name not in self._left or _same(self._left[name], value):
+        saved, parts, replicas = scheduler.state_dict(), parts_of(scheduler), list(replicas)
+        for (way, name), value in _plain_values(scheduler).items():
+            before = self._left.get((way, name), value)
+            if _same(before, value):
                 continue
-            if name in saved:
-                vars(scheduler)[name] = copy.deepcopy(self._left[name])
+            if is_saved(saved, way, name):
+                parts[way][name] = copy.deepcopy(before)
             else:
-                _set(replicas, name, self._left[name], value)
+                _set(replicas, SetOnSchedule(name, before, value, way))
         self.leave(shown)
 
     def write_again(self, replicas: Iterable[StageReplica], changes: Sequence[SetOnSchedule]) -> None:
         """What :meth:`follow` has returned, before a step that is done again."""
         for change in changes:
-            _set(replicas, change.name, change.before, change.now)
+            _set(replicas, change)
 
     def restored(self, replicas: Iterable[StageReplica], changes: Sequence[SetOnSchedule]) -> None:
         """The stages have a state of before ``changes``, apart from what is not in a scheduler's state."""
         for change in reversed(changes):
-            _set(replicas, change.name, change.now, change.before)
+            _set(replicas, replace(change, before=change.now, now=change.before))
 
 
-def _set(replicas: Iterable[StageReplica], name: str, before: Any, now: Any) -> None:
+def _set(replicas: Iterable[StageReplica], change: SetOnSchedule) -> None:
     for replica in replicas:
         replica.finish_step()
-        scheduler = own_scheduler(replica)
-        held = {} if scheduler is None else vars(scheduler)
-        if name in held and _same(held[name], before):
-            held[name] = copy.deepcopy(now)
+        held = parts_of(own_scheduler(replica)).get(change.way, {})
+        if change.name in held and _same(held[change.name], change.before):
+            held[change.name] = copy.deepcopy(change.now)
 
 
 def own_scheduler(replica: StageReplica | None) -> Any:
@@ -91,12 +95,18 @@ def own_scheduler(replica: StageReplica | None) -> Any:
     return scheduler if scheduler is not None and vars(scheduler) is vars(replica.built_scheduler) else None
 
 
-def _plain_values(scheduler: Any) -> dict[str, Any]:
-    held = {} if scheduler is None else vars(scheduler)
-    return {name: copy.deepcopy(value) for name, value in held.items() if _is_plain(value)}
+def _plain_values(scheduler: Any) -> _Values:
+    return {
+        (way, name): copy.deepcopy(value)
+        for way, held in parts_of(scheduler).items()
+        for name, value in held.items()
+        if _is_plain(value)
+    }
 
 
 def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return isinstance(value, _ATOMS)

@@ -70,6 +70,7 @@ class ScriptWrites:
         self._used: dict[int, Values] = {}
         self._made: weakref.WeakKeyDictionary[Any, Values] = weakref.WeakKeyDictionary()
         self._of_the_job: list[tuple[StageReplica, Values]] = []
+        self._on_roots: list[tuple[Any, dict[str, Any]]] = []  # of the job's, by module
         self._shows: int | None = None  # the optimizer, by id, whose values the script's shows
         self._left: dict[int, Values] = {}  # by source, by id: what it held when nobody but the script could change it
         self._written = NOTHING  # since the last step
@@ -119,6 +120,7 @@ class ScriptWrites:
             replicas = [replica for replica in self._host.built() if replica.attributes["basic_optimizer"] is not None]
             self._of_the_job = [(replica, values_of(replica.attributes["basic_optimizer"])) for replica in replicas]
             self._schedule.leave(self._shown())
+            self._on_roots = [(one.module, one.moving.values(one.module).get("", {})) for one in self._host.built()]
             accept_values(self._optimizer, values)
 
     def come_back(self) -> None:
@@ -129,6 +131,10 @@ class ScriptWrites:
             self.note(replica)
         if waiting:
             self._schedule.come_back(self._shown(), self._host.replicas())
+            root, modules = self._root(), [replica.module for replica in self._host.replicas()]
+            of_the_job, self._on_roots = self._on_roots, []
+            if root is not None:
+                self._roots.come_back(root, modules, of_the_job)
             self._leave()
 
     def follow(self, *, modules: bool = False) -> None:

@@ -24,11 +24,15 @@ class SetOnRoot:
 
 @dataclass(frozen=True)
 class SetOnSchedule:
-    """``name`` of the scheduler that each stage has was ``before``, and has become ``now``."""
+    """``name`` of the scheduler that each stage has was ``before``, and has become ``now``.
+
+    ``way``: from the scheduler to the part that has it (``scheduler_parts.py``).
+    """
 
     name: str
     before: Any
     now: Any
+    way: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
