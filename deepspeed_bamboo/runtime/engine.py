@@ -200,6 +200,7 @@ class BambooPipelineEngine(ScriptEngine):
             again=lambda: self.failover.redoing,
             redoing=self.redoing,
             data_streams=self.data_streams,
+            batch_function=self.feed.function,
             modes=self.modes,
             owner_changes=self.owner_changes,
             checkpoints=self.checkpoints,

@@ -8,6 +8,7 @@ from typing import Any
 
 from deepspeed_bamboo.core.contributions import merged
 from deepspeed_bamboo.runtime.checkpoint.automatic import AutomaticCheckpoints
+from deepspeed_bamboo.runtime.iteration.batch_function import BatchFunction
 from deepspeed_bamboo.runtime.iteration.data_streams import DataStreams
 from deepspeed_bamboo.runtime.iteration.mode_choice import ModeChoice
 from deepspeed_bamboo.runtime.iteration.worker import Worker
@@ -24,8 +25,8 @@ class StepNews:
         worker: whose iterations.
         losses: returns those of its last stages, which even an iteration that is done again contributes.
         again: returns whether the iteration is done again, and brings no news.
-        redoing, data_streams, modes, owner_changes, checkpoints, reconfiguration: the parts; no checkpoints where none
-            are kept.
+        redoing, data_streams, batch_function, modes, owner_changes, checkpoints, reconfiguration: the parts; no
+            checkpoints where none are kept.
     """
 
     worker: Worker
@@ -33,6 +34,7 @@ class StepNews:
     again: Callable[[], bool]
     redoing: Redoing
     data_streams: DataStreams
+    batch_function: BatchFunction
     modes: ModeChoice
     owner_changes: OwnerChanges
     checkpoints: AutomaticCheckpoints | None
@@ -47,6 +49,7 @@ class StepNews:
             losses,
             self.redoing.contribution(),
             self.data_streams.contribution(),
+            self.batch_function.contribution(),
             self.modes.contribution(),
             self.owner_changes.contribution(),
             self.checkpoints.contribution() if self.checkpoints is not None else {},
@@ -61,5 +64,6 @@ class StepNews:
         self.owner_changes.learn(self.worker.activity.previous[0])
         self.redoing.note()
         self.data_streams.take_in(self.worker.activity.previous[0], worker=self.worker)
+        self.batch_function.take_in(self.worker.activity.previous[0])
         if self.checkpoints is not None:
             self.checkpoints.note()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_bamboo.core.grid import Coordinate
+from deepspeed_bamboo.runtime.iteration.batch_function import BatchFunction
 from deepspeed_bamboo.runtime.iteration.batch_of_job import BatchOfJob
 from deepspeed_bamboo.runtime.iteration.micro_batches import (
     DataFactory,
@@ -58,7 +59,8 @@ class Feed:
     ) -> None:
         self._worker = worker
         self._home = home
-        self._transform = transform
+        self._script_transform = transform
+        self.function = BatchFunction(worker)
         self._batch = batch
         self._used = used
         self._call_of = call_of
@@ -69,7 +71,7 @@ class Feed:
         self.said_of_evaluations: set[tuple[int, int]] = set()
         self.had_for_evaluations: dict[int, frozenset[str]] = {}
         self.data = data
-        self.supply = DataSupply(worker, data=lambda: data, transform=transform, exchanges=exchanges)
+        self.supply = DataSupply(worker, data=lambda: data, transform=self._transform, exchanges=exchanges)
         self.next_micro_batch = 0
 
     def set_training_data(self, training: TrainingData) -> None:
@@ -83,8 +85,13 @@ class Feed:
         self._training = None
         self._evaluation_factory = evaluation
 
+    def _transform(self) -> Transform:
+        its = self._script_transform()
+        return self.function.watched(its) if self.data.covers_every_pipeline else its
+
     def agree(self) -> None:
         """Before an iteration: know what the others have, as :class:`DataSupply` does; collective."""
+        self.function.refuse_moving()
         self._batch.note(self._call_of(self._worker.step), micro_batches=self._worker.micro_batches)
         self.supply.agree()
 
