@@ -30,6 +30,10 @@ RUN_PLAIN = "BAMBOO_RUN_PLAIN"  # "1": that launch module has found the plugin o
 
 # What `ds_bamboo run` puts into the environment of its command: a folder for the notes of its slots, see outcome.py.
 OUTCOME = "BAMBOO_OUTCOME"
+# Since when (seconds of the epoch) the command wants its job done: one that is complete since then is not begun anew.
+SINCE = "BAMBOO_SINCE"
+# The fleet that this machine belongs to: its start script says so.
+FLEET = "BAMBOO_FLEET"
 
 # Sent to a worker that stands still. A handler in C writes the main thread's Python stack to STACK_FILE.
 STACK_SIGNAL = int(signal.SIGRTMIN) + 9

@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import time
 from datetime import datetime, timezone
 from typing import Any
 
@@ -41,6 +42,7 @@ def add_parser(subparsers: Any) -> None:
     up = verbs.add_parser("up", help="make the fleet of a spec, or resize it if it exists")
     up.add_argument("spec", metavar="FILE", type=file_path, help="the fleet as JSON; see configs/fleet/aws.json")
     up.add_argument("--dry-run", action="store_true", help="print every call without making it")
+    up.add_argument("--keep-surplus", action="store_true", help="let machines above the spec's number run on")
     up.set_defaults(run=run_up)
     status = verbs.add_parser("status", help="its machines, and what they cost")
     status.add_argument("--json", action="store_true", help="as JSON")
@@ -83,22 +85,44 @@ def run_up(arguments: argparse.Namespace) -> int:
     """Make or resize the fleet. Returns the exit code; raises ConfigError and FleetError."""
     spec = read_fleet_spec(arguments.spec)
     if arguments.dry_run:
-        for call in creating_calls(spec):
+        now = time.time()
+        for call in creating_calls(spec, since_seconds=now):
             print(call)
-        print(f"UserData is, in base64:\n{user_data(spec)}")
-        print(_ceiling(spec, region=arguments.region))
+        print(f"UserData is, in base64:\n{user_data(spec, since_seconds=now)}")
+        print(_ceiling(spec, region=arguments.region, machines=spec.machines))
         return 0
     control = _control(arguments, region=spec.region)
-    for call in control.calls_up(spec):
+    calls = control.calls_up(spec, ends_surplus=not arguments.keep_surplus)
+    for call in calls:
         print(f"ec2.{call.method}: {spec.name}, {spec.machines} machines")
-    print(_ceiling(spec, region=arguments.region))
+    most = spec.machines
+    if calls[0].method == "modify_fleet":
+        status = control.status(spec.name)
+        print(_of_resizing(spec, status, keeps=arguments.keep_surplus))
+        most = max(most, status.running) if arguments.keep_surplus else most
+    print(_ceiling(spec, region=arguments.region, machines=most))
     if not _agreed(arguments, "Make these calls? They cost money."):
         return 1
-    made = control.up(spec)
+    made = control.up(spec, ends_surplus=not arguments.keep_surplus)
     shown = _command("status", spec, region=arguments.region)
     ends = _command("down", spec, region=arguments.region)
     print(f"fleet {spec.name} is {made}; `{shown}` shows its machines, and `{ends}` ends them")
     return 0
+
+
+def _of_resizing(spec: FleetSpec, status: FleetStatus, *, keeps: bool) -> str:
+    """What a new number of machines means for those that run, in words."""
+    now = f"{status.running} machines run, and {status.wanted} were asked for until now"
+    surplus = status.running - spec.machines
+    if surplus <= 0:
+        return now
+    if keeps:
+        return f"{now}; {surplus} of them are above {spec.machines}: they run on, and are not replaced when they go"
+    return (
+        f"{now}; AWS ends {surplus} of them at once, whichever it likes, also those that hold a stage and its shadow, "
+        "which can cost the steps since the last checkpoint. To keep them for now: --keep-surplus. To have some leave "
+        "first: ds_bamboo drain NODE, then end them in the AWS console"
+    )
 
 
 def _command(verb: str, spec: FleetSpec, *, region: str | None) -> str:
@@ -107,27 +131,31 @@ def _command(verb: str, spec: FleetSpec, *, region: str | None) -> str:
     return f"ds_bamboo fleet {verb} {spec.name}" + (f" --region {where}" if where else "")
 
 
-def _ceiling(spec: FleetSpec, *, region: str | None) -> str:
-    """What the fleet may cost, in words."""
-    most = spec.max_dollars_per_fleet_hour
+def _ceiling(spec: FleetSpec, *, region: str | None, machines: int) -> str:
+    """What the fleet may cost with so many ``machines``, in words."""
     until = f"until `{_command('down', spec, region=region)}` ends it, also when the job is complete"
-    if most is None:
-        return f"no max_dollars_per_machine_hour: each machine may cost up to its on-demand price, {until}"
     each = spec.max_dollars_per_machine_hour
+    if each is None:
+        return f"no max_dollars_per_machine_hour: each machine may cost up to its on-demand price, {until}"
     return (
-        f"the fleet costs ${most:.2f} an hour at most ({spec.machines} machines of ${each:g}), without disks and "
+        f"the fleet costs ${each * machines:.2f} an hour at most ({machines} machines of ${each:g}), without disks and "
         f"traffic, {until}"
     )
 
 
 def run_status(arguments: argparse.Namespace) -> int:
     """Show the fleet. Returns the exit code; raises FleetError."""
-    status = _control(arguments).status(arguments.name)
+    control = _control(arguments)
+    status = control.status(arguments.name)
+    why = control.why_missing(status) if status.running < status.wanted else None
     if arguments.json:
         known = {"dollars_per_hour": status.dollars_per_hour, "dollars_so_far": status.dollars_so_far}
-        print(json.dumps({**dataclasses.asdict(status), "running": status.running, **known}, indent=1))
+        known_of = {"running": status.running, "without_price": status.without_price, "why_missing": why}
+        print(json.dumps({**dataclasses.asdict(status), **known_of, **known}, indent=1))
     else:
         _print(arguments.name, status)
+        if why is not None:
+            print(f"machines are missing; AWS says: {why}")
     return 0
 
 
@@ -176,7 +204,7 @@ def run_down(arguments: argparse.Namespace) -> int:
     if not _agreed(arguments, "End them all?"):
         return 1
     control.down(arguments.name)
-    print(f"fleet {arguments.name} is ending; it has cost about ${status.dollars_so_far:.2f}")
+    print(f"fleet {arguments.name} is ending; it has cost about ${status.dollars_so_far:.2f}{_unpriced(status)}")
     return 0
 
 
@@ -202,6 +230,11 @@ def _print(name: str, status: FleetStatus) -> None:
     console = Console()
     console.print(table)
     console.print(
-        f"${status.dollars_per_hour:.2f} an hour, ${status.dollars_so_far:.2f} so far, at today's spot prices",
+        f"${status.dollars_per_hour:.2f} an hour, ${status.dollars_so_far:.2f} so far, at today's spot prices"
+        + _unpriced(status),
         highlight=False,
     )
+
+
+def _unpriced(status: FleetStatus) -> str:
+    return f", without {status.without_price} machines for which AWS names no price" if status.without_price else ""

@@ -10,25 +10,28 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from deepspeed_bamboo.errors import BambooError
 from deepspeed_bamboo.options import number
-from deepspeed_bamboo.protocol import EXIT_TRY_AGAIN, OUTCOME
+from deepspeed_bamboo.protocol import EXIT_TRY_AGAIN, OUTCOME, SINCE
 
 _DESCRIPTION = """\
 Runs a deepspeed command, and repeats it whenever machines were missing and its
 script did nothing wrong: too much was lost at once, an agent or a launcher was
-killed, slots disappeared while it started. The job then continues from its last
-checkpoint (bamboo.checkpoint.dir). Where each machine has a launcher of its
-own, start this command on each.
+killed, slots disappeared while it started, etcd did not answer yet. The job
+then continues from its last checkpoint (bamboo.checkpoint.dir). Where each
+machine has a launcher of its own, start this command on each: one starts the
+job, and the others wait until it trains, and join it.
 
-Exit codes: 0 the job is complete (or continues without this machine, which has
-left it); 75 machines are still missing after several runs, so try the same
-command later; 128 + signal if this command was interrupted; otherwise the exit
-code of the script or of its start, which failed: another run would not help.
+Exit codes: 0 the job is complete (also by other machines, or it continues
+without this one, which has left it); 75 machines are still missing after
+several runs, so try the same command later; 128 + signal if this command was
+interrupted; otherwise the exit code of the script or of its start, which
+failed: another run would not help.
 """
 _USAGE = """ds_bamboo run [options] -- deepspeed ...
                      --module deepspeed_bamboo.launch --job NAME train.py ..."""
@@ -76,10 +79,11 @@ def run_command(arguments: argparse.Namespace) -> int:
     if arguments.pause_seconds < 0 or arguments.fruitless < 1:
         raise BambooError("--pause-seconds must be 0 or more, and --fruitless 1 or more")
     patience = Patience(pause_seconds=arguments.pause_seconds, fruitless_limit=arguments.fruitless)
+    since = os.environ.get(SINCE) or f"{time.time():.3f}"
     with _signals() as heard:
         while True:
             with tempfile.TemporaryDirectory(prefix="bamboo-run-") as folder:
-                code = _run_once(command, folder, heard)
+                code = _run_once(command, {OUTCOME: folder, SINCE: since}, heard)
                 notes = read_notes(Path(folder))
             verdict = judge(code, notes, signalled=heard.number)
             if verdict.kind != "again" or arguments.once:
@@ -135,12 +139,12 @@ def _signals() -> Iterator[_Heard]:
             signal.signal(number, handler)
 
 
-def _run_once(command: Sequence[str], folder: str, heard: _Heard) -> int:
+def _run_once(command: Sequence[str], variables: Mapping[str, str], heard: _Heard) -> int:
     """The command's exit code, negative for a signal, once its slots have ended, too."""
     if heard.number is not None:
         return -heard.number
     try:
-        child = subprocess.Popen(command, env={**os.environ, OUTCOME: folder})
+        child = subprocess.Popen(command, env={**os.environ, **variables})
     except OSError as error:
         raise BambooError(
             f"{command[0]!r} can't be run ({error.strerror}); write the command as you would without"
@@ -150,7 +154,7 @@ def _run_once(command: Sequence[str], folder: str, heard: _Heard) -> int:
         code = child.wait()
     finally:
         heard.child = None
-    _wait_for_slots(folder)
+    _wait_for_slots(variables[OUTCOME])
     sys.stdout.flush()
     return code
 

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from deepspeed_bamboo.cloud.errors import FleetError
 from deepspeed_bamboo.cloud.fleet import Ec2Fleet, explained, resizing
+from deepspeed_bamboo.cloud.fleet_changes import differences
 from deepspeed_bamboo.cloud.fleet_spec import TAG, Call, FleetSpec, creating_calls, template_name
+from deepspeed_bamboo.cloud.price_history import SYSTEM
 
 _LIVE = ("submitted", "active", "modifying")
+_HISTORY = timedelta(hours=1)
+_COMPLAINTS = ("service-error", "error", "information")
+_HINDRANCES = (
+    "launchSpecUnusable",
+    "launchSpecTemporarilyBlacklisted",
+    "allLaunchSpecsTemporarilyBlacklisted",
+    "spotInstanceCountLimitExceeded",
+    "fleetProgressHalted",
+)
 
 
 @dataclass(frozen=True)
@@ -24,6 +35,11 @@ class FleetMachine:
     state: str
     hours: float
     dollars_per_hour: float | None
+
+    @property
+    def runs(self) -> bool:
+        """Whether it runs, or is about to."""
+        return self.state in ("pending", "running")
 
 
 @dataclass(frozen=True)
@@ -38,17 +54,24 @@ class FleetStatus:
     @property
     def running(self) -> int:
         """Machines that EC2 calls pending or running."""
-        return sum(machine.state in ("pending", "running") for machine in self.machines)
+        return sum(machine.runs for machine in self.machines)
 
     @property
     def dollars_per_hour(self) -> float:
-        """What the running machines cost at today's prices."""
-        running = (machine for machine in self.machines if machine.state in ("pending", "running"))
-        return sum(machine.dollars_per_hour or 0.0 for machine in running)
+        """What the running machines cost at today's prices, without those of unknown price."""
+        return sum(machine.dollars_per_hour or 0.0 for machine in self.machines if machine.runs)
+
+    @property
+    def without_price(self) -> int:
+        """Machines for which AWS names no price."""
+        return sum(machine.dollars_per_hour is None for machine in self.machines)
 
     @property
     def dollars_so_far(self) -> float:
-        """What all listed machines have cost, at today's prices, without those that EC2 no longer lists."""
+        """What all listed machines have cost, at today's prices, without those that EC2 no longer lists.
+
+        Those of unknown price don't count.
+        """
         return sum(machine.hours * (machine.dollars_per_hour or 0.0) for machine in self.machines)
 
 
@@ -63,19 +86,31 @@ class FleetControl:
         self._ec2 = ec2
         self._now = now
 
-    def calls_up(self, spec: FleetSpec) -> tuple[Call, ...]:
-        """The calls that :meth:`up` would make: they create the fleet, or resize one that exists. Raises FleetError."""
+    def calls_up(self, spec: FleetSpec, *, ends_surplus: bool = True) -> tuple[Call, ...]:
+        """The calls that :meth:`up` would make: they create the fleet, or resize one that exists.
+
+        Raises FleetError, also where one exists that differs from the spec in more than its size.
+        """
         fleet = self._find(spec.name)
         if fleet is None:
-            return creating_calls(spec)
-        return (Call("modify_fleet", resizing(fleet["FleetId"], spec.machines)),)
+            root, now = self._root_device(spec.image_id), self._now().timestamp()
+            return creating_calls(spec, root_device=root, since_seconds=now)
+        others = differences(spec, fleet=fleet, template=self._template(spec.name))
+        if others:
+            raise FleetError(
+                f"fleet {spec.name!r} lives, and has others than its spec: {'; '.join(others)}. Only `machines` can be "
+                f"changed while it lives: take the rest back in the spec, or end it first, with all its machines "
+                f"(ds_bamboo fleet down {spec.name})"
+            )
+        return (Call("modify_fleet", resizing(fleet["FleetId"], spec.machines, ends_surplus=ends_surplus)),)
 
-    def up(self, spec: FleetSpec) -> str:
+    def up(self, spec: FleetSpec, *, ends_surplus: bool = True) -> str:
         """Make the fleet, or resize it if one of that name lives. Returns its id.
 
-        Raises FleetError; a launch template that was made for a fleet which AWS then refused is removed again.
+        Unless it ``ends_surplus``, machines above the spec's number stay until AWS takes them. Raises FleetError; a
+        launch template that was made for a fleet which AWS then refused is removed again.
         """
-        calls = self.calls_up(spec)
+        calls = self.calls_up(spec, ends_surplus=ends_surplus)
         if calls[0].method == "create_launch_template":
             self._remove_template(spec.name)  # of a fleet that ended without ``down``
         answer: Any = {}
@@ -106,6 +141,27 @@ class FleetControl:
         machines = tuple(sorted((self._machine(one, prices) for one in found), key=lambda one: one.instance))
         wanted = int(fleet["TargetCapacitySpecification"]["TotalTargetCapacity"])
         return FleetStatus(fleet["FleetId"], fleet["FleetState"], wanted, machines)
+
+    def why_missing(self, status: FleetStatus) -> str | None:
+        """AWS's last word of this hour about machines that it did not start; None where it has said nothing."""
+        token: dict[str, str] = {}
+        records: list[Any] = []
+        try:
+            with explained(f"the history of {status.fleet}", "read"):
+                while True:
+                    page = self._ec2.describe_fleet_history(
+                        FleetId=status.fleet, StartTime=self._now() - _HISTORY, **token
+                    )
+                    records += filter(_complains, page["HistoryRecords"])
+                    if not page.get("NextToken"):
+                        break
+                    token = {"NextToken": page["NextToken"]}
+        except FleetError as error:
+            return str(error)
+        if not records:
+            return None
+        said = max(records, key=lambda one: one["Timestamp"]).get("EventInformation") or {}
+        return ": ".join(text for text in (said.get("EventSubType"), said.get("EventDescription")) if text)
 
     def resize(self, name: str, machines: int, *, ends_surplus: bool = True) -> None:
         """Ask for ``machines`` in all. Raises FleetError, and ConfigError below 0.
@@ -143,6 +199,23 @@ class FleetControl:
                     return fleet
         return None
 
+    def _root_device(self, image: str) -> str:
+        """What the image calls its root disk, for which there are several names."""
+        with explained(f"image {image!r}", "looked at"):
+            found = self._ec2.describe_images(ImageIds=[image])["Images"]
+        device = found[0].get("RootDeviceName") if found else None
+        if not device:
+            raise FleetError(f"there is no image {image!r} with a root disk in this region; check image_id and region")
+        return str(device)
+
+    def _template(self, name: str) -> Any:
+        """The data of the fleet's launch template."""
+        with explained(f"launch template {template_name(name)!r}", "looked at"):
+            answer = self._ec2.describe_launch_template_versions(
+                LaunchTemplateName=template_name(name), Versions=["$Latest"]
+            )
+        return answer["LaunchTemplateVersions"][0]["LaunchTemplateData"]
+
     def _remove_template(self, name: str) -> None:
         with explained(f"launch template {template_name(name)!r}", "removed"):
             names = [{"Name": "launch-template-name", "Values": [template_name(name)]}]
@@ -154,8 +227,11 @@ class FleetControl:
         wanted = sorted(types)
         if not wanted:
             return {}
-        answer = self._ec2.describe_spot_price_history(InstanceTypes=wanted, StartTime=self._now())
-        newest = sorted(answer["SpotPriceHistory"], key=lambda one: one["Timestamp"])
+        # Without a system the newest may be that of Windows, which costs twice as much.
+        pages = self._ec2.get_paginator("describe_spot_price_history").paginate(
+            InstanceTypes=wanted, ProductDescriptions=[SYSTEM], StartTime=self._now()
+        )
+        newest = sorted((one for page in pages for one in page["SpotPriceHistory"]), key=lambda one: one["Timestamp"])
         return {(one["InstanceType"], one["AvailabilityZone"]): float(one["SpotPrice"]) for one in newest}
 
     def _machine(self, found: Any, prices: dict[tuple[str, str], float]) -> FleetMachine:
@@ -168,6 +244,12 @@ class FleetControl:
             max(0.0, (_ended(found, self._now()) - found["LaunchTime"]).total_seconds() / 3600.0),
             prices.get((kind, zone)),
         )
+
+
+def _complains(record: Any) -> bool:
+    """Whether an entry of a fleet's history says why it has too few machines."""
+    subject = (record.get("EventInformation") or {}).get("EventSubType", "")
+    return record.get("EventType") in _COMPLAINTS or subject in _HINDRANCES
 
 
 def _ended(found: Any, now: datetime) -> datetime:

@@ -13,10 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deepspeed_bamboo.config.messages import describe
 from deepspeed_bamboo.errors import ConfigError
+from deepspeed_bamboo.protocol import FLEET, SINCE
 
 # Every resource of a fleet carries this tag, with the fleet's name.
 TAG = "deepspeed_bamboo-fleet"
+ROOT_DEVICE = "the image's root device"
 _USER_DATA_BYTES = 16_384  # EC2's limit
+_LATEST_SECONDS = 9_999_999_999.0
 
 
 class FleetSpec(BaseModel):
@@ -67,12 +70,6 @@ class FleetSpec(BaseModel):
     region: str | None = None
     """AWS region; null: as boto3 finds it."""
 
-    @property
-    def max_dollars_per_fleet_hour(self) -> float | None:
-        """What all machines together cost at most; None without a ceiling."""
-        most = self.max_dollars_per_machine_hour
-        return None if most is None else most * self.machines
-
 
 @dataclass(frozen=True)
 class Call:
@@ -104,7 +101,7 @@ def parse_fleet_spec(data: object, *, where: str) -> FleetSpec:
         spec = FleetSpec.model_validate(data)
     except ValidationError as error:
         raise ConfigError(*describe(error, model=FleetSpec, section="fleet"), where=where) from error
-    if len(user_data(spec).encode()) > _USER_DATA_BYTES:
+    if len(user_data(spec, since_seconds=_LATEST_SECONDS).encode()) > _USER_DATA_BYTES:
         raise ConfigError(
             f"fleet.command and fleet.environment make a start script of more than {_USER_DATA_BYTES} bytes, which EC2 "
             "refuses; put the command into a script on the image",
@@ -118,9 +115,14 @@ def template_name(name: str) -> str:
     return f"{TAG}-{name}"
 
 
-def user_data(spec: FleetSpec) -> str:
-    """The script that each machine runs when it boots: the command by ``ds_bamboo run``, again after exit code 75."""
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())]
+def user_data(spec: FleetSpec, *, since_seconds: float = 0.0) -> str:
+    """The script that each machine runs when it boots: the command by ``ds_bamboo run``, again after exit code 75.
+
+    A job that is complete since ``since_seconds``, when the fleet is made, is not begun anew by a machine that comes
+    later; one of that name that was complete before is.
+    """
+    known = {FLEET: spec.name, SINCE: f"{since_seconds:.0f}", **dict(sorted(spec.environment.items()))}
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in known.items()]
     return "\n".join(
         [
             "#!/bin/bash",
@@ -137,22 +139,26 @@ def user_data(spec: FleetSpec) -> str:
     )
 
 
-def creating_calls(spec: FleetSpec) -> tuple[Call, ...]:
-    """The calls that make the fleet, in order: its launch template, then the EC2 Fleet that keeps its size."""
-    return (_launch_template(spec), _fleet(spec))
+def creating_calls(spec: FleetSpec, *, root_device: str = ROOT_DEVICE, since_seconds: float = 0.0) -> tuple[Call, ...]:
+    """The calls that make the fleet, in order: its launch template, then the EC2 Fleet that keeps its size.
+
+    ``root_device``: as the image calls it; any other name would be a second disk. ``since_seconds``: the time.
+    """
+    script = user_data(spec, since_seconds=since_seconds)
+    return (_launch_template(spec, root_device=root_device, script=script), _fleet(spec))
 
 
 def _tags(kind: str, name: str) -> dict[str, Any]:
     return {"ResourceType": kind, "Tags": [{"Key": TAG, "Value": name}, {"Key": "Name", "Value": name}]}
 
 
-def _launch_template(spec: FleetSpec) -> Call:
+def _launch_template(spec: FleetSpec, *, root_device: str, script: str) -> Call:
+    # A disk that outlives its machine costs on, and nobody lists it.
+    disk = {"VolumeSize": spec.disk_gigabytes, "VolumeType": "gp3", "DeleteOnTermination": True}
     data: dict[str, Any] = {
         "ImageId": spec.image_id,
-        "UserData": base64.b64encode(user_data(spec).encode()).decode(),
-        "BlockDeviceMappings": [
-            {"DeviceName": "/dev/sda1", "Ebs": {"VolumeSize": spec.disk_gigabytes, "VolumeType": "gp3"}}
-        ],
+        "UserData": base64.b64encode(script.encode()).decode(),
+        "BlockDeviceMappings": [{"DeviceName": root_device, "Ebs": disk}],
         # Notices come from the metadata service; tokens keep other programs' requests out of it.
         "MetadataOptions": {"HttpTokens": "required", "HttpPutResponseHopLimit": 2},
         "TagSpecifications": [_tags("instance", spec.name), _tags("volume", spec.name)],

@@ -14,7 +14,7 @@ from deepspeed_bamboo.errors import ConfigError
 HEADER = "seconds,dollars_per_hour,zone"
 MOST_HOURS = 90 * 24
 """AWS keeps no older prices."""
-_SYSTEM = "Linux/UNIX"
+SYSTEM = "Linux/UNIX"
 
 
 def price_history(ec2: Any, spec: FleetSpec, *, instance_type: str, hours: float, now: datetime) -> tuple[str, ...]:
@@ -33,7 +33,7 @@ def price_history(ec2: Any, spec: FleetSpec, *, instance_type: str, hours: float
         zones = sorted({subnet["AvailabilityZone"] for subnet in subnets})
         pages = ec2.get_paginator("describe_spot_price_history").paginate(
             InstanceTypes=[instance_type],
-            ProductDescriptions=[_SYSTEM],
+            ProductDescriptions=[SYSTEM],
             Filters=[{"Name": "availability-zone", "Values": zones}],
             StartTime=start,
             EndTime=now,

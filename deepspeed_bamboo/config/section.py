@@ -218,7 +218,8 @@ class NoticesConfig(Section):
     """What to do when a machine is only more likely than others to be taken soon."""
 
     sigterm: Literal["abort", "drain"] = "abort"
-    """What SIGTERM to an agent means. abort: the job ends; drain: its node is about to go (SLURM, Kubernetes)."""
+    """What SIGTERM to an agent means. abort: the job ends; drain: its node is about to go (SLURM, Kubernetes).
+    On machines of ``ds_bamboo fleet`` drain, unless it is set."""
 
     grace_seconds: Seconds = 30.0
     """How long after such a signal, or SIGUSR1, the node disappears."""

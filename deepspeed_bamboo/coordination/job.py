@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_PREFIX = "/deepspeed_bamboo"
 _KEPT_SECONDS = 86_400.0
+_CLEANING_SECONDS = 10.0
 _PIECE_LETTERS = 400_000  # etcd takes values of up to 1.5 MB, and JSON may write a letter as several
 
 
@@ -341,11 +342,23 @@ class JobCoordinator(JobNews):
             self._store.revoke(lease)
 
     def is_being_started(self) -> bool:
-        """Whether somebody is within :meth:`claim_name` now."""
+        """Whether somebody is within :meth:`claim_name` now, or removes the keys of the job that was."""
         return self._store.get(self._keys.claim) is not None
 
+    def clean_up_if_last(self) -> None:
+        """As :meth:`clean_up` if no agent is there. Whoever starts the job at this moment does so itself, or waits."""
+        if self.agents():
+            return
+        lease = self._store.grant_lease(_CLEANING_SECONDS)
+        try:
+            # Else the keys of the next job of this name, which may have begun since, would go with this one's.
+            if self._store.compare_and_swap(self._keys.claim, self.job, revision=0, lease=lease) and not self.agents():
+                self.clean_up()
+        finally:
+            self._store.revoke(lease)
+
     def clean_up(self) -> None:
-        """Remove the job's keys, except for how it ended, which is kept for a day. For the last one to leave."""
+        """Remove the job's keys, except for how it ended, which is kept for a day."""
         end = self.end()
         with self._lock:
             self._latest = None

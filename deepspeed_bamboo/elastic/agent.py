@@ -43,7 +43,7 @@ from deepspeed_bamboo.elastic.mailbox import Mailbox
 from deepspeed_bamboo.elastic.messenger import Messenger
 from deepspeed_bamboo.elastic.notices import NodeNotices
 from deepspeed_bamboo.elastic.outage import OutageNews, once_it_answers
-from deepspeed_bamboo.elastic.outcome import FINISHED, LEFT, SlotNote
+from deepspeed_bamboo.elastic.outcome import FINISHED, LEFT, NOT_YET, SlotNote
 from deepspeed_bamboo.elastic.processes import DeathWatch
 from deepspeed_bamboo.elastic.rendezvous import LauncherRendezvous
 from deepspeed_bamboo.elastic.slot import Slot, generation_of
@@ -52,6 +52,7 @@ from deepspeed_bamboo.elastic.supervisor import Supervisor
 from deepspeed_bamboo.elastic.worker_environment import meeting_port, own_address, worker_environment
 from deepspeed_bamboo.elastic.worker_pulse import WorkerPulse
 from deepspeed_bamboo.news import tell
+from deepspeed_bamboo.protocol import EXIT_TRY_AGAIN
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _STOP_SECONDS = 3
@@ -131,7 +132,11 @@ class BambooElasticAgent(LocalElasticAgent):
         failure = self._supervisor.failure
         if failure is not None:
             return SlotNote(failure.kind, self.exit_code, self._step, failure.message)
-        return SlotNote(FINISHED if self._supervisor.finished else LEFT, self.exit_code, self._step)
+        if self._supervisor.finished:
+            return SlotNote(FINISHED, self.exit_code, self._step)
+        if self.exit_code == EXIT_TRY_AGAIN:
+            return SlotNote(NOT_YET, self.exit_code, self._step, "the job had ended before this machine could join it")
+        return SlotNote(LEFT, self.exit_code, self._step)
 
     # -- what the base class calls -----------------------------------------------------------------
 

@@ -8,7 +8,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from deepspeed_bamboo.elastic.errors import RefusedError
+from deepspeed_bamboo.elastic.outcome import REFUSED
 from deepspeed_bamboo.errors import MessageError
+
+_REFUSAL = "refused"
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,11 @@ class Exchange(Protocol):
     def give(self, boot: Boot) -> None:
         """Make ``boot`` available to the other slots until :meth:`close`."""
 
-    def refuse(self) -> None:
-        """Tell the other slots that there will be no job, if that is possible; rank 0 itself says why."""
+    def refuse(self, how: str = REFUSED) -> None:
+        """Tell the other slots that there will be no job, if that is possible, and ``how`` rank 0 ends.
+
+        Rank 0 itself says why.
+        """
 
     def take(self, *, within_seconds: float) -> Boot:
         """What rank 0 gave. Raises ExchangeError when nothing came in time or rank 0 refused."""
@@ -69,19 +75,24 @@ class Exchange(Protocol):
         """Remove whatever was used; for rank 0 once all slots have taken, or at the end."""
 
 
-def pack(boot: Boot | None) -> bytes:
-    """``boot`` (None: refused) as one line."""
-    return json.dumps(None if boot is None else boot.to_json()).encode() + b"\n"
+def pack(boot: Boot) -> bytes:
+    """``boot`` as one line."""
+    return json.dumps(boot.to_json()).encode() + b"\n"
+
+
+def pack_refusal(how: str) -> bytes:
+    """That there is no job, as one line."""
+    return json.dumps({_REFUSAL: how}).encode() + b"\n"
 
 
 def unpack(line: bytes) -> Boot:
-    """Inverse of :func:`pack`. Raises RefusedError for a refusal, and MessageError for anything else."""
+    """Inverse of :func:`pack`. Raises RefusedError for :func:`pack_refusal`'s, and MessageError for anything else."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise MessageError(f"the message of rank 0 is no JSON ({error})") from error
-    if value is None:
-        raise RefusedError("rank 0 could not start the job; its output says why")
     if not isinstance(value, dict):
         raise MessageError(f"the message of rank 0 is a {type(value).__name__}, and describes no job")
+    if _REFUSAL in value:
+        raise RefusedError("rank 0 could not start the job; its output says why", how=str(value[_REFUSAL]))
     return Boot.from_json(value)

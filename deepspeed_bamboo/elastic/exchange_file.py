@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 from deepspeed_bamboo.coordination.published import own_pid_namespace
-from deepspeed_bamboo.elastic.boot import Boot, pack, unpack
-from deepspeed_bamboo.elastic.errors import ExchangeError, LaunchError
+from deepspeed_bamboo.elastic.boot import Boot, pack, pack_refusal, unpack
+from deepspeed_bamboo.elastic.errors import LateError, LaunchError
+from deepspeed_bamboo.elastic.outcome import REFUSED
 from deepspeed_bamboo.elastic.processes import ProcessIdentity
 
 _POLL_SECONDS = 0.005
@@ -28,7 +29,7 @@ class FileExchange:
         """Raises LaunchError when there is no place for the folder, or it cannot be trusted."""
         launcher = ProcessIdentity.of(launcher_pid)
         if launcher is None:
-            raise ExchangeError(f"the launcher, process {launcher_pid}, is gone")
+            raise LateError(f"the launcher, process {launcher_pid}, is gone")
         self._launcher = launcher
         try:
             place = Path(tempfile.gettempdir())
@@ -46,9 +47,9 @@ class FileExchange:
             ) from error
         self._sweep()
 
-    def refuse(self) -> None:
+    def refuse(self, how: str = REFUSED) -> None:
         with contextlib.suppress(OSError, LaunchError):
-            self._write(pack(None))
+            self._write(pack_refusal(how))
 
     def take(self, *, within_seconds: float) -> Boot:
         deadline = time.monotonic() + within_seconds
@@ -59,8 +60,8 @@ class FileExchange:
             except FileNotFoundError:
                 time.sleep(_POLL_SECONDS)
             if not self._launcher.runs():
-                raise ExchangeError(f"the launcher, process {self._launcher.pid}, ended during the start")
-        raise ExchangeError(f"rank 0 did not start the job within {within_seconds:.0f} s; look at its output")
+                raise LateError(f"the launcher, process {self._launcher.pid}, ended during the start")
+        raise LateError(f"rank 0 did not start the job within {within_seconds:.0f} s; look at its output")
 
     def close(self) -> None:
         self._file.unlink(missing_ok=True)

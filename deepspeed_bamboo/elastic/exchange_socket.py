@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import os
@@ -12,8 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from deepspeed_bamboo.elastic.address import listening_address, reached_at
-from deepspeed_bamboo.elastic.boot import Boot, pack, unpack
-from deepspeed_bamboo.elastic.errors import ExchangeError
+from deepspeed_bamboo.elastic.boot import Boot, pack, pack_refusal, unpack
+from deepspeed_bamboo.elastic.errors import ExchangeError, LateError
+from deepspeed_bamboo.elastic.outcome import REFUSED
 from deepspeed_bamboo.errors import BambooError, MessageError
 from deepspeed_bamboo.trust.handshake import StrangerError
 from deepspeed_bamboo.trust.secret import derived, job_secret, make_key, missing_key, new_secret, read_key
@@ -66,16 +68,16 @@ class SocketExchange:
         # The secret itself never travels: all who may have it make it of the key.
         self._serve(pack(replace(boot, secret="")))
 
-    def refuse(self) -> None:
+    def refuse(self, how: str = REFUSED) -> None:
         """Serve the refusal for a moment: slots that come later find nobody and their launchers end them."""
         with contextlib.suppress(BambooError):
-            self._serve(pack(None))
+            self._serve(pack_refusal(how))
             time.sleep(0.5)
             self.close()
 
     def take(self, *, within_seconds: float) -> Boot:
         start = time.monotonic()
-        reason, told, refused_at = "no attempt was made", False, 0.0
+        reason, told, refused_at, absent = "no attempt was made", False, 0.0, True
         while (waited := time.monotonic() - start) < within_seconds:
             if waited > self._told_after_seconds and not told:
                 told = True
@@ -87,15 +89,15 @@ class SocketExchange:
                 key = read_key(self._environment)
                 if key is not None:
                     return self._ask(key)
-                reason = missing_key(self._environment)
+                reason, absent = missing_key(self._environment), False
             except StrangerError as error:
-                reason, refused_at = str(error), refused_at or waited or 1e-9
+                reason, refused_at, absent = str(error), refused_at or waited or 1e-9, False
                 if waited - refused_at > _REFUSED_SECONDS:
                     break
             except (OSError, MessageError) as error:
-                reason, refused_at = str(error), 0.0
+                reason, refused_at, absent = str(error), 0.0, True
             time.sleep(_RETRY_SECONDS)
-        raise ExchangeError(
+        raise (LateError if absent else ExchangeError)(
             f"rank 0 at {self._address}:{self._port} gave no answer within {min(waited, within_seconds):.0f} s "
             f"({reason}); check that the same command was given there, that this machine can reach it and has the same "
             "secret (docs/security.md), or choose another port with the launcher's --master_port. Rank 0 answers only "
@@ -141,7 +143,8 @@ class SocketExchange:
         try:
             self._server = GuardedServer(host, self._port, secret=key, purpose=_PURPOSE, serve=answer)
         except OSError as error:
-            raise ExchangeError(
+            kind = LateError if error.errno == errno.EADDRINUSE else ExchangeError
+            raise kind(
                 f"port {self._port} of {host} cannot be used on this machine ({error.strerror}); "
                 f"choose another with the launcher's --master_port"
             ) from error

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from deepspeed_bamboo.elastic.outcome import BEGUN, FINISHED, LEFT, PLAIN, REFUSED, SlotNote
+from deepspeed_bamboo.elastic.outcome import BEGUN, FINISHED, LEFT, NOT_YET, PLAIN, REFUSED, SlotNote
 from deepspeed_bamboo.protocol import EXIT_TRY_AGAIN, EXIT_USER_ERROR
 
 # Nothing that another start would mend.
 _SCRIPTS_FAULT = ("user_error", "no_start", REFUSED)
-_MACHINES_WANTING = ("fatal_loss", "slots_lost", "no_coordinator", "no_machines", "hang")
+_MACHINES_WANTING = ("fatal_loss", "slots_lost", "no_coordinator", "no_machines", "hang", NOT_YET)
 _LAUNCHER_LOST = 128 + signal.SIGHUP  # what agents end with whose launcher is gone
 
 
@@ -30,7 +30,7 @@ def judge(command_code: int, notes: Sequence[SlotNote], *, signalled: int | None
 
     ``signalled``: what ended ``ds_bamboo run`` itself.
     """
-    said = {note.how: note for note in notes}
+    said = {note.how: note for note in sorted(notes, key=lambda note: bool(note.message))}
     if signalled is not None:
         return Verdict("give up", 128 + signalled, f"{signal.Signals(signalled).name} was sent to ds_bamboo run")
     for how in _SCRIPTS_FAULT:
@@ -38,7 +38,7 @@ def judge(command_code: int, notes: Sequence[SlotNote], *, signalled: int | None
             code = said[how].code or EXIT_USER_ERROR
             return Verdict("give up", code, said[how].message or "its script, or its start, failed; see its output")
     if FINISHED in said:
-        return Verdict("done", 0, "the job is complete")
+        return Verdict("done", 0, said[FINISHED].message or "the job is complete")
     for how in _MACHINES_WANTING:
         if how in said:
             return Verdict("again", EXIT_TRY_AGAIN, said[how].message or how.replace("_", " "))

@@ -22,38 +22,41 @@ from deepspeed_bamboo.elastic.agent_settings import AgentHooks, AgentSettings
 from deepspeed_bamboo.elastic.boot import Boot, Exchange
 from deepspeed_bamboo.elastic.cleaning_up import cleaning_up_when_told_to_end
 from deepspeed_bamboo.elastic.command_line import CommandLine, parse_command_line
-from deepspeed_bamboo.elastic.errors import ExchangeError, LaunchError, RefusedError
+from deepspeed_bamboo.elastic.errors import ExchangeError, JobOverError, LateError, LaunchError, RefusedError
 from deepspeed_bamboo.elastic.exchange_file import FileExchange
 from deepspeed_bamboo.elastic.exchange_socket import SocketExchange
+from deepspeed_bamboo.elastic.finding import check_fleet, find_running, patience_of
 from deepspeed_bamboo.elastic.greeting import greeting
 from deepspeed_bamboo.elastic.grid_told import grid_environment, told_pipelines
 from deepspeed_bamboo.elastic.hang_watch import HangRules
-from deepspeed_bamboo.elastic.job_secrets import secret_to_join, secret_to_start
+from deepspeed_bamboo.elastic.job_secrets import secret_to_start
 from deepspeed_bamboo.elastic.notices import NoticePlan, look_around, notice_plan
-from deepspeed_bamboo.elastic.outcome import BEGUN, PLAIN, REFUSED, OutcomeNote, SlotNote
+from deepspeed_bamboo.elastic.outcome import BEGUN, PLAIN, OutcomeNote, SlotNote
 from deepspeed_bamboo.elastic.own_etcd import reached, start_own_etcd
 from deepspeed_bamboo.elastic.processes import launcher_chain, outlived_its_launcher
+from deepspeed_bamboo.elastic.refusing import EXIT_CODES, how_refused
 from deepspeed_bamboo.elastic.rules import MAX_RESTARTS, Entry, Rules
-from deepspeed_bamboo.elastic.running_job import (
-    Patience,
-    RunningJob,
-    can_be_joined,
-    open_store,
-    private_job,
-    private_name,
-)
+from deepspeed_bamboo.elastic.running_job import RunningJob, open_store
 from deepspeed_bamboo.elastic.schedulers import ranks_of_scheduler
 from deepspeed_bamboo.elastic.settings_source import find_section
 from deepspeed_bamboo.elastic.slot import Slot, key_part, slot_from_environment
 from deepspeed_bamboo.errors import BambooError
 from deepspeed_bamboo.eventlog.log import check_directory
 from deepspeed_bamboo.news import tell
-from deepspeed_bamboo.protocol import BY_IMPORT, CONFIG, ENDPOINTS, OTHER_ENGINES, OUTCOME, RUN_PLAIN, START_DIRECTORY
+from deepspeed_bamboo.protocol import (
+    BY_IMPORT,
+    CONFIG,
+    ENDPOINTS,
+    FLEET,
+    OTHER_ENGINES,
+    OUTCOME,
+    RUN_PLAIN,
+    START_DIRECTORY,
+)
 from deepspeed_bamboo.trust.secret import proof_of
 
 WORKER_MODULE = "deepspeed_bamboo.runtime.main"
 
-EXIT_CANNOT_START = 2
 _UNPROTECTED = "so this is plain DeepSpeed, which survives no losses"
 _SHOWN_CHARACTERS = 200  # longer is base64 and no path
 _BOOT_SECONDS = 120.0
@@ -61,8 +64,6 @@ _CLAIM_SECONDS = 60.0
 _COMPACT_SECONDS = 3600.0
 # The launcher ends all slots when one fails, so those with nothing to say leave that to the one that speaks.
 _SILENT_SLOTS_WAIT_SECONDS = 3.0
-# With --join: for a job that is starting. Importing everything and building a large model takes minutes.
-_JOIN_SECONDS = 1800.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,7 +77,7 @@ def _run(line: CommandLine) -> int:
     note = OutcomeNote(os.environ)
     note.write(SlotNote(BEGUN))
     # All slots of a machine would say the same about the command line and the settings.
-    speaks = _first_number(line.local_rank, os.environ.get("LOCAL_RANK")) == 0
+    speaks = first = _first_number(line.local_rank, os.environ.get("LOCAL_RANK")) == 0
     try:
         if not Path(line.script).is_file():
             raise LaunchError(f"script {line.script!r} is no file in {Path.cwd()}; check the path")
@@ -89,6 +90,7 @@ def _run(line: CommandLine) -> int:
         slot = slot_from_environment(os.environ, local_rank=line.local_rank, zone=config.topology.zones)
         slot = replace(slot, start_workers=_start_workers(line.workers, slot.world_size))
         check_own_address(os.environ)
+        check_fleet(line, config, os.environ)
         surroundings = look_around(config.notices, zones=config.topology.zones, environment=os.environ)
         slot = replace(slot, zone=surroundings.identity.zone)
         EtcdGuard.of(config.coordinator).check(os.environ)
@@ -97,12 +99,15 @@ def _run(line: CommandLine) -> int:
         speaks = True
         return run_slot(slot, line, config, notices=notice_plan(config.notices, surroundings))
     except BambooError as error:
+        how = how_refused(error)
         if speaks and not isinstance(error, RefusedError):
-            print(f"deepspeed_bamboo cannot start: {error}", file=sys.stderr, flush=True)
+            what = "deepspeed_bamboo" if isinstance(error, JobOverError) else "deepspeed_bamboo cannot start"
+            print(f"{what}: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(_SILENT_SLOTS_WAIT_SECONDS)
-        note.write(SlotNote(REFUSED, EXIT_CANNOT_START, message=str(error)))
-        return EXIT_CANNOT_START
+        silent = isinstance(error, RefusedError) and not first
+        note.write(SlotNote(how, EXIT_CODES[how], message="" if silent else str(error)))
+        return EXIT_CODES[how]
 
 
 def _why_unprotected(source: str | None) -> str:
@@ -135,7 +140,7 @@ def run_plain(line: CommandLine, *, watched: bool) -> int:
 def run_slot(slot: Slot, line: CommandLine, config: BambooConfig, *, notices: NoticePlan | None = None) -> int:
     """Find the job's coordinator, or start it, and be this slot's agent until the job is over."""
     if outlived_its_launcher(os.environ):
-        raise ExchangeError("the launcher ended before its slots had started, so nothing is started")
+        raise LateError("the launcher ended before its slots had started, so nothing is started")
     command = _Command(slot, line, config, launcher_chain(), notices)
     exchange: Exchange
     if slot.one_machine:
@@ -180,15 +185,16 @@ def _lead(command: _Command, exchange: Exchange) -> int:
     slot, line, config = command.slot, command.line, command.config
     with contextlib.ExitStack() as until_the_end, contextlib.ExitStack() as until_registered:
         try:
-            running = _find_running(line, config, until_the_end, until_registered)
+            patience = patience_of(line, slot, os.environ)
+            running = find_running(line, config, until_the_end, until_registered, patience=patience)
             _check_helpers(slot, config, running=running)
             if running is not None:
                 boot, coordinator, reached_at = _join(running, slot), running.coordinator, running.endpoints
             else:
                 boot, coordinator, reached_at = _start(slot, line, config, until_the_end, until_registered)
             exchange.give(boot)
-        except BambooError:
-            exchange.refuse()
+        except BambooError as error:
+            exchange.refuse(how_refused(error))
             raise
         source = find_section(line, os.environ)[1]
         tell(greeting(boot, slot, config, source=source), who=f"rank {_placed(slot, boot).rank}")
@@ -212,44 +218,6 @@ def _check_helpers(slot: Slot, config: BambooConfig, *, running: RunningJob | No
             f"--workers is {slot.workers} of {slot.world_size} slots, the rest would stand by; {rule}. Leave --workers "
             "out, or set another mode"
         )
-
-
-def _find_running(
-    line: CommandLine, config: BambooConfig, opened: contextlib.ExitStack, until_registered: contextlib.ExitStack
-) -> RunningJob | None:
-    """The job that the command names, if it runs; otherwise its name is this command's ``until_registered``.
-
-    Raises LaunchError when it must run and does not.
-    """
-    if line.job is None:
-        return None
-    within, endpoints = config.coordinator.connect_timeout_seconds, tuple(config.coordinator.endpoints)
-    # Who says that a job must run may have started it a moment ago, on another machine.
-    patience = Patience(_JOIN_SECONDS, tell) if line.join else Patience()
-    if not endpoints:
-        with contextlib.ExitStack() as claimed:
-            claimed.enter_context(private_name(line.job, within_seconds=max(within, patience.seconds)))
-            running = opened.enter_context(private_job(line.job, within_seconds=within, patience=patience))
-            if running is None and line.join:
-                raise LaunchError(
-                    f"no job {line.job!r} with an etcd of its own runs on this machine; such a job can be joined by "
-                    "the same user on its first machine only. For one that runs elsewhere set coordinator.endpoints, "
-                    "there and here, to an etcd that both machines reach"
-                )
-            if running is None:
-                until_registered.push(claimed.pop_all())
-        return running
-    store = opened.enter_context(contextlib.closing(_open(endpoints, config)))
-    coordinator = JobCoordinator(store, job=line.job, prefix=config.coordinator.prefix)
-    if can_be_joined(coordinator, patience):
-        secret, salt = secret_to_join(coordinator, os.environ)
-        return RunningJob(coordinator, config.coordinator.prefix, endpoints, secret=secret, salt=salt)
-    if line.join:
-        raise LaunchError(
-            f"no job {line.job!r} runs at {', '.join(endpoints)} under {config.coordinator.prefix}; check its name, "
-            "or leave --join out to start it"
-        )
-    return None
 
 
 def _say_nothing(text: str) -> None:
@@ -318,12 +286,14 @@ def _follow(command: _Command, exchange: Exchange) -> int:
     # Imports torch, which takes a second, while rank 0 starts the coordinator.
     import deepspeed_bamboo.elastic.agent  # noqa: F401
 
-    within = _BOOT_SECONDS + (_JOIN_SECONDS if command.line.join else 0.0)
+    within = _BOOT_SECONDS + patience_of(command.line, command.slot, os.environ).seconds
     try:
         boot = exchange.take(within_seconds=within)
     except ExchangeError as error:
         if 0 < command.slot.local_rank < command.slot.rank:
-            raise RefusedError(f"the output of this machine's first slot says why: {error}") from error
+            raise RefusedError(
+                f"the output of this machine's first slot says why: {error}", how=how_refused(error)
+            ) from error
         raise
     with contextlib.ExitStack() as opened:
         endpoints = reached(boot, opened)
@@ -341,11 +311,14 @@ def _placed(slot: Slot, boot: Boot) -> Slot:
 def _settings(slot: Slot, boot: Boot, config: BambooConfig) -> AgentSettings:
     """What the configuration says."""
     entry = Entry.STANDBY if slot.rank >= slot.workers else Entry.START
+    # A machine of a fleet that AWS ends without notice only loses itself, unless somebody wants it otherwise.
+    chosen = "sigterm" in config.notices.model_fields_set or not os.environ.get(FLEET)
+    drains = config.notices.sigterm == "drain" or not chosen
     rules = Rules(
         entry=Entry.JOIN if boot.ranks else entry,
         max_restarts=config.topology.max_restarts,
         restart_seconds=config.topology.restart_seconds,
-        notice_signals=frozenset({signal.SIGUSR1, *([signal.SIGTERM] if config.notices.sigterm == "drain" else [])}),
+        notice_signals=frozenset({signal.SIGUSR1, *([signal.SIGTERM] if drains else [])}),
         grace_seconds=config.notices.grace_seconds,
         hangs=HangRules(config.hangs.after_seconds, config.hangs.start_seconds, config.hangs.action),
     )

@@ -13,6 +13,7 @@ from deepspeed_bamboo.coordination import (
     EpochRecord,
     JobCoordinator,
     JobFailure,
+    LeaseExpired,
     Member,
     Registration,
 )
@@ -130,9 +131,8 @@ class Messenger:
     def clean_up_if_last(coordinator: JobCoordinator) -> None:
         """Remove the job's keys when no other agent is left to need them."""
         try:
-            if not coordinator.agents():
-                coordinator.clean_up()
-        except CoordinatorUnavailable as error:
+            coordinator.clean_up_if_last()
+        except (CoordinatorUnavailable, LeaseExpired) as error:
             logger.info("keys of job %s left behind: %s", coordinator.job, error)
 
     def _report(self, action: decisions.ReportLoss) -> None:

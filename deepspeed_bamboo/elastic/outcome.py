@@ -18,6 +18,7 @@ from deepspeed_bamboo.coordination.process_state import process_state
 from deepspeed_bamboo.protocol import OUTCOME
 
 BEGUN, PLAIN, REFUSED, FINISHED, LEFT = "begun", "plain", "refused", "finished", "left"
+NOT_YET = "not_yet"
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class SlotNote:
     """The last note of one slot.
 
     ``how``: begun (and no more: it was killed), plain (the plugin is off there), refused (it could not start),
-    finished, left (it was drained, or had no part in the job any more), or the kind of the job's failure. ``code``:
+    not_yet (nor could this one, but a moment later it may), finished, left (it was drained, or had no part in the job
+    any more), or the kind of the job's failure. ``code``:
     what it ended with; ``step``: as far as its worker has come, as known to its agent.
     """
 

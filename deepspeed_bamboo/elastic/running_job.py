@@ -56,10 +56,14 @@ def open_store(endpoints: Sequence[str], *, within_seconds: float, guard: EtcdGu
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to wait for a job that is just starting, and what to call once with that news."""
+    """How long to wait for a job that is just starting, and what to call once with that news.
+
+    ``through_end``: so long also for the end of one that is about to end.
+    """
 
     seconds: float = 0.0
     tell: Callable[[str], None] = field(default=lambda text: None)
+    through_end: bool = False
 
 
 def can_be_joined(coordinator: JobCoordinator, patience: Patience = Patience()) -> bool:
@@ -67,24 +71,33 @@ def can_be_joined(coordinator: JobCoordinator, patience: Patience = Patience()) 
 
     Raises JobNameTaken when it is alive but can't be joined then, because it is about to begin or to end.
     """
-    deadline, told = time.monotonic() + patience.seconds, False
+    deadline, told = time.monotonic() + patience.seconds, ""
     while (present := bool(coordinator.agents())) or coordinator.is_being_started():
         # Without agents, whatever else is there was left by a dead job of this name.
-        ending = coordinator.stop_requested() is not None or coordinator.finished() is not None
-        if present and (ending or coordinator.failure() is not None):
-            raise JobNameTaken(
-                f"the job {coordinator.job!r} is about to end; start this command again in a moment, or give it "
-                "another --job"
-            )
-        if present and coordinator.peek_epoch() is not None:
+        ending = present and _is_ending(coordinator)
+        if present and not ending and coordinator.peek_epoch() is not None:
             return True
-        if time.monotonic() >= deadline:
-            raise _just_starting(coordinator.job)
-        if not told:
-            told = True
-            patience.tell(f"job {coordinator.job!r} is just starting; this command joins it when it trains")
+        if time.monotonic() >= deadline or (ending and not patience.through_end):
+            raise _about_to_end(coordinator.job) if ending else _just_starting(coordinator.job)
+        news = f"job {coordinator.job!r} is just starting; this command joins it when it trains"
+        if ending:
+            news = f"job {coordinator.job!r} is about to end; this command waits until it has"
+        if news != told:
+            told = news
+            patience.tell(news)
         time.sleep(_LOOK_SECONDS)
     return False
+
+
+def _is_ending(coordinator: JobCoordinator) -> bool:
+    said = coordinator.stop_requested(), coordinator.finished(), coordinator.failure()
+    return any(one is not None for one in said)
+
+
+def _about_to_end(job: str) -> JobNameTaken:
+    return JobNameTaken(
+        f"the job {job!r} is about to end; start this command again in a moment, or give it another --job"
+    )
 
 
 def _just_starting(job: str) -> JobNameTaken:
@@ -132,16 +145,25 @@ def _look_at(
     try:
         store = open_store([found.endpoint], within_seconds=within_seconds)
     except CoordinatorUnavailable:
-        if found not in published_jobs(found.job):
-            return None  # it has gone with its owner
+        _check_gone(found, within_seconds=within_seconds)
+        return None
+    opened.callback(store.close)
+    coordinator = JobCoordinator(store, job=found.job, prefix=found.prefix)
+    try:
+        if not can_be_joined(coordinator, patience):
+            return None
+    except CoordinatorUnavailable as error:
+        _check_gone(found, within_seconds=error.tried_seconds)
+        return None
+    owner = found.owner_pid if found.same_namespace else _OWNER_ELSEWHERE
+    return RunningJob(coordinator, found.prefix, (found.endpoint,), owner, found.secret, address=found.address)
+
+
+def _check_gone(found: PublishedJob, *, within_seconds: float) -> None:
+    """Raise JobNameTaken unless the etcd that does not answer has gone with its owner."""
+    if found in published_jobs(found.job):
         raise JobNameTaken(
             f"the etcd of a job named {found.job!r} at {found.endpoint} has not answered for {within_seconds:g} s, and "
             f"process {found.owner_pid}, which keeps it, is there; start this again in a moment, end that process, or "
             "give this job another name with --job NAME"
         ) from None
-    opened.callback(store.close)
-    coordinator = JobCoordinator(store, job=found.job, prefix=found.prefix)
-    if not can_be_joined(coordinator, patience):
-        return None
-    owner = found.owner_pid if found.same_namespace else _OWNER_ELSEWHERE
-    return RunningJob(coordinator, found.prefix, (found.endpoint,), owner, found.secret, address=found.address)

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import signal
+
 from deepspeed_bamboo.coordination import EpochRecord, JobFailure, Member
 from deepspeed_bamboo.coordination.records import FailureKind
 from deepspeed_bamboo.core.placement import WorkerId
-from deepspeed_bamboo.elastic.decisions import Action, EndWorker, Fail, KillWorker, Say, WorkerExited
+from deepspeed_bamboo.elastic.decisions import (
+    Action,
+    EndWorker,
+    Fail,
+    KillWorker,
+    LauncherGone,
+    Say,
+    WakeAfter,
+    WorkerExited,
+)
 from deepspeed_bamboo.elastic.gathering import Gathering
+from deepspeed_bamboo.elastic.interruptions import by_lost_launcher
 from deepspeed_bamboo.elastic.own import Own
 from deepspeed_bamboo.elastic.rules import Entry, Rules
 from deepspeed_bamboo.elastic.slot import Slot
+
+LAUNCHER = "launcher gone"
+_WAIT_FOR_NOTICE_SECONDS = 3.0
 
 
 class SlotState:
@@ -42,6 +57,7 @@ class SlotState:
         self._offer_pending = False
         self._code_if_interrupted: int | None = None  # by the first signal that this agent was sent
         self._leaves_alone: int | None = None  # with this code
+        self._launcher_gone: LauncherGone | None = None
         self._left = False
 
     @property
@@ -99,6 +115,26 @@ class SlotState:
             return self._end_worker()
         failure = JobFailure(worker=self.worker, kind="interrupted", message=message, traceback="")
         return [*self._offer(failure), *self._end_worker()]
+
+    def _on_launcher_gone(self, event: LauncherGone) -> list[Action]:
+        """The launcher, or the command above it, has ended, and this slot ends, too.
+
+        A machine that shuts down sends all its processes SIGTERM. Where that is a notice, the agent may hear of the
+        launcher's end first; the worker then leaves as for any notice.
+        """
+        self._launcher_gone = event
+        if signal.SIGTERM in self._rules.notice_signals and not self._draining:
+            return [WakeAfter(_WAIT_FOR_NOTICE_SECONDS, LAUNCHER)]
+        return self._end_without_launcher()
+
+    def _end_without_launcher(self) -> list[Action]:
+        event, noticed = self._launcher_gone, self._draining and signal.SIGTERM in self._rules.notice_signals
+        if event is None or noticed or (self._finished and self._own is not Own.RUNNING):
+            return []
+        if self._rules.entry is not Entry.JOIN and (event.command or self._slot.one_machine):
+            return self._interrupt(by_lost_launcher(event.pid), signal.SIGHUP)
+        reason = "its launcher is gone, which counts as the loss of this node"
+        return self._leave_alone(reason, code=128 + signal.SIGHUP)
 
     def _leave_alone(self, reason: str, *, code: int) -> list[Action]:
         """This slot leaves the job, which goes on."""

@@ -45,13 +45,14 @@ from deepspeed_bamboo.elastic.decisions import (
 )
 from deepspeed_bamboo.elastic.error_report import last_line
 from deepspeed_bamboo.elastic.gathering import GONE, MISSING
-from deepspeed_bamboo.elastic.interruptions import before_training, by_lost_launcher, by_signal
+from deepspeed_bamboo.elastic.interruptions import before_training, by_signal
 from deepspeed_bamboo.elastic.own import Own
 from deepspeed_bamboo.elastic.replacing import RESTART
 from deepspeed_bamboo.elastic.rules import TOLD_BY_ONE, Entry, exit_code
+from deepspeed_bamboo.elastic.slot_state import LAUNCHER
 from deepspeed_bamboo.elastic.standing_still import ending, in_words, on_stuck, on_went_on
 from deepspeed_bamboo.elastic.wording import of_drain, of_early_end, of_loss
-from deepspeed_bamboo.protocol import EXIT_DRAINED, EXIT_EXPELLED, EXIT_JOB_FAILED
+from deepspeed_bamboo.protocol import EXIT_DRAINED, EXIT_EXPELLED, EXIT_JOB_FAILED, EXIT_TRY_AGAIN
 
 # Whoever signals a process tree reaches the worker a moment before its agent.
 _SIGNALS_OF_THE_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
@@ -190,7 +191,7 @@ class Supervisor(AnewSlot):
         if not self._join_due or not self._synced or self._own not in (Own.WAITING, Own.LOST):
             return []
         if self._rules.entry is Entry.JOIN and self._epoch is None and self._own is Own.WAITING:
-            self._leaves_alone = 1
+            self._leaves_alone = EXIT_TRY_AGAIN
             return [Say("the job has ended before this machine could join it")]
         if self._epoch is not None and not self._epoch.trains:
             return self._offer_if_due()
@@ -361,14 +362,6 @@ class Supervisor(AnewSlot):
         reason = self._gathering.checked(event.absent)
         return self._gathering.go_on() if reason is None else self._end_before_training("slots_lost", reason)
 
-    def _on_launcher_gone(self, event: LauncherGone) -> list[Action]:
-        if self._finished and self._own is not Own.RUNNING:
-            return []
-        if self._rules.entry is not Entry.JOIN and (event.command or self._slot.one_machine):
-            return self._interrupt(by_lost_launcher(event.pid), signal.SIGHUP)
-        reason = "its launcher is gone, which counts as the loss of this node"
-        return self._leave_alone(reason, code=128 + signal.SIGHUP)
-
     def _on_coordinator_gone(self, event: CoordinatorGone) -> list[Action]:
         """Nothing can be recorded any more, so each agent ends on its own."""
         self._offer_pending = False
@@ -417,6 +410,8 @@ class Supervisor(AnewSlot):
             return self._check_roster()
         if event.reason in (GONE, MISSING):
             return [] if self._over or self._offered else self._gathering.woken(event.reason)
+        if event.reason == LAUNCHER:
+            return self._end_without_launcher()
         if event.reason == RESTART and self._own is Own.LOST:
             self._join_due = True
             return self._join_if_due()

@@ -406,3 +406,18 @@ def test_a_scripted_fault_is_claimed_once(open_job: OpenJob) -> None:
     assert jobs[0].claim_fault(Fault(5, 1, "idle", attempt=1).name)
     jobs[0].clean_up()
     assert jobs[1].claim_fault(name)
+
+
+def test_the_last_agent_removes_no_keys_of_a_job_that_has_begun_since(open_job: OpenJob) -> None:
+    ended, begun = open_job(), open_job()
+    ended.finish({})
+    with begun.claim_name(lease_seconds=30):
+        begun.record_start(slots=1)
+        ended.clean_up_if_last()
+        assert begun.start_slots() == 1
+        agent = begun.register_agent(AgentRecord(rank=0, node="n", pid=2), lease_seconds=30)
+    ended.clean_up_if_last()
+    assert begun.start_slots() == 1
+    agent.withdraw()
+    ended.clean_up_if_last()
+    assert begun.start_slots() == 0 and not begun.is_being_started()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import signal
 import stat
 import tempfile
 import time
@@ -16,6 +19,7 @@ import pytest
 
 from deepspeed_bamboo.coordination.published import published_jobs
 from deepspeed_bamboo.coordination.server import PrivateEtcd
+from tests.coordination.helpers import wait_until
 from tests.elastic.launched import LaunchedJob
 
 TRAIN = """
@@ -178,3 +182,84 @@ def test_without_redundancy_nobody_is_left_waiting(launch_job: Callable[..., Lau
             assert "job 'grows' is already running" in second.output and "another --job" in second.output, second.output
             first.process.terminate()
             first.wait(within_seconds=60)
+
+
+REPEATED = """
+    from deepspeed_bamboo.coordination import JobFailure
+    training = FakeTraining()
+    print("joining" if training.joining else "starting", flush=True)
+    while not training.joining and not os.path.exists(os.environ["TEST_MAY_BEGIN"]):
+        time.sleep(0.01)
+    training.begin()
+    print("in an epoch", flush=True)
+    lose, lost = os.environ.get("TEST_LOSE", "/"), os.environ.get("TEST_LOST", "/")
+    if training.rank == 0 and not os.path.exists(lost):
+        while not os.path.exists(lose):
+            time.sleep(0.01)
+        open(lost, "w").close()
+        training.job.fail(JobFailure(training.worker, "fatal_loss", "too much was lost", ""))
+    if training.rank == 0 and training.job.failure() is None:
+        while len(training.job.epoch().members) < 3:
+            training.take_in(within_seconds=0.5)
+        training.job.finish({})
+    sys.exit(training.come_and_go())
+"""
+RUN: Mapping[str, Any] = {"command": True, "run": ("--pause-seconds", "0.1"), "options": ONE_MORE}
+
+
+def test_of_machines_that_come_at_the_same_moment_one_starts_the_job_and_all_get_into_it(
+    launch_job: Callable[..., LaunchedJob], tmp_path: Path
+) -> None:
+    """As those of a fleet: each runs the same ``ds_bamboo run``. Another comes when the job is complete."""
+    may_begin = tmp_path / "may_begin"
+    with PrivateEtcd() as server, contextlib.ExitStack() as opened:
+        settings = config(endpoints=[str(server.endpoint)])
+        environment = {"TEST_MAY_BEGIN": str(may_begin)}
+        jobs = [
+            opened.enter_context(
+                launch_job(tmp_path / name, REPEATED, slots=1, config=settings, environment=environment, **RUN)
+            )
+            for name in "abc"
+        ]
+        wait_until(
+            lambda: sorted("when it trains" in job.output or "starting\n" in job.output for job in jobs) == [True] * 3,
+            within_seconds=120,
+            what="one that starts the job, and two that wait for it",
+        )
+        assert ["joining" in job.output for job in jobs] == [False] * 3
+        may_begin.touch()
+        for job in jobs:
+            assert job.wait(within_seconds=120) == 0, job.output
+        together = "".join(job.output for job in jobs)
+        assert (together.count("starting\n"), together.count("joining\n")) == (1, 2), together
+        assert "give up" not in together, together
+        environment |= {"BAMBOO_SINCE": "1", "BAMBOO_FLEET": "night"}
+        with launch_job(tmp_path / "d", REPEATED, config=settings, environment=environment, **RUN) as late:
+            assert late.wait(within_seconds=120) == 0, late.output
+        assert "'grows' is complete since" in late.output and "fleet down night" in late.output, late.output
+        assert "done, exit code 0: the job 'grows' is complete" in late.output, late.output
+        assert "cannot start" not in late.output and "starting\n" not in late.output, late.output
+
+
+def test_a_machine_that_comes_while_the_job_ends_for_want_of_machines_starts_it_again(
+    launch_job: Callable[..., LaunchedJob], tmp_path: Path
+) -> None:
+    may_begin, lose, lost = (tmp_path / name for name in ("may_begin", "lose", "lost"))
+    may_begin.touch()
+    environment = {f"TEST_{path.name.upper()}": str(path) for path in (may_begin, lose, lost)}
+    with PrivateEtcd() as server:
+        more = {**RUN, "config": config(endpoints=[str(server.endpoint)], lease_seconds=30), "environment": environment}
+        with launch_job(tmp_path / "a", REPEATED, **more) as first:
+            first.wait_for("in an epoch", times=2)
+            agent = first.slot(1)
+            os.kill(agent, signal.SIGSTOP)
+            lose.touch()
+            first.wait_for("the job ends: too much was lost")
+            with launch_job(tmp_path / "b", REPEATED, slots=1, **more) as second:
+                second.wait_for("is about to end; this command waits until it has")
+                os.kill(agent, signal.SIGCONT)
+                assert second.wait(within_seconds=120) == 0, second.output
+            assert first.wait(within_seconds=120) == 0, first.output
+    assert "again in 0.1 s: too much was lost" in first.output, first.output
+    assert "give up" not in first.output + second.output
+    assert second.output.count("starting\n") + second.output.count("joining\n") == 1, second.output

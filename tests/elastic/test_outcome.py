@@ -41,6 +41,8 @@ BEGUN, ENDED_WELL = SlotNote("begun"), SlotNote("finished", 0, 9)
         (1, [SlotNote("stopped", 1)], GIVE_UP, 1),
         (143, [SlotNote("interrupted", 143)] * 2, GIVE_UP, 143),  # somebody ended the command
         (0, [SlotNote("left", 0)], DONE, 0),  # drained
+        (75, [SlotNote("not_yet", 75), BEGUN], AGAIN, 75),  # another machine was just starting the job, or ending it
+        (75, [SlotNote("not_yet", 75), SlotNote("refused", 2)], GIVE_UP, 2),
         (0, [SlotNote("plain")] * 2, DONE, 0),
         (5, [SlotNote("plain")] * 2, GIVE_UP, 5),
         (0, [], DONE, 0),
@@ -84,6 +86,8 @@ def test_a_command_is_given_again_until_it_has_done_its_work(tmp_path: Path, cap
     assert count.read_text() == "xxx"
     assert capfd.readouterr().err.count("again in") == 2
     assert main(["run", "--once", "--", sys.executable, "-c", "import sys; sys.exit(75)"]) == 75
+    since = "import os, sys, time; sys.exit(time.time() - float(os.environ['BAMBOO_SINCE']) > 60)"
+    assert main(["run", "--", sys.executable, "-c", since]) == 0
     assert main(["run", "--", sys.executable, "-c", "import sys; sys.exit(3)"]) == 3
     assert main(["run", "--fruitless", "1", "--", sys.executable, "-c", "import sys; sys.exit(75)"]) == 75
     assert main(["run", "--"]) == 1 and main(["run", "--", "no-such-command"]) == 1

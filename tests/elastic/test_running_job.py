@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_bamboo.coordination import AgentRecord, JobCoordinator, JobNameTaken, MemoryStore
+from deepspeed_bamboo.coordination import AgentRecord, JobCoordinator, JobFailure, JobNameTaken, MemoryStore
 from deepspeed_bamboo.coordination.published import PublishedJob, own_pid_namespace, publish, published_jobs
 from deepspeed_bamboo.coordination.server import PrivateEtcd
 from deepspeed_bamboo.elastic.running_job import Patience, can_be_joined, private_job
@@ -69,4 +69,32 @@ def test_who_waits_for_a_job_joins_it_once_it_trains() -> None:
     with starting.claim_name(lease_seconds=30):
         assert can_be_joined(job, Patience(seconds=20, tell=goes_on))
     assert told == ["job 'j' is just starting; this command joins it when it trains"]
+    store.close()
+
+
+@pytest.mark.parametrize("how", ["stop", "finish", "fail"])
+def test_a_job_that_is_about_to_end_is_waited_for_by_a_command_that_is_repeated(how: str) -> None:
+    store = MemoryStore()
+    job, other = JobCoordinator(store, job="j"), JobCoordinator(store, job="j")
+    agent = other.register_agent(AgentRecord(rank=0, node="n", pid=1), lease_seconds=30)
+    other.propose(first_epoch(["w0"]), expected=None)
+    if how == "stop":
+        other.request_stop("enough")
+    elif how == "finish":
+        other.finish({})
+    else:
+        other.fail(JobFailure(worker="w0", kind="fatal_loss", message="gone", traceback=""))
+    told: list[str] = []
+
+    def ends(text: str) -> None:
+        told.append(text)
+        agent.withdraw()
+        other.clean_up_if_last()
+
+    with pytest.raises(JobNameTaken, match="about to end; start this command again in a moment"):
+        can_be_joined(job, Patience(seconds=20))
+    assert not can_be_joined(job, Patience(seconds=20, tell=ends, through_end=True))
+    assert told == ["job 'j' is about to end; this command waits until it has"]
+    end = job.last_end()
+    assert (end.state if end else None) == {"stop": None, "finish": "finished", "fail": "failed"}[how]
     store.close()

@@ -182,6 +182,29 @@ def test_a_signal_to_a_command_that_joined_ends_its_part_only() -> None:
     assert kinds(agent.handle(LauncherGone(7, command=True))) == ["KillWorker"]
 
 
+@pytest.mark.parametrize("entry", [Entry.START, Entry.JOIN])
+@pytest.mark.parametrize("told_first", [True, False])
+def test_a_machine_that_shuts_down_is_left_where_sigterm_is_a_notice(entry: Entry, told_first: bool) -> None:
+    """All its processes are sent SIGTERM, of which the deepspeed command dies."""
+    rules = Rules(entry=entry, notice_signals=frozenset({signal.SIGUSR1, signal.SIGTERM}))
+    agent = Supervisor(SLOT, lease_seconds=3, rules=rules)
+    agent.start()
+    for event in (epoch(), RESYNC):
+        agent.handle(event)
+    gone = LauncherGone(7, command=True)
+    if not told_first:
+        assert agent.handle(gone) == [WakeAfter(3.0, "launcher gone")]
+    assert kinds(agent.handle(Signalled(signal.SIGTERM))) == ["RequestDrain"]
+    agent.handle(drain())
+    assert agent.handle(gone if told_first else Woken("launcher gone")) == []
+    alone = Supervisor(SLOT, lease_seconds=3, rules=rules)
+    alone.start()
+    for event in (epoch(), RESYNC, gone):
+        alone.handle(event)
+    ends = {Entry.START: ["Fail", "EndWorker"], Entry.JOIN: ["KillWorker"]}[entry]
+    assert kinds(alone.handle(Woken("launcher gone"))) == ends, "nobody has told it of a shutdown"
+
+
 def test_a_drained_worker_is_no_loss_and_its_agent_leaves() -> None:
     agent = training()
     agent.handle(drain())
