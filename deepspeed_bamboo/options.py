@@ -37,6 +37,14 @@ def at_most_a_day(text: str) -> float:
     return value
 
 
+def at_least_one(text: str) -> int:
+    """A whole number from 1. Raises ArgumentTypeError for anything else."""
+    value = number(text)
+    if value < 1 or value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1; write one such as 2")
+    return int(value)
+
+
 def path_text(text: str) -> str:
     """A path or base64, as it is but for a leading ``~``, which shells leave as it is behind ``=`` and in quotes."""
     return os.path.expanduser(text) if text.startswith("~") and not os.path.exists(text) else text  # noqa: PTH110, PTH111

@@ -16,22 +16,24 @@ import dataclasses
 import json
 import signal
 import sys
+from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from deepspeed_bamboo.cli.job import NoSuchJobError, add_job_options, check_own_etcd_named, last_end, opened_job
+from deepspeed_bamboo.cli.job import NoSuchJobError, add_job_options, last_end, opened_job, own_etcd
 from deepspeed_bamboo.cloud.fleet import ec2_client
 from deepspeed_bamboo.cloud.fleet_control import FleetControl, FleetStatus
 from deepspeed_bamboo.cloud.fleet_spec import FleetSpec, creating_calls, read_fleet_spec, user_data
 from deepspeed_bamboo.cloud.price_history import price_history
 from deepspeed_bamboo.errors import BambooError, ConfigError
-from deepspeed_bamboo.options import at_most_a_day, file_path
+from deepspeed_bamboo.options import at_least_one, at_most_a_day, file_path
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.cli.job_view import JobView
+    from deepspeed_bamboo.coordination import EtcdGuard
 
 _BOOT_HOURS = 0.1  # younger machines may be on their way into the job
 
@@ -98,6 +100,9 @@ def _add_follow(verbs: Any) -> None:
     follow.add_argument(
         "--every-seconds", type=at_most_a_day, default=60.0, metavar="S", help="between two looks (default: 60)"
     )
+    follow.add_argument(
+        "--least", type=at_least_one, metavar="N", help="machines in any case (default: a worker for each stage)"
+    )
     follow.add_argument("--down", action="store_true", help="end the fleet when the job is over")
     _add_region(follow)
     follow.add_argument("--endpoint-url", help=argparse.SUPPRESS)
@@ -158,7 +163,7 @@ def run_status(arguments: argparse.Namespace) -> int:
 
     of_a_job = arguments.job or arguments.endpoints or arguments.deepspeed_config
     if of_a_job:
-        check_own_etcd_named(arguments)
+        own_etcd(arguments)
     status = _control(arguments).status(arguments.name)
     count, idle = 0, []
     if of_a_job:
@@ -190,26 +195,31 @@ def run_follow(arguments: argparse.Namespace) -> int:
     """Follow the job until it is over. Returns the exit code; raises ConfigError and FleetError."""
     from deepspeed_bamboo.cli.fleet_follow import Follower, end_fleet, follow
     from deepspeed_bamboo.cli.followed_job import FollowedJob
-    from deepspeed_bamboo.cli.unattended import Signalled, signals_raised
+    from deepspeed_bamboo.cli.unattended import Signalled, Voice, signals_raised
 
     spec, every = read_fleet_spec(arguments.spec), arguments.every_seconds
-    check_own_etcd_named(arguments)
+    if arguments.least is not None and arguments.least > spec.machines:
+        raise ConfigError(f"--least is {arguments.least}, and the spec's `machines` {spec.machines}; raise that")
+    endpoints, guard = own_etcd(arguments)
     control = _control(arguments, region=spec.region)
     control.check_rights(spec.name, down=arguments.down)
     ends = _command("down", spec, region=arguments.region)
-    follower = Follower(spec.machines, arguments.boot_seconds, micro_batches=_micro_batches(arguments))
+    follower = Follower(
+        spec.machines, arguments.boot_seconds, micro_batches=_micro_batches(arguments), least=arguments.least
+    )
     job = FollowedJob(
         lambda name: _view(arguments, name),
         lambda name: last_end(argparse.Namespace(**{**vars(arguments), "job": name})),
         name=arguments.job,
     )
+    Voice().say(_what_is_followed(arguments, spec, endpoints, guard))
     try:
         with signals_raised():
             there = follow(job, control, follower, name=spec.name, every_seconds=every)
             if there and arguments.down:
                 end_fleet(control, name=spec.name, every_seconds=every)
             elif there:
-                print(f"fleet {spec.name} runs on, and costs, until `{ends}` ends it")
+                Voice().say(f"fleet {spec.name} runs on, and costs, until `{ends}` ends it")
     except (Signalled, KeyboardInterrupt, BambooError) as ended:
         with contextlib.suppress(OSError):
             text = f"fleet {spec.name} is not followed any more; it runs on, and costs, until `{ends}` ends it"
@@ -220,13 +230,32 @@ def run_follow(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _micro_batches(arguments: argparse.Namespace) -> int | None:
-    """Of each pipeline and step, if the configuration says so."""
+def _micro_batches(arguments: argparse.Namespace) -> Callable[[int], int | None]:
+    """Of each pipeline and step by the number of pipelines, where a configuration says so."""
+    from deepspeed_bamboo.doctor.settings import micro_batches_of
     from deepspeed_bamboo.elastic.settings_source import settings_in
 
     config = arguments.deepspeed_config
-    found = None if config is None else settings_in(config).get("gradient_accumulation_steps")
-    return found if isinstance(found, int) and found > 0 else None
+    settings = {} if config is None else settings_in(config)
+    return lambda pipelines: micro_batches_of(settings, pipelines=pipelines)
+
+
+def _what_is_followed(arguments: argparse.Namespace, spec: FleetSpec, etcd: list[str], guard: EtcdGuard) -> str:
+    """What was asked for and what is assumed, in words."""
+    job = "the only job" if arguments.job is None else f"job {arguments.job}"
+    assumed = (
+        f"micro-batches as in {arguments.deepspeed_config}"
+        if arguments.deepspeed_config
+        else "four micro-batches for each stage, as no configuration is named"
+    )
+    text = (
+        f"fleet {spec.name}, at most {spec.machines} machines, follows {job} at {','.join(etcd)}: a look every "
+        f"{arguments.every_seconds:g} s; {arguments.boot_seconds:g} s to a new machine's first step; {assumed}"
+    )
+    if guard.username is None and guard.cert is None:
+        ends = " and end it" if arguments.down else ""
+        text += f"\nthat etcd asks for no password: whoever reaches it can resize this fleet{ends}"
+    return text
 
 
 def run_prices(arguments: argparse.Namespace) -> int:

@@ -22,7 +22,6 @@ from deepspeed_bamboo.sim.planned import MOST_PASSES, PlannedGrid
 __all__ = ["Follower", "end_fleet", "follow", "iteration_length"]
 
 _LEAST = 2
-"""With one machine a loss ends the job."""
 _MICRO_BATCHES_PER_STAGE = 4
 _IDLE_BOOTS = 2.0  # the time of so many boots, until a machine that takes no part is named
 
@@ -34,14 +33,17 @@ class Follower:
     Attributes:
         most: machines that may be asked for.
         boot_seconds: from a loss to its replacement's first step.
-        micro_batches: of each pipeline and step; None: four for each stage.
+        micro_batches: of each pipeline and step, by the number of pipelines; None: four for each stage.
+        least: machines that are wanted in any case; None: one worker for each stage of each pipeline, since what fewer
+            have to hold may not fit into their memory, and two, since with one a loss ends the job.
         departures: of the fleet's machines.
         idle: machines that take no part.
     """
 
     most: int
     boot_seconds: float
-    micro_batches: int | None = None
+    micro_batches: Callable[[int], int | None] = field(default=lambda pipelines: None)
+    least: int | None = None
     departures: Departures = field(default_factory=Departures, init=False)
     idle: Idle = field(init=False)
     _each: int = field(default=0, init=False)
@@ -62,13 +64,15 @@ class Follower:
         if view.grid is None or view.state != "running" or not each:
             return None
         grid = Grid(*view.grid)
+        micro_batches = self.micro_batches(grid.pipelines)
         wish = wanted_machines(
-            lambda machines: iteration_length(grid, workers=machines * each, micro_batches=self.micro_batches),
+            lambda machines: iteration_length(grid, workers=machines * each, micro_batches=micro_batches),
             most=self.most,
             missing=missing_share(
                 losses_per_machine_hour=self.departures.per_machine_hour, boot_seconds=self.boot_seconds
             ),
-            least=_LEAST,
+            least=max(_LEAST, -(-len(grid) // each)) if self.least is None else self.least,
+            why_least="hold the stages of the grid without sharing" if self.least is None else "are the least",
         )
         return modest(wish, asked=asked)
 
@@ -185,8 +189,10 @@ def follow(
 def end_fleet(
     control: FleetControl, *, name: str, every_seconds: float, sleep: Callable[[float], None] = time.sleep
 ) -> None:
-    """End the fleet of a job that is over, however long AWS does not let it."""
+    """End the fleet of a job that is over, however long AWS does not let it; first wait once, see below."""
     voice = Voice()
+    voice.say(f"fleet {name} ends in {every_seconds:g} s; what its command does after its script has so long")
+    sleep(every_seconds)
     while True:
         try:
             control.down(name)

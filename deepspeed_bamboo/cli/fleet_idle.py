@@ -26,6 +26,11 @@ def idle_of(status: FleetStatus, view: JobView | None, *, least_hours: float = 0
 
 def idle_line(count: int, machines: list[str], status: FleetStatus, *, since: str = "") -> str:
     """What to say of ``count`` machines that take no part, which are among ``machines``."""
+    if count == status.running:
+        return (
+            f"none of {count} running machines is seen in the job{since}, and they cost as ever; look at {_IDLE_LOG} "
+            "on one of them"
+        )
     which = ", ".join(machines) if count == len(machines) else "its nodes have other names, so which ones is not known"
     return (
         f"{count} of {status.running} machines have taken no part in the job{since}, and cost as the others do: "

@@ -16,10 +16,10 @@ __all__ = ["FollowedJob", "JobLook", "lasts"]
 
 @dataclass(frozen=True)
 class JobLook:
-    """What a look found: the job, where somebody runs it; else why not, and whether it is over for good."""
+    """What a look found: the job, where somebody runs it; how it is, in words; whether it is over for good."""
 
     view: JobView | None
-    line: str = ""
+    line: str
     over: bool = False
 
 
@@ -28,6 +28,7 @@ class FollowedJob:
 
     It is over when it is complete, or has failed so that nobody repeats its command. What was over before it was first
     looked for is an earlier job's. A job whose machines have all gone is not over: ``ds_bamboo run`` starts it again.
+    Nor is one of which etcd knows nobody, as machines train on that don't reach it.
 
     Args:
         view: reads the job of that name; None: the only one. Raises NoSuchJobError where there is none.
@@ -60,8 +61,10 @@ class FollowedJob:
         self._note_earlier()
         if not seen.over:
             self._name, self.lived = seen.job, True
-            return JobLook(seen)
+            return JobLook(seen, f"job {seen.job} is {seen.state}{_because(seen.detail)}")
         how = f"{seen.job} is {seen.state}{_because(seen.detail)}"
+        if seen.agents:
+            return JobLook(None, f"job {how}; its machines are about to leave it")
         if not self.lived:
             return JobLook(None, f"there is no job yet: an earlier job {how}")
         if seen.state == "finished" or seen.failure in FINAL_FAILURES:
@@ -79,7 +82,7 @@ class FollowedJob:
         if self._name is None or (end == self._earlier and not self.lived):
             earlier = "" if end is None else f" (an earlier one is {end.state}{_because(end.detail)})"
             return JobLook(None, f"there is no job yet: {error}{earlier}")
-        if end is None:
+        if end is None or end == self._earlier:  # an etcd that was restored may have old ends
             return JobLook(None, _away(self._name, "how it ended is not known"))
         if not end.final:
             return JobLook(None, _away(self._name, end.detail))
@@ -98,4 +101,4 @@ def _because(detail: str) -> str:
 
 
 def _away(job: str, detail: str) -> str:
-    return f"job {job} has lost its machines{_because(detail)}; it continues when some are back"
+    return f"job {job} is run by nobody that etcd knows of{_because(detail)}; it is not over, so its fleet stays"

@@ -171,8 +171,8 @@ def _is_external(arguments: argparse.Namespace) -> bool:
     return bool(_where(arguments)[0])
 
 
-def check_own_etcd_named(arguments: argparse.Namespace) -> None:
-    """See that the options name an etcd that outlives the job, and what a user needs there, before any is asked.
+def own_etcd(arguments: argparse.Namespace) -> tuple[list[str], EtcdGuard]:
+    """The etcd that the options name and that outlives the job, and how it is reached. Nobody is asked yet.
 
     Raises ConfigError, of which EndpointError is one, and NoSuchJobError for a configuration of plain DeepSpeed.
     """
@@ -187,6 +187,7 @@ def check_own_etcd_named(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"the machines of a fleet meet at an etcd of yours, and {missing}{remedy}")
     parse_endpoints(endpoints)
     guard.check(os.environ)
+    return endpoints, guard
 
 
 def last_end(arguments: argparse.Namespace) -> EndedJob | None:
@@ -205,7 +206,7 @@ def last_end(arguments: argparse.Namespace) -> EndedJob | None:
     return next((end for end in ended if arguments.job in (None, end.job)), None)
 
 
-def _where(arguments: argparse.Namespace) -> tuple[list[str], str, Any]:
+def _where(arguments: argparse.Namespace) -> tuple[list[str], str, EtcdGuard]:
     """Endpoints (none: the job's own etcd, on this machine), prefix, and how etcd is reached.
 
     Raises NoSuchJobError for a configuration of plain DeepSpeed.

@@ -37,7 +37,9 @@ def missing_share(*, losses_per_machine_hour: float, boot_seconds: float) -> flo
     return gone / (1.0 + gone) if gone < _MOST_MISSING / (1.0 - _MOST_MISSING) else _MOST_MISSING
 
 
-def wanted_machines(seconds_of: Callable[[int], float], *, most: int, missing: float, least: int = 1) -> Wanted:
+def wanted_machines(
+    seconds_of: Callable[[int], float], *, most: int, missing: float, least: int = 1, why_least: str = ""
+) -> Wanted:
     """The least number of machines with which the job is as fast as it can be, but for what no stage would move for.
 
     Args:
@@ -45,6 +47,7 @@ def wanted_machines(seconds_of: Callable[[int], float], *, most: int, missing: f
         most: machines that may be asked for.
         missing: the share of the time for which a machine is not there.
         least: machines that are wanted in any case, as far as ``most`` allows.
+        why_least: for people, where fewer would be as fast.
 
     Raises:
         ValueError: ``most`` is below 1, or ``missing`` no share below 1.
@@ -58,10 +61,13 @@ def wanted_machines(seconds_of: Callable[[int], float], *, most: int, missing: f
     enough = (1.0 - LEAST_GAIN) * max(expected)
     enough_for_speed = next(number for number in range(1, most + 1) if expected[number] >= enough)
     machines = min(most, max(least, enough_for_speed))
-    used = next(number for number in range(1, most + 1) if paces[number] >= (1.0 - LEAST_GAIN) * paces[machines])
+    fast = next(number for number in range(1, most + 1) if paces[number] >= (1.0 - LEAST_GAIN) * paces[machines])
+    used = max(fast, min(most, least))
     spare = machines - used
     gain = expected[most] / expected[machines] - 1.0
     reason = f"{used} machines are of use"
+    if fast < used and why_least:
+        reason = f"{used} machines {why_least} ({fast} would be as fast)"
     if spare:
         reason += f", and {spare} more for those that are missing, each for {missing:.1%} of the time"
     if machines < most:

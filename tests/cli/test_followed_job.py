@@ -12,9 +12,10 @@ import pytest
 from deepspeed_bamboo.cli.followed_job import FollowedJob, lasts
 from deepspeed_bamboo.cli.job import NoSuchJobError, NoUserError, SeveralJobsError, is_there
 from deepspeed_bamboo.cli.job_view import JobView, look
-from deepspeed_bamboo.coordination import running_jobs
+from deepspeed_bamboo.coordination import DEFAULT_PREFIX, running_jobs
 from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable, EndpointError
 from deepspeed_bamboo.coordination.job import JobCoordinator
+from deepspeed_bamboo.coordination.keys import JobKeys
 from deepspeed_bamboo.coordination.memory import MemoryStore
 from deepspeed_bamboo.coordination.records import FINAL_FAILURES, AgentRecord, EndedJob, FailureKind, JobFailure
 from deepspeed_bamboo.elastic.judging import judge
@@ -93,6 +94,34 @@ def test_a_job_that_is_complete_is_over(jobs: Jobs, cleaned: bool) -> None:
     assert found.over and found.line == "job gpt is finished"
 
 
+def test_a_job_that_is_complete_is_over_when_its_machines_have_left_it(jobs: Jobs) -> None:
+    job = jobs.start()
+    job.finish({"step": 9})
+    for _ in range(2):  # also for one who comes at this moment
+        found = jobs.followed.look()
+        assert not found.over and found.line == "job gpt is finished; its machines are about to leave it"
+    jobs.leave()
+    job.clean_up()
+    assert not Jobs("gpt").followed.look().over
+
+
+def test_an_end_that_a_restored_etcd_has_is_no_end() -> None:
+    jobs = Jobs("gpt")
+    job = jobs.start()
+    job.finish({"step": 9})
+    jobs.leave()
+    job.clean_up()
+    (old,) = jobs.store.read(JobKeys(prefix=DEFAULT_PREFIX, job="gpt").last_end).entries
+    jobs.followed.look()
+    jobs.start()
+    assert jobs.followed.look().view is not None
+    jobs.leave()
+    job.clean_up()
+    jobs.store.put(old.key, old.value)
+    found = jobs.followed.look()
+    assert not found.over and "how it ended is not known" in found.line
+
+
 @pytest.mark.parametrize("cleaned", [True, False])
 @pytest.mark.parametrize("kind", get_args(FailureKind))
 def test_a_failed_job_is_over_where_nobody_repeats_its_command(jobs: Jobs, kind: FailureKind, cleaned: bool) -> None:
@@ -106,9 +135,8 @@ def test_a_failed_job_is_over_where_nobody_repeats_its_command(jobs: Jobs, kind:
     code = exit_code(kind, if_interrupted=None)
     again = judge(code, [SlotNote(kind, code, 3, "why")]).kind == "again"
     assert found.over == (kind in FINAL_FAILURES) == (not again)
-    assert found.line == (
-        "job gpt has lost its machines: why; it continues when some are back" if again else "job gpt is failed: why"
-    )
+    away = "job gpt is run by nobody that etcd knows of: why; it is not over, so its fleet stays"
+    assert found.line == (away if again else "job gpt is failed: why")
     if again:
         jobs.start()
         assert jobs.followed.look().view is not None
@@ -119,7 +147,7 @@ def test_a_job_without_machines_and_without_a_known_end_may_continue(jobs: Jobs)
     jobs.followed.look()
     jobs.leave()
     found = jobs.followed.look()
-    assert not found.over and found.line.startswith("job gpt has lost its machines: nobody runs it any more; it")
+    assert not found.over and "etcd knows of: nobody runs it any more" in found.line
     job.clean_up()
     found = jobs.followed.look()
     assert not found.over and "how it ended is not known" in found.line

@@ -117,7 +117,7 @@ class Run:
 
 
 def finished(fleet: Fleet) -> JobView:
-    return job_on(fleet, state="finished")
+    return job_on(fleet, state="finished", agents=0)
 
 
 def test_it_asks_for_what_is_of_use_and_for_more_while_machines_go(capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,8 +134,9 @@ def test_it_asks_for_what_is_of_use_and_for_more_while_machines_go(capsys: pytes
     assert (fleet.asked[0], fleet.asked[-1]) == (8, 8) and 10 < max(fleet.asked) < 16
     assert max(steps) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "fleet gpt: 8 machines in place of 12: 8 machines are of use; all 24 would be 0.0% faster"
-    assert "more for those that are missing, each for" in lines[1]
+    assert lines[0] == "job gpt is running"
+    assert lines[1] == "fleet gpt: 8 machines in place of 12: 8 machines are of use; all 24 would be 0.0% faster"
+    assert "more for those that are missing, each for" in lines[2]
     assert lines[-1] == "job gpt is finished"
 
 
@@ -161,10 +162,10 @@ def test_before_a_job_is_there_and_while_nobody_trains_nothing_is_changed(capsys
     assert fleet.asked == []
     lines = capsys.readouterr().out.splitlines()
     trouble = f"{AWAY}; the next look is in 60 s"
-    well = "etcd and AWS answer again"
-    assert lines[:6] == ["there is no job yet: no job 'gpt'", trouble, well, trouble, well, lines[5]]
-    assert lines[5].startswith("job gpt has lost its machines: how it ended is not known")
-    assert lines[6:] == ["job gpt is finished"]
+    well, there = "etcd and AWS answer again", "job gpt is starting"
+    gone = "job gpt is run by nobody that etcd knows of: how it ended is not known; it is not over, so its fleet stays"
+    none_yet = "there is no job yet: no job 'gpt'"
+    assert lines == [none_yet, there, trouble, well, there, trouble, well, gone, "job gpt is finished"]
 
 
 def test_an_answer_that_aws_refuses_is_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,7 +178,7 @@ def test_an_answer_that_aws_refuses_is_tried_again(capsys: pytest.CaptureFixture
     assert Run(fleet, job_on(fleet), refused, lambda: job_on(fleet), finished(fleet)).follow()
     assert fleet.asked == [8]
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "RequestLimitExceeded; the next look is in 60 s" and lines[1].startswith("fleet gpt: 8 machines")
+    assert lines[1] == "RequestLimitExceeded; the next look is in 60 s" and lines[2].startswith("fleet gpt: 8 machines")
 
 
 def test_what_will_be_no_better_ends_it_before_a_job_was_seen_and_not_afterwards() -> None:
@@ -214,8 +215,8 @@ def test_a_fleet_that_somebody_else_has_changed_is_said_and_put_right(capsys: py
     assert run.follow()
     assert fleet.asked == [8] and run.follower.departures.per_machine_hour == 0.0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "fleet gpt is to have 4 machines, and not 8 as before: somebody else has changed it"
-    assert lines[1].startswith("fleet gpt: 8 machines in place of 4: ") and lines[2:] == ["job gpt is finished"]
+    assert lines[1] == "fleet gpt is to have 4 machines, and not 8 as before: somebody else has changed it"
+    assert lines[2].startswith("fleet gpt: 8 machines in place of 4: ") and lines[3:] == ["job gpt is finished"]
 
 
 def test_an_answer_of_aws_that_was_lost_is_nobody_elses_change(capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,7 +264,7 @@ def test_machines_that_take_no_part_are_named(capsys: pytest.CaptureFixture[str]
     named = [line for line in capsys.readouterr().out.splitlines() if "no part" in line]
     assert len(named) == 1 and named[0].startswith("2 of 8 ") and "i-0" not in named[0]
     assert Run(fleet, *[NoSuchJobError("none")] * 9, view, finished(fleet)).follow()
-    assert "8 of 8 machines have taken no part in the job for 6 min" in capsys.readouterr().out
+    assert "none of 8 running machines is seen in the job for 6 min" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("slots", [[4, 4], [4, 1]])
@@ -276,13 +277,28 @@ def test_a_machine_counts_for_the_most_workers_that_any_has_had(slots: list[int]
     assert [None if wish is None else wish.machines for wish in wishes] == [None, 2, 2, 2]
 
 
+def test_a_job_gets_a_worker_for_each_stage_also_where_fewer_would_be_as_fast() -> None:
+    """What two stages and their shadows take may not fit into a worker's memory."""
+    fleet = Fleet(12)
+    follower = Follower(12, 180.0, micro_batches=lambda pipelines: 1)
+    follower.wish(job_on(fleet), asked=12)
+    wish = follower.wish(job_on(fleet), asked=12)
+    assert wish is not None and wish.machines == 8
+    assert wish.reason.startswith("8 machines hold the stages of the grid without sharing (1 would be as fast)")
+    few = Follower(12, 180.0, micro_batches=lambda pipelines: 1, least=1)
+    few.wish(job_on(fleet), asked=12)
+    wish = few.wish(job_on(fleet), asked=12)
+    assert wish is not None and wish.machines == 2 and wish.reason.startswith("2 machines are of use")
+
+
 def test_the_end_of_a_fleet_is_tried_until_it_comes(capsys: pytest.CaptureFixture[str]) -> None:
     fleet, waits = Fleet(2), list[float]()
     fleet.refusals = [FleetError("ExpiredToken")] * 3
     end_fleet(fleet, name="gpt", every_seconds=60.0, sleep=waits.append)
-    assert waits == [60.0] * 3 and fleet.running == []
+    assert waits == [60.0] * 4 and fleet.running == []
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
+        "fleet gpt ends in 60 s; what its command does after its script has so long",
         "fleet gpt may still run, and cost: ExpiredToken; trying again every 60 s",
         "fleet gpt is ending, since the job is over",
     ]
@@ -313,6 +329,7 @@ def test_an_iteration_by_the_engines_plan_and_for_huge_grids_by_the_most_stages(
     ("options", "config", "words"),
     [
         ([], None, "the command names none; give --deepspeed_config FILE"),
+        (["--endpoints", "etcd:1", "--least", "7"], None, "--least is 7, and the spec's `machines` 6"),
         (["--endpoints", "etcd:x"], None, "'etcd:x'"),
         ([], '{"train_batch_size": 1}', 'has no "bamboo" section that is on'),
         ([], '{"bamboo": {}}', "names none; set coordinator.endpoints in it"),
@@ -334,11 +351,21 @@ def test_options_that_can_never_work_are_refused_before_aws_is_asked(
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--boot-seconds", "--every-seconds"])
-def test_more_than_a_day_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--boot-seconds", "1e20", "more than a day"),
+        ("--every-seconds", "86401", "more than a day"),
+        ("--least", "0", "no whole number from 1"),
+        ("--least", "1.5", "no whole number from 1"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(
+    option: str, value: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        main(["fleet", "follow", str(EXAMPLE), option, "1e20"])
-    assert "more than a day" in capsys.readouterr().err
+        main(["fleet", "follow", str(EXAMPLE), option, value])
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -353,4 +380,10 @@ def test_a_signal_ends_it_with_a_word_about_the_fleet(
     before = signal.getsignal(number)
     code = main(["fleet", "follow", str(tmp_path / "fleet.json"), "--endpoints", "e:2379"])
     assert code == 128 + number and signal.getsignal(number) is before
-    assert "`ds_bamboo fleet down gpt --region us-east-1` ends it" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "`ds_bamboo fleet down gpt --region us-east-1` ends it" in err
+    assert out.splitlines() == [
+        "fleet gpt, at most 3 machines, follows the only job at e:2379: a look every 60 s; 180 s to a new machine's "
+        "first step; four micro-batches for each stage, as no configuration is named",
+        "that etcd asks for no password: whoever reaches it can resize this fleet",
+    ]

@@ -90,10 +90,14 @@ def test_a_fleet_ends_with_its_job_and_not_before(
         assert main(["fleet", "follow", str(path), *options]) == 0
         other.finish()
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("there is no job yet: no job at ")
-    assert lines[1:] == [
-        "job gpt has lost its machines: both copies are lost; it continues when some are back",
+    assert lines[0].startswith("fleet gpt, at most 2 machines, follows the only job at ") and "no password" in lines[1]
+    assert lines[2].startswith("there is no job yet: no job at ")
+    assert lines[3:] == [
+        "job gpt is running",
+        "job gpt is run by nobody that etcd knows of: both copies are lost; it is not over, so its fleet stays",
+        "job gpt is running",
         "job gpt is finished",
+        "fleet gpt ends in 0.01 s; what its command does after its script has so long",
         "fleet gpt may still run, and cost: ExpiredToken; trying again every 0.01 s",
         "fleet gpt is ending, since the job is over",
     ]

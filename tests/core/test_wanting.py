@@ -43,6 +43,15 @@ def test_the_share_that_is_missing() -> None:
     assert absurd == 0.99 and wanted_machines(blocks(8).__getitem__, most=24, missing=absurd).machines == 24
 
 
+def test_a_least_number_is_kept_and_said_where_fewer_would_be_as_fast() -> None:
+    found = wanted_machines(lambda machines: 1.0, most=12, missing=0.0, least=8, why_least="hold it")
+    assert (found.machines, found.spare) == (8, 0)
+    assert found.reason == "8 machines hold it (1 would be as fast); all 12 would be 0.0% faster"
+    few = wanted_machines(blocks(8).__getitem__, most=12, missing=0.05, least=8, why_least="hold it")
+    assert few == wanted_machines(blocks(8).__getitem__, most=12, missing=0.05)
+    assert wanted_machines(lambda machines: 1.0, most=4, missing=0.0, least=8).machines == 4
+
+
 def test_stand_bys_come_one_by_one_and_machines_of_use_at_once() -> None:
     wish = Wanted(12, 4, "8 machines are of use")
     assert [modest(wish, asked=asked).machines for asked in (2, 8, 9, 11, 12, 20)] == [9, 9, 10, 12, 12, 12]
