@@ -165,7 +165,7 @@ def run_status(arguments: argparse.Namespace) -> int:
     if of_a_job:
         own_etcd(arguments)
     status = _control(arguments).status(arguments.name)
-    count, idle = 0, []
+    count, idle = 0, list[str]()
     if of_a_job:
         view = None
         with contextlib.suppress(NoSuchJobError):

@@ -17,11 +17,14 @@ def idle_of(status: FleetStatus, view: JobView | None, *, least_hours: float = 0
     for worker in () if view is None else view.workers:
         if worker.node in nodes:
             nodes[worker.node].add(worker.address)
-    running = [machine for machine in status.machines if machine.runs]
-    count, found = without_part({machine.instance: machine.names for machine in running}, nodes)
-    young = {machine.instance for machine in running if machine.hours < least_hours}
-    long = [name for name in found if name not in young]
-    return min(count, len(long)), long
+    part = {name for names in nodes.values() for name in names}
+    # A younger one may be on its way into the job, or in it already.
+    machines = {
+        one.instance: one.names
+        for one in status.machines
+        if one.runs and (one.hours >= least_hours or not part.isdisjoint(one.names))
+    }
+    return without_part(machines, nodes)
 
 
 def idle_line(count: int, machines: list[str], status: FleetStatus, *, since: str = "") -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from deepspeed_bamboo.cli.fleet_follow import Follower, end_fleet, follow, iteration_length
+from deepspeed_bamboo.cli.fleet_idle import idle_of
 from deepspeed_bamboo.cli.followed_job import FollowedJob
 from deepspeed_bamboo.cli.job import NoSuchJobError, SeveralJobsError
 from deepspeed_bamboo.cli.job_view import JobView
@@ -267,6 +268,17 @@ def test_machines_that_take_no_part_are_named(capsys: pytest.CaptureFixture[str]
     assert "none of 8 running machines is seen in the job for 6 min" in capsys.readouterr().out
 
 
+def test_a_machine_that_is_young_may_be_on_its_way() -> None:
+    fleet = Fleet(6)
+    fleet.running[0] = replace(fleet.running[0], hours=0.01)
+    status, view = fleet.status("gpt"), job_on(fleet)
+    strange = replace(view, slots_of=dict.fromkeys("abcde", 1))
+    assert idle_of(status, strange)[0] == 1 and idle_of(status, strange, least_hours=0.1) == (0, [])
+    known = replace(view, slots_of=dict.fromkeys(list(view.slots_of)[:5], 1))  # the young one is there
+    assert idle_of(status, known, least_hours=0.1) == (1, ["i-5"])
+    assert idle_of(status, replace(view, slots_of={}), least_hours=0.1)[0] == 5
+
+
 @pytest.mark.parametrize("slots", [[4, 4], [4, 1]])
 def test_a_machine_counts_for_the_most_workers_that_any_has_had(slots: list[int]) -> None:
     view = view_of([f"w{number}" for number in range(8)], grid=GRID)
@@ -285,10 +297,10 @@ def test_a_job_gets_a_worker_for_each_stage_also_where_fewer_would_be_as_fast() 
     wish = follower.wish(job_on(fleet), asked=12)
     assert wish is not None and wish.machines == 8
     assert wish.reason.startswith("8 machines hold the stages of the grid without sharing (1 would be as fast)")
-    few = Follower(12, 180.0, micro_batches=lambda pipelines: 1, least=1)
+    few = Follower(12, 180.0, micro_batches=lambda pipelines: 1, least=2)
     few.wish(job_on(fleet), asked=12)
     wish = few.wish(job_on(fleet), asked=12)
-    assert wish is not None and wish.machines == 2 and wish.reason.startswith("2 machines are of use")
+    assert wish is not None and wish.machines == 2 and wish.reason.startswith("2 machines are the least (1 would")
 
 
 def test_the_end_of_a_fleet_is_tried_until_it_comes(capsys: pytest.CaptureFixture[str]) -> None:
