@@ -186,7 +186,7 @@ def test_status_names_the_machines_that_take_no_part_in_the_job(
 
     monkeypatch.setattr("deepspeed_bamboo.cli.fleet._view", none)
     assert main(asked) == 0
-    assert "3 of 3 machines have taken no part" in capsys.readouterr().out
+    assert "none of 3 running machines is seen in the job, and" in capsys.readouterr().out
 
 
 def test_every_resource_is_tagged_and_spot_only() -> None:
