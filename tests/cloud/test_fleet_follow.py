@@ -150,6 +150,7 @@ def test_one_loss_and_workers_that_start_anew_change_nothing() -> None:
 
     anew = job_on(fleet, state="starting", slots_of={})
     silent = replace(job_on(fleet), workers=())
+    looks: list[Callable[[], JobView] | JobView]
     looks = [job_on(fleet), job_on(fleet), loss, lambda: job_on(fleet), anew, silent, lambda: job_on(fleet)]
     assert Run(fleet, *looks, finished(fleet)).follow()
     assert fleet.asked == []
