@@ -7,6 +7,8 @@ import math
 import os
 from pathlib import Path
 
+_DAY_SECONDS = 86_400.0
+
 
 def number(text: str) -> float:
     """A finite number. Raises ArgumentTypeError for anything else, ``nan``, ``inf`` and ``1e400`` included."""
@@ -25,6 +27,22 @@ def positive(text: str) -> float:
     if value <= 0.0:
         raise argparse.ArgumentTypeError(f"{text} must be above 0")
     return value
+
+
+def at_most_a_day(text: str) -> float:
+    """Seconds above 0 and up to a day. Raises ArgumentTypeError for anything else."""
+    value = positive(text)
+    if value > _DAY_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text} seconds are more than a day, {_DAY_SECONDS:g}; give fewer")
+    return value
+
+
+def at_least_one(text: str) -> int:
+    """A whole number from 1. Raises ArgumentTypeError for anything else."""
+    value = number(text)
+    if value < 1 or value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1; write one such as 2")
+    return int(value)
 
 
 def path_text(text: str) -> str:

@@ -28,7 +28,7 @@ from deepspeed_bamboo.coordination.etcd import EtcdStore
 from deepspeed_bamboo.coordination.job import JobCoordinator
 from deepspeed_bamboo.coordination.memory import MemoryStore
 from deepspeed_bamboo.coordination.published import PublishedJob, own_pid_namespace, publish, published_jobs
-from deepspeed_bamboo.coordination.records import AgentRecord, JobFailure
+from deepspeed_bamboo.coordination.records import AgentRecord, EndedJob, JobFailure
 from deepspeed_bamboo.coordination.server import PrivateEtcd
 from deepspeed_bamboo.runtime.job.status import StatusTeller
 from tests.coordination.helpers import first_epoch, freeze, member
@@ -456,3 +456,21 @@ def test_a_private_job_is_found_on_its_machine(
     server.directory.chmod(0o755)
     assert published_jobs() == [], "others could have written there"
     server.directory.chmod(0o700)
+
+
+def test_status_lists_several_jobs_and_shows_none_that_ended_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    note_end(EndedJob("old", "finished", "", 7, time.time()), ended_folder(os.environ))
+    there = [PublishedJob(name, "bamboo", "127.0.0.1:9", 1, "", "", "") for name in ("a", "b")]
+    monkeypatch.setattr("deepspeed_bamboo.coordination.published.published_jobs", lambda *_: there)
+    assert main(["status"]) == 1
+    assert "several jobs run of yours" in capsys.readouterr().err
+    monkeypatch.setattr("deepspeed_bamboo.coordination.published.published_jobs", lambda *_: there[:1])
+    monkeypatch.setattr("deepspeed_bamboo.cli.job._CONNECT_SECONDS", 0.1)
+    assert main(["status"]) == 1
+    assert "the job 'a' on this machine is just starting or ending" in capsys.readouterr().err
+    monkeypatch.setattr("deepspeed_bamboo.coordination.published.published_jobs", lambda *_: [])
+    assert main(["status"]) == 0
+    assert "job old: finished after step 7" in capsys.readouterr().out

@@ -2,7 +2,7 @@
 
 ds_bamboo fleet up fleet.json --dry-run
 ds_bamboo fleet up fleet.json
-ds_bamboo fleet status NAME
+ds_bamboo fleet status NAME --deepspeed_config ds_config.json
 ds_bamboo fleet follow fleet.json --deepspeed_config ds_config.json --down
 ds_bamboo fleet prices fleet.json --hours 168
 ds_bamboo fleet down NAME
@@ -11,23 +11,32 @@ ds_bamboo fleet down NAME
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import signal
 import sys
 import time
+from collections.abc import Callable
 from datetime import datetime, timezone
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from deepspeed_bamboo.cli.job import add_job_options, opened_job
+from deepspeed_bamboo.cli.job import NoSuchJobError, add_job_options, last_end, opened_job, own_etcd
 from deepspeed_bamboo.cloud.fleet import ec2_client
 from deepspeed_bamboo.cloud.fleet_control import FleetControl, FleetStatus
 from deepspeed_bamboo.cloud.fleet_spec import FleetSpec, creating_calls, read_fleet_spec, user_data
 from deepspeed_bamboo.cloud.price_history import price_history
-from deepspeed_bamboo.errors import ConfigError
-from deepspeed_bamboo.options import file_path, positive
+from deepspeed_bamboo.errors import BambooError, ConfigError
+from deepspeed_bamboo.options import at_least_one, at_most_a_day, file_path
+
+if TYPE_CHECKING:
+    from deepspeed_bamboo.cli.job_view import JobView
+    from deepspeed_bamboo.coordination import EtcdGuard
+
+_BOOT_HOURS = 0.1  # younger machines may be on their way into the job
 
 
 def add_parser(subparsers: Any) -> None:
@@ -44,22 +53,15 @@ def add_parser(subparsers: Any) -> None:
     up.add_argument("--dry-run", action="store_true", help="print every call without making it")
     up.add_argument("--keep-surplus", action="store_true", help="let machines above the spec's number run on")
     up.set_defaults(run=run_up)
-    status = verbs.add_parser("status", help="its machines, and what they cost")
-    status.add_argument("--json", action="store_true", help="as JSON")
-    status.set_defaults(run=run_status)
-    follow = verbs.add_parser("follow", help="ask for the machines that the job can use, until the job is over")
-    follow.add_argument("spec", metavar="FILE", type=file_path, help="the fleet as JSON; `machines` is the most")
-    add_job_options(follow)
-    follow.add_argument(
-        "--boot-seconds",
-        type=positive,
-        default=180.0,
-        metavar="S",
-        help="from a loss to its replacement's first step",
+    status = verbs.add_parser(
+        "status",
+        help="its machines, and what they cost",
+        description="Its machines, and what they cost; where its job is named, also which ones take no part in it.",
     )
-    follow.add_argument("--every-seconds", type=positive, default=60.0, metavar="S", help="between two looks")
-    follow.add_argument("--down", action="store_true", help="end the fleet when the job is over")
-    follow.set_defaults(run=run_follow)
+    status.add_argument("--json", action="store_true", help="as JSON")
+    add_job_options(status, without="default: the job is not looked at")
+    status.set_defaults(run=run_status)
+    _add_follow(verbs)
     prices = verbs.add_parser("prices", help="what its machines have cost by zone, as the simulator reads it")
     prices.add_argument("spec", metavar="FILE", type=file_path, help="the fleet as JSON")
     prices.add_argument("--hours", type=float, default=24.0, help="until now (default: 24)")
@@ -71,14 +73,46 @@ def add_parser(subparsers: Any) -> None:
         verb.add_argument("name", metavar="NAME", help="the fleet's name in its spec")
     for verb in (up, down):
         verb.add_argument("--yes", action="store_true", help="don't ask")
-    for verb in (up, follow, prices):
-        verb.add_argument("--region", help="default: the spec's, or as boto3 finds it")
+    for verb in (up, prices):
+        _add_region(verb)
     for verb in (status, down):
         verb.add_argument(
             "--region", help="that of `up` (its spec's is not known here); default: as boto3 finds it on this machine"
         )
-    for verb in (up, status, follow, prices, down):
+    for verb in (up, status, prices, down):
         verb.add_argument("--endpoint-url", help=argparse.SUPPRESS)
+
+
+def _add_follow(verbs: Any) -> None:
+    follow = verbs.add_parser(
+        "follow",
+        help="ask for the machines that the job can use, until the job is over",
+        description="Asks for the machines that the job can use, until the job is over. Machines above that number are "
+        "not ended; they are not replaced when they go.",
+    )
+    follow.add_argument("spec", metavar="FILE", type=file_path, help="the fleet as JSON; `machines` is the most")
+    add_job_options(follow, without="this or the next is needed")
+    follow.add_argument(
+        "--boot-seconds",
+        type=at_most_a_day,
+        default=180.0,
+        metavar="S",
+        help="from a loss to its replacement's first step (default: 180)",
+    )
+    follow.add_argument(
+        "--every-seconds", type=at_most_a_day, default=60.0, metavar="S", help="between two looks (default: 60)"
+    )
+    follow.add_argument(
+        "--least", type=at_least_one, metavar="N", help="machines in any case (default: a worker for each stage)"
+    )
+    follow.add_argument("--down", action="store_true", help="end the fleet when the job is over")
+    _add_region(follow)
+    follow.add_argument("--endpoint-url", help=argparse.SUPPRESS)
+    follow.set_defaults(run=run_follow)
+
+
+def _add_region(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--region", help="default: the spec's, or as boto3 finds it")
 
 
 def run_up(arguments: argparse.Namespace) -> int:
@@ -144,46 +178,111 @@ def _ceiling(spec: FleetSpec, *, region: str | None, machines: int) -> str:
 
 
 def run_status(arguments: argparse.Namespace) -> int:
-    """Show the fleet. Returns the exit code; raises FleetError."""
+    """Show the fleet, and which machines take no part where a job is named. Returns the exit code; raises FleetError.
+
+    Raises what :func:`opened_job` does, but for NoSuchJobError.
+    """
+    from deepspeed_bamboo.cli.fleet_idle import idle_line, idle_of
+
+    of_a_job = arguments.job or arguments.endpoints or arguments.deepspeed_config
+    if of_a_job:
+        own_etcd(arguments)
     control = _control(arguments)
     status = control.status(arguments.name)
     why = control.why_missing(status) if status.running < status.wanted else None
+    count, idle = 0, list[str]()
+    if of_a_job:
+        view = None
+        with contextlib.suppress(NoSuchJobError):
+            view = _view(arguments, arguments.job)
+        count, idle = idle_of(status, view, least_hours=_BOOT_HOURS)
     if arguments.json:
-        known = {"dollars_per_hour": status.dollars_per_hour, "dollars_so_far": status.dollars_so_far}
-        known_of = {"running": status.running, "without_price": status.without_price, "why_missing": why}
-        print(json.dumps({**dataclasses.asdict(status), **known_of, **known}, indent=1))
-    else:
-        _print(arguments.name, status)
-        if why is not None:
-            print(f"machines are missing; AWS says: {why}")
+        dollars = {"dollars_per_hour": status.dollars_per_hour, "dollars_so_far": status.dollars_so_far}
+        missing = {"running": status.running, "without_price": status.without_price, "why_missing": why}
+        without_part = {"without_part": count, "perhaps_without_part": idle}
+        print(json.dumps({**dataclasses.asdict(status), **dollars, **missing, **without_part}, indent=1))
+        return 0
+    _print(arguments.name, status)
+    if why is not None:
+        print(f"machines are missing; AWS says: {why}")
+    if count:
+        print(idle_line(count, idle, status))
     return 0
+
+
+def _view(arguments: argparse.Namespace, job: str | None) -> JobView:
+    """The job of that name where the options say."""
+    from deepspeed_bamboo.cli.job_view import look
+
+    with opened_job(argparse.Namespace(**{**vars(arguments), "job": job})) as coordinator:
+        return look(coordinator)
 
 
 def run_follow(arguments: argparse.Namespace) -> int:
     """Follow the job until it is over. Returns the exit code; raises ConfigError and FleetError."""
-    from deepspeed_bamboo.cli.fleet_follow import Follower, follow
-    from deepspeed_bamboo.cli.job_view import JobView, look
+    from deepspeed_bamboo.cli.fleet_follow import Follower, end_fleet, follow
+    from deepspeed_bamboo.cli.followed_job import FollowedJob
+    from deepspeed_bamboo.cli.unattended import Signalled, Voice, signals_raised
+
+    spec, every = read_fleet_spec(arguments.spec), arguments.every_seconds
+    if arguments.least is not None and arguments.least > spec.machines:
+        raise ConfigError(f"--least is {arguments.least}, and the spec's `machines` {spec.machines}; raise that")
+    endpoints, guard = own_etcd(arguments)
+    control = _control(arguments, region=spec.region)
+    control.check_rights(spec.name, down=arguments.down)
+    ends = _command("down", spec, region=arguments.region)
+    follower = Follower(
+        spec.machines, arguments.boot_seconds, micro_batches=_micro_batches(arguments), least=arguments.least
+    )
+    job = FollowedJob(
+        lambda name: _view(arguments, name),
+        lambda name: last_end(argparse.Namespace(**{**vars(arguments), "job": name})),
+        name=arguments.job,
+    )
+    Voice().say(_what_is_followed(arguments, spec, endpoints, guard))
+    try:
+        with signals_raised():
+            there = follow(job, control, follower, name=spec.name, every_seconds=every)
+            if there and arguments.down:
+                end_fleet(control, name=spec.name, every_seconds=every)
+            elif there:
+                Voice().say(f"fleet {spec.name} runs on, and costs, until `{ends}` ends it")
+    except (Signalled, KeyboardInterrupt, BambooError) as ended:
+        with contextlib.suppress(OSError):
+            text = f"fleet {spec.name} is not followed any more; it runs on, and costs, until `{ends}` ends it"
+            print(f"ds_bamboo: {text}", file=sys.stderr, flush=True)
+        if isinstance(ended, BambooError):
+            raise
+        return 128 + (ended.number if isinstance(ended, Signalled) else signal.SIGINT)
+    return 0
+
+
+def _micro_batches(arguments: argparse.Namespace) -> Callable[[int], int | None]:
+    """Of each pipeline and step by the number of pipelines, where a configuration says so."""
+    from deepspeed_bamboo.doctor.settings import micro_batches_of
     from deepspeed_bamboo.elastic.settings_source import settings_in
 
-    spec, config = read_fleet_spec(arguments.spec), arguments.deepspeed_config
-    found = None if config is None else settings_in(config).get("gradient_accumulation_steps")
-    control = _control(arguments, region=spec.region)
-    follower = Follower(
-        most=spec.machines,
-        boot_seconds=arguments.boot_seconds,
-        interval_seconds=arguments.every_seconds,
-        micro_batches=found if isinstance(found, int) and found > 0 else None,
+    config = arguments.deepspeed_config
+    settings = {} if config is None else settings_in(config)
+    return lambda pipelines: micro_batches_of(settings, pipelines=pipelines)
+
+
+def _what_is_followed(arguments: argparse.Namespace, spec: FleetSpec, etcd: list[str], guard: EtcdGuard) -> str:
+    """What was asked for and what is assumed, in words."""
+    job = "the only job" if arguments.job is None else f"job {arguments.job}"
+    assumed = (
+        f"micro-batches as in {arguments.deepspeed_config}"
+        if arguments.deepspeed_config
+        else "four micro-batches for each stage, as no configuration is named"
     )
-
-    def view() -> JobView:
-        with opened_job(arguments) as coordinator:
-            return look(coordinator)
-
-    follow(follower, control, name=spec.name, view=view, every_seconds=arguments.every_seconds)
-    if arguments.down:
-        control.down(spec.name)
-        print(f"fleet {spec.name} is ending, since the job is over")
-    return 0
+    text = (
+        f"fleet {spec.name}, at most {spec.machines} machines, follows {job} at {','.join(etcd)}: a look every "
+        f"{arguments.every_seconds:g} s; {arguments.boot_seconds:g} s to a new machine's first step; {assumed}"
+    )
+    if guard.username is None and guard.cert is None:
+        ends = " and end it" if arguments.down else ""
+        text += f"\nthat etcd asks for no password: whoever reaches it can resize this fleet{ends}"
+    return text
 
 
 def run_prices(arguments: argparse.Namespace) -> int:

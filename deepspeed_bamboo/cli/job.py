@@ -35,6 +35,14 @@ class NoSuchJobError(BambooError):
     """There is no such job, or no such node in it; the message lists those that exist."""
 
 
+class SeveralJobsError(BambooError):
+    """Several jobs run there, and the command names none."""
+
+
+class UnsettledJobError(BambooError):
+    """The job on this machine does not answer, as it is just starting or ending."""
+
+
 class NoUserError(BambooError):
     """The job's etcd has users and passwords, and the command names none."""
 
@@ -73,7 +81,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_status(arguments: argparse.Namespace) -> int:
-    """Print the state of the job. Raises NoSuchJobError and CoordinatorUnavailable."""
+    """Print the state of the job. Raises what :func:`opened_job` does."""
     from deepspeed_bamboo.cli.job_view import look
     from deepspeed_bamboo.cli.status_screen import screen
     from deepspeed_bamboo.cli.status_watch import terminal_cells, watch
@@ -83,7 +91,7 @@ def run_status(arguments: argparse.Namespace) -> int:
         try:
             coordinator = opened.enter_context(opened_job(arguments))
         except NoSuchJobError:
-            end = _last_end(arguments)
+            end = last_end(arguments)
             if end is None:
                 raise
             print(json.dumps(end.to_json(), indent=2) if arguments.json else ended_line(end))
@@ -125,13 +133,16 @@ def run_stop(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def add_job_options(parser: argparse.ArgumentParser) -> None:
+def add_job_options(
+    parser: argparse.ArgumentParser, *, without: str = "default: that of your job on this machine"
+) -> None:
+    """``without``: what is the case where neither option says where the job's etcd is."""
     parser.add_argument("--job", metavar="NAME", help="the job's name (default: the only one that runs there)")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--endpoints",
         metavar="HOSTS",
-        help="its etcd as HOST:PORT,..., without password or TLS (default: that of your job on this machine)",
+        help=f"its etcd as HOST:PORT,..., without password or TLS ({without})",
     )
     where.add_argument(
         "--deepspeed_config",
@@ -160,7 +171,26 @@ def _is_external(arguments: argparse.Namespace) -> bool:
     return bool(_where(arguments)[0])
 
 
-def _last_end(arguments: argparse.Namespace) -> EndedJob | None:
+def own_etcd(arguments: argparse.Namespace) -> tuple[list[str], EtcdGuard]:
+    """The etcd that the options name and that outlives the job, and how it is reached. Nobody is asked yet.
+
+    Raises ConfigError, of which EndpointError is one, and NoSuchJobError for a configuration of plain DeepSpeed.
+    """
+    from deepspeed_bamboo.coordination import parse_endpoints
+    from deepspeed_bamboo.errors import ConfigError
+
+    endpoints, _, guard = _where(arguments)
+    if not endpoints:
+        named = arguments.deepspeed_config
+        missing = f"{named} names none; set coordinator.endpoints in it" if named else "the command names none; give "
+        remedy = "" if named else "--deepspeed_config FILE, which is the job's own, or --endpoints HOST:PORT"
+        raise ConfigError(f"the machines of a fleet meet at an etcd of yours, and {missing}{remedy}")
+    parse_endpoints(endpoints)
+    guard.check(os.environ)
+    return endpoints, guard
+
+
+def last_end(arguments: argparse.Namespace) -> EndedJob | None:
     """How the job that the options name ended, if it no longer exists; without a name: the last one on this machine."""
     from deepspeed_bamboo.coordination import JobCoordinator
     from deepspeed_bamboo.coordination.ended import ended_folder, ended_jobs
@@ -176,7 +206,7 @@ def _last_end(arguments: argparse.Namespace) -> EndedJob | None:
     return next((end for end in ended if arguments.job in (None, end.job)), None)
 
 
-def _where(arguments: argparse.Namespace) -> tuple[list[str], str, Any]:
+def _where(arguments: argparse.Namespace) -> tuple[list[str], str, EtcdGuard]:
     """Endpoints (none: the job's own etcd, on this machine), prefix, and how etcd is reached.
 
     Raises NoSuchJobError for a configuration of plain DeepSpeed.
@@ -200,7 +230,11 @@ def _where(arguments: argparse.Namespace) -> tuple[list[str], str, Any]:
 
 @contextmanager
 def opened_job(arguments: argparse.Namespace) -> Iterator[JobCoordinator]:
-    """The job that the options name. Raises NoSuchJobError that lists those that there are."""
+    """The job that the options name.
+
+    Raises NoSuchJobError that lists those that there are, SeveralJobsError, UnsettledJobError, NoUserError and
+    CoordinatorUnavailable.
+    """
     endpoints, prefix, guard = _where(arguments)
     with contextlib.ExitStack() as opened:
         if endpoints:
@@ -223,9 +257,14 @@ def _find(
     if job is None:
         job = _only(running_jobs(store, prefix=prefix), where=where)
     coordinator = JobCoordinator(store, job=job, prefix=prefix)
-    if not coordinator.agents() and coordinator.peek_epoch() is None and coordinator.failure() is None:
+    if not is_there(coordinator):
         raise NoSuchJobError(f"no job {job!r} {where}; {_those(running_jobs(store, prefix=prefix))}")
     return coordinator
+
+
+def is_there(coordinator: JobCoordinator) -> bool:
+    """Whether anything of the job is there, if only what it left."""
+    return bool(coordinator.agents()) or coordinator.peek_epoch() is not None or coordinator.failure() is not None
 
 
 @contextmanager
@@ -256,16 +295,16 @@ def _find_here(job: str | None, opened: contextlib.ExitStack) -> JobCoordinator:
         with contextlib.suppress(BambooError):
             return _find(job, [found.endpoint], prefix=found.prefix, guard=None, opened=opened)
     if job in there:
-        raise NoSuchJobError(f"the job {job!r} on this machine is just starting or ending; try again in a moment")
+        raise UnsettledJobError(f"the job {job!r} on this machine is just starting or ending; try again in a moment")
     raise NoSuchJobError(
         f"no job {job!r} of yours with an etcd of its own on this machine; {_those(there)}. {_ELSEWHERE}"
     )
 
 
 def _only(jobs: list[str], *, where: str, remedy: str = "") -> str:
-    """The one job that there is. Raises NoSuchJobError that lists them when it is not one."""
+    """The one job that there is. Raises NoSuchJobError for none, and SeveralJobsError that lists them."""
     if len(jobs) > 1:
-        raise NoSuchJobError(f"several jobs run {where}: {', '.join(jobs)}; name one with --job NAME")
+        raise SeveralJobsError(f"several jobs run {where}: {', '.join(jobs)}; name one with --job NAME")
     if not jobs:
         raise NoSuchJobError(f"no job {where}. {remedy}".rstrip())
     return jobs[0]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from deepspeed_bamboo.coordination import Drain, EpochRecord, JobCoordinator, Member
 from deepspeed_bamboo.coordination.job_news import last_step
-from deepspeed_bamboo.coordination.records import AgentRecord
+from deepspeed_bamboo.coordination.records import AgentRecord, JobFailure
 from deepspeed_bamboo.core.placement import WorkerId
 from deepspeed_bamboo.long_work import WorkFacts
 
@@ -102,6 +103,10 @@ class JobView:
     """Long work that runs at this moment: what, how much is done, of how much, in which unit, for how many seconds."""
     hangs: dict[WorkerId, dict[str, Any]] = field(default_factory=dict)
     """Workers that stand still: rank, node, doing, step, seconds (when that was noticed), waiting, stack."""
+    failure: str = ""
+    """The kind of its failure, if it failed."""
+    slots_of: dict[str, int] = field(default_factory=dict)
+    """Its nodes, those without a worker included, and how many slots each has: agents that run there."""
 
     @property
     def over(self) -> bool:
@@ -146,7 +151,8 @@ def look(coordinator: JobCoordinator) -> JobView:
     """Read the job's state. Raises CoordinatorUnavailable."""
     epoch, members, drains = coordinator.peek_epoch(), coordinator.members(), coordinator.draining()
     agents = coordinator.agents()
-    state, detail = _state(coordinator, alive=bool(agents or members), epoch=epoch)
+    failure = coordinator.failure()
+    state, detail = _state(coordinator, alive=bool(agents or members), epoch=epoch, failure=failure)
     started, slots = coordinator.started_seconds(), coordinator.start_slots()
     progress, now = _progress(coordinator), time.time()
     events = () if progress is None else tuple(progress.get("events", ()))
@@ -171,14 +177,20 @@ def look(coordinator: JobCoordinator) -> JobView:
         failovers=failovers(events, now=now),
         checkpoint=last_checkpoint(events, now=now),
         slots=slots,
-        missing_slots=tuple(rank for rank in range(slots) if rank not in agents)
-        if epoch is None and state == "starting"
-        else (),
+        missing_slots=tuple(sorted({*range(slots)} - {*agents})) if epoch is None and state == "starting" else (),
         works={
             worker: WorkFacts.from_json(facts) for worker, facts in coordinator.works().items() if worker in members
         },
         hangs={worker: facts for worker, facts in coordinator.hangs().items() if worker in members},
+        failure="" if failure is None else failure.kind,
+        slots_of=_slots_of(agents, members),
     )
+
+
+def _slots_of(agents: Mapping[int, AgentRecord], members: Mapping[WorkerId, Member]) -> dict[str, int]:
+    """By node. A worker's agent may be away for a moment."""
+    found = Counter(agent.node for agent in agents.values())
+    return {**{member.node: 1 for member in members.values()}, **found}
 
 
 def failovers(events: Sequence[Mapping[str, Any]], *, now: float) -> tuple[Failover, ...]:
@@ -233,8 +245,10 @@ def _progress(coordinator: JobCoordinator) -> dict[str, Any] | None:
     return {**{name: value for name, value in told.items() if name != "loss"}, "step": step}
 
 
-def _state(coordinator: JobCoordinator, *, alive: bool, epoch: EpochRecord | None) -> tuple[str, str]:
-    failure, stop = coordinator.failure(), coordinator.stop_requested()
+def _state(
+    coordinator: JobCoordinator, *, alive: bool, epoch: EpochRecord | None, failure: JobFailure | None
+) -> tuple[str, str]:
+    stop = coordinator.stop_requested()
     if failure is not None:
         return "failed", failure.message
     if coordinator.finished() is not None:

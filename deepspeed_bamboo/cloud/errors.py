@@ -3,6 +3,7 @@
 BambooError
 ├── MetadataError   the metadata service said nothing, or something that can't be used
 └── FleetError      the cloud refused to list or resize a fleet
+    └── NoSuchFleetError    there is none of that name
 """
 
 from __future__ import annotations
@@ -24,3 +25,7 @@ class MetadataError(BambooError):
 
 class FleetError(BambooError):
     """A fleet can't be listed or resized. Says which, why, and what to do."""
+
+
+class NoSuchFleetError(FleetError):
+    """No fleet of that name lives in this region."""

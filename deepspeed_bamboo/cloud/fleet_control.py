@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from deepspeed_bamboo.cloud.errors import FleetError
+from deepspeed_bamboo.cloud.errors import FleetError, NoSuchFleetError
 from deepspeed_bamboo.cloud.fleet import Ec2Fleet, explained, resizing
 from deepspeed_bamboo.cloud.fleet_changes import differences
 from deepspeed_bamboo.cloud.fleet_spec import TAG, Call, FleetSpec, creating_calls, template_name
@@ -23,11 +24,16 @@ _HINDRANCES = (
     "spotInstanceCountLimitExceeded",
     "fleetProgressHalted",
 )
+_AWS = (".amazonaws.com", ".api.aws")  # in every address of its services
 
 
 @dataclass(frozen=True)
 class FleetMachine:
-    """One machine. ``dollars_per_hour``: its zone's and type's spot price now; None where AWS names none."""
+    """One machine.
+
+    ``dollars_per_hour``: its zone's and type's spot price now; None where AWS names none, or nobody asked.
+    ``address``: its private one; ``host``: the name that goes with it. Both are empty once it has ended.
+    """
 
     instance: str
     instance_type: str
@@ -35,11 +41,18 @@ class FleetMachine:
     state: str
     hours: float
     dollars_per_hour: float | None
+    address: str = ""
+    host: str = ""
 
     @property
     def runs(self) -> bool:
-        """Whether it runs, or is about to."""
+        """Whether EC2 calls it pending or running."""
         return self.state in ("pending", "running")
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What a job may call it: programs name their machine with and without its domain."""
+        return frozenset({self.instance, self.address, self.host, self.host.partition(".")[0]} - {""})
 
 
 @dataclass(frozen=True)
@@ -73,6 +86,18 @@ class FleetStatus:
         Those of unknown price don't count.
         """
         return sum(machine.hours * (machine.dollars_per_hour or 0.0) for machine in self.machines)
+
+
+@contextmanager
+def _trial() -> Iterator[None]:
+    """Pass over how AWS says that a call would have been allowed."""
+    from botocore.exceptions import ClientError
+
+    try:
+        yield
+    except ClientError as error:
+        if error.response["Error"]["Code"] != "DryRunOperation":
+            raise
 
 
 def _now() -> datetime:
@@ -129,15 +154,15 @@ class FleetControl:
             )
         return str(answer.get("FleetId") or calls[0].arguments["FleetId"])
 
-    def status(self, name: str) -> FleetStatus:
-        """The fleet ``name`` and its machines. Raises FleetError when there is none."""
+    def status(self, name: str, *, priced: bool = True) -> FleetStatus:
+        """The fleet ``name`` and its machines, with what they cost if ``priced``. Raises FleetError, see _required."""
         fleet = self._required(name)
         with explained(f"fleet {name!r}", "listed"):
             pages = self._ec2.get_paginator("describe_instances").paginate(
                 Filters=[{"Name": f"tag:{TAG}", "Values": [name]}]
             )
             found = [one for page in pages for group in page["Reservations"] for one in group["Instances"]]
-            prices = self._prices({one["InstanceType"] for one in found})
+            prices = self._prices({one["InstanceType"] for one in found}) if priced else {}
         machines = tuple(sorted((self._machine(one, prices) for one in found), key=lambda one: one.instance))
         wanted = int(fleet["TargetCapacitySpecification"]["TotalTargetCapacity"])
         return FleetStatus(fleet["FleetId"], fleet["FleetState"], wanted, machines)
@@ -181,10 +206,27 @@ class FleetControl:
         self._remove_template(name)
         return str(fleet)
 
+    def check_rights(self, name: str, *, down: bool) -> None:
+        """See that AWS allows :meth:`resize`, and :meth:`down` if that is to come. Changes nothing. Raises FleetError.
+
+        Not at what stands in for EC2 at another address, which may take a trial for the deed.
+        """
+        fleet = self._required(name)["FleetId"]
+        if not any(part in self._ec2.meta.endpoint_url for part in _AWS):
+            return
+        trials = [Call("modify_fleet", resizing(fleet, 1, ends_surplus=False))]
+        if down:
+            trials.append(Call("delete_fleets", {"FleetIds": [fleet], "TerminateInstances": True}))
+            trials.append(Call("delete_launch_template", {"LaunchTemplateName": template_name(name)}))
+        for trial in trials:
+            with explained(f"fleet {name!r}", f"changed by {trial.method}"), _trial():
+                getattr(self._ec2, trial.method)(**trial.arguments, DryRun=True)
+
     def _required(self, name: str) -> Any:
+        """The live fleet of that name. Raises NoSuchFleetError for none."""
         fleet = self._find(name)
         if fleet is None:
-            raise FleetError(
+            raise NoSuchFleetError(
                 f"there is no fleet {name!r} in this region; check its name, or give its region: --region NAME"
             )
         return fleet
@@ -243,6 +285,8 @@ class FleetControl:
             found["State"]["Name"],
             max(0.0, (_ended(found, self._now()) - found["LaunchTime"]).total_seconds() / 3600.0),
             prices.get((kind, zone)),
+            found.get("PrivateIpAddress", ""),
+            found.get("PrivateDnsName", ""),
         )
 
 

@@ -146,7 +146,7 @@ class JobNews:
         failure, finished, stop = self.failure(), self.finished(), self.stop_requested()
         if failure is not None:
             step = int((self.status() or {}).get("step", -1))
-            return EndedJob(self.job, "failed", failure.message, step, time.time())
+            return EndedJob(self.job, "failed", failure.message, step, time.time(), failure.kind)
         if finished is None:
             return None
         state, detail = ("finished", "") if stop is None else ("stopped", stop)

@@ -20,6 +20,8 @@ FailureKind = Literal[
     "stopped",
     "hang",
 ]
+FINAL_FAILURES: frozenset[FailureKind] = frozenset({"user_error", "no_start", "stopped"})
+"""After which the job's command is not repeated. After the others ``ds_bamboo run`` starts it again."""
 ChangeKind = Literal[
     "epoch",
     "member",
@@ -215,6 +217,7 @@ class EndedJob:
     """How a job ended, for commands that ask when its keys, or its etcd, are gone.
 
     ``state``: finished, stopped (by request) or failed. ``step``: the last one that is known of; -1 if none is.
+    ``failure``: the kind of the failure; empty for none, and where an older version wrote this.
     """
 
     job: str
@@ -222,6 +225,12 @@ class EndedJob:
     detail: str
     step: int
     time_seconds: float
+    failure: str = ""
+
+    @property
+    def final(self) -> bool:
+        """Whether nobody starts the job's command again."""
+        return self.state in ("finished", "stopped") or self.failure in FINAL_FAILURES
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

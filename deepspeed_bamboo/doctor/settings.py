@@ -84,6 +84,14 @@ def _batch_findings(subject: Subject) -> Iterator[Finding]:
         )
 
 
+def micro_batches_of(settings: Mapping[str, Any], *, pipelines: int) -> int | None:
+    """Of a step in each pipeline, by a DeepSpeed configuration; None where it gives no such number."""
+    sizes = {name: settings[name] for name in (_BATCH, _MICRO, _STEPS) if settings.get(name) is not None}
+    if not sizes or any(not isinstance(value, int) or value < 1 for value in sizes.values()):
+        return None
+    return _micro_batches(sizes, pipelines)
+
+
 def _micro_batches(sizes: Mapping[str, Any], pipelines: int) -> int | None:
     """Of a step in each pipeline, as DeepSpeed fills in what is missing; None: there is no such number."""
     if _BATCH not in sizes:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
+from botocore.exceptions import ClientError
 from moto import mock_aws
 
+from deepspeed_bamboo.cli.job import NoSuchJobError
 from deepspeed_bamboo.cli.main import main
-from deepspeed_bamboo.cloud.errors import FleetError
+from deepspeed_bamboo.cloud.errors import FleetError, NoSuchFleetError
 from deepspeed_bamboo.cloud.fleet import open_fleet
 from deepspeed_bamboo.cloud.fleet_control import FleetControl
 from deepspeed_bamboo.cloud.fleet_spec import (
@@ -25,7 +28,9 @@ from deepspeed_bamboo.cloud.fleet_spec import (
     template_name,
     user_data,
 )
+from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.errors import ConfigError
+from tests.cli.views import view_of
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "fleet" / "aws.json"
 IMAGE = "ami-12c6146b"  # one of moto's; to ask for all of them takes seconds
@@ -115,6 +120,73 @@ def test_a_refused_fleet_leaves_no_template_behind(ec2: Any) -> None:
     with pytest.raises(FleetError, match="fleet 'gpt' can't be made"):
         FleetControl(Proxy(ec2, create_fleet=refuse)).up(spec_for(ec2))
     assert ec2.describe_launch_templates()["LaunchTemplates"] == []
+
+
+def said(code: str) -> Any:
+    """A call that AWS answers so."""
+
+    def call(**_: object) -> Any:
+        raise ClientError({"Error": {"Code": code, "Message": "m"}}, "call")
+
+    return call
+
+
+def test_rights_are_tried_before_they_are_needed_and_nothing_is_done(ec2: Any) -> None:
+    names = ("modify_fleet", "delete_fleets", "delete_launch_template")
+    FleetControl(ec2).up(spec_for(ec2))
+    asked: list[dict[str, Any]] = []
+
+    def allow(**arguments: Any) -> Any:
+        asked.append(arguments)
+        said("DryRunOperation")()
+
+    allowed = dict.fromkeys(names, allow)
+    FleetControl(Proxy(ec2, **allowed)).check_rights("gpt", down=True)
+    assert len(asked) == 3 and all(one["DryRun"] for one in asked)
+    for name in names:
+        control = FleetControl(Proxy(ec2, **{**allowed, name: said("UnauthorizedOperation")}))
+        with pytest.raises(FleetError, match=f"can't be changed by {name} .*UnauthorizedOperation"):
+            control.check_rights("gpt", down=True)
+    only = Proxy(ec2, **{**allowed, "delete_fleets": said("UnauthorizedOperation")})
+    FleetControl(only).check_rights("gpt", down=False)
+    with pytest.raises(NoSuchFleetError):
+        FleetControl(only).check_rights("bert", down=False)
+
+
+def test_what_stands_in_for_aws_is_not_asked_for_a_trial(ec2: Any) -> None:
+    FleetControl(ec2).up(spec_for(ec2))
+    elsewhere = boto3.client("ec2", endpoint_url="http://127.0.0.1:9").meta
+    control = FleetControl(Proxy(ec2, meta=elsewhere, delete_fleets=said("InternalError")))
+    control.check_rights("gpt", down=True)
+
+
+def test_status_names_the_machines_that_take_no_part_in_the_job(
+    ec2: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    FleetControl(ec2).up(spec_for(ec2))
+    machines = FleetControl(ec2).status("gpt", priced=False).machines
+    assert all(one.address and one.host.startswith("ip-") and one.dollars_per_hour is None for one in machines)
+    first, second, third = machines
+    view = replace(view_of(["w0"], grid=Grid(1, 1)), slots_of={first.host: 1, "named": 1})
+    view = replace(view, workers=(replace(view.workers[0], node="named", address=second.address),))
+    monkeypatch.setattr("deepspeed_bamboo.cli.fleet._view", lambda *_: view)
+    asked = ["fleet", "status", "gpt", "--endpoints", "e:2379"]
+    assert main(asked) == 0
+    assert "no part" not in capsys.readouterr().out  # so young a machine may be on its way
+    monkeypatch.setattr("deepspeed_bamboo.cli.fleet._BOOT_HOURS", 0.0)
+    assert main(asked) == 0
+    shown = capsys.readouterr().out
+    assert f"1 of 3 machines have taken no part in the job, and cost as the others do: {third.instance};" in shown
+    assert main([*asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["without_part"], told["perhaps_without_part"]) == (1, [third.instance])
+
+    def none(*_: object) -> Any:
+        raise NoSuchJobError("no job")
+
+    monkeypatch.setattr("deepspeed_bamboo.cli.fleet._view", none)
+    assert main(asked) == 0
+    assert "none of 3 running machines is seen in the job, and" in capsys.readouterr().out
 
 
 def test_every_resource_is_tagged_and_spot_only() -> None:

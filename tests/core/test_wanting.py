@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_bamboo.core.reconfiguring import LEAST_GAIN
-from deepspeed_bamboo.core.wanting import missing_share, wanted_machines
+from deepspeed_bamboo.core.wanting import Wanted, missing_share, modest, wanted_machines
 
 
 def blocks(stages: int) -> list[float]:
@@ -38,6 +38,25 @@ def test_there_are_as_many_more_as_are_missing() -> None:
 def test_the_share_that_is_missing() -> None:
     assert missing_share(losses_per_machine_hour=0.0, boot_seconds=180.0) == 0.0
     assert missing_share(losses_per_machine_hour=1.0, boot_seconds=180.0) == pytest.approx(0.05 / 1.05)
+    # However long a boot is, a share that machines can be counted with.
+    absurd = missing_share(losses_per_machine_hour=0.125, boot_seconds=1e20)
+    assert absurd == 0.99 and wanted_machines(blocks(8).__getitem__, most=24, missing=absurd).machines == 24
+
+
+def test_a_least_number_is_kept_and_said_where_fewer_would_be_as_fast() -> None:
+    found = wanted_machines(lambda machines: 1.0, most=12, missing=0.0, least=8, why_least="hold it")
+    assert (found.machines, found.spare) == (8, 0)
+    assert found.reason == "8 machines hold it (1 would be as fast); all 12 would be 0.0% faster"
+    few = wanted_machines(blocks(8).__getitem__, most=12, missing=0.05, least=8, why_least="hold it")
+    assert few == wanted_machines(blocks(8).__getitem__, most=12, missing=0.05)
+    assert wanted_machines(lambda machines: 1.0, most=4, missing=0.0, least=8).machines == 4
+
+
+def test_stand_bys_come_one_by_one_and_machines_of_use_at_once() -> None:
+    wish = Wanted(12, 4, "8 machines are of use")
+    assert [modest(wish, asked=asked).machines for asked in (2, 8, 9, 11, 12, 20)] == [9, 9, 10, 12, 12, 12]
+    assert modest(wish, asked=9) == Wanted(10, 2, "8 machines are of use; one more at each look")
+    assert modest(wish, asked=12) is wish
 
 
 @pytest.mark.parametrize(("most", "missing"), [(0, 0.0), (4, 1.0), (4, -0.1)])
