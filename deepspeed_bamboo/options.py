@@ -27,8 +27,21 @@ def positive(text: str) -> float:
     return value
 
 
+def filled(text: str) -> str:
+    """The text as it is. Raises ArgumentTypeError for an empty one, as a variable leaves it that is not set."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(
+            "it is empty; is the variable set that it comes from? Leave the option out, or give its value"
+        )
+    return text
+
+
 def path_text(text: str) -> str:
-    """A path or base64, as it is but for a leading ``~``, which shells leave as it is behind ``=`` and in quotes."""
+    """A path or base64, as it is but for a leading ``~``, which shells leave as it is behind ``=`` and in quotes.
+
+    Raises ArgumentTypeError for an empty one, which would be the current folder.
+    """
+    filled(text)
     return os.path.expanduser(text) if text.startswith("~") and not os.path.exists(text) else text  # noqa: PTH110, PTH111
 
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from datetime import datetime, timezone
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from deepspeed_bamboo.cli.asking import agreed
 from deepspeed_bamboo.cli.job import add_job_options, opened_job
 from deepspeed_bamboo.cloud.fleet import ec2_client
 from deepspeed_bamboo.cloud.fleet_control import FleetControl, FleetStatus
@@ -187,9 +187,7 @@ def _control(arguments: argparse.Namespace, *, region: str | None = None) -> Fle
 def _agreed(arguments: argparse.Namespace, question: str) -> bool:
     if arguments.yes:
         return True
-    if not sys.stdin.isatty():
-        raise ConfigError(f"{question} There is no terminal to answer on; add --yes")
-    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    return agreed(question, otherwise=ConfigError(f"{question} There is no terminal to answer on; add --yes"))
 
 
 def _print(name: str, status: FleetStatus) -> None:
