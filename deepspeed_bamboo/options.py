@@ -7,6 +7,8 @@ import math
 import os
 from pathlib import Path
 
+_MOST_SECONDS = 1_000_000
+
 
 def number(text: str) -> float:
     """A finite number. Raises ArgumentTypeError for anything else, ``nan``, ``inf`` and ``1e400`` included."""
@@ -24,6 +26,14 @@ def positive(text: str) -> float:
     value = number(text)
     if value <= 0.0:
         raise argparse.ArgumentTypeError(f"{text} must be above 0")
+    return value
+
+
+def seconds(text: str) -> float:
+    """A duration above 0 that clocks can hold. Raises ArgumentTypeError for anything else."""
+    value = positive(text)
+    if value > _MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text} must be at most {_MOST_SECONDS} (eleven days)")
     return value
 
 

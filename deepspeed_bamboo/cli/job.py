@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed_bamboo.cli.asking import agreed
 from deepspeed_bamboo.errors import BambooError
-from deepspeed_bamboo.options import filled, path_text, positive
+from deepspeed_bamboo.options import filled, path_text, seconds
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.coordination import EtcdGuard, JobCoordinator
@@ -57,7 +57,7 @@ def add_parser(subparsers: Any) -> None:
     _add_yes(drain)
     drain.add_argument(
         "--deadline-seconds",
-        type=positive,
+        type=seconds,
         metavar="S",
         help="when the node will be gone (default: no hurry)",
     )
