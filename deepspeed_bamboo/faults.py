@@ -19,7 +19,6 @@ A further loss in the middle of a recovery is scripted by one of RECOVERY_POINTS
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -30,6 +29,7 @@ from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.protocol import FAULTS
 from deepspeed_bamboo.suggest import choose_from
+from deepspeed_bamboo.text_files import UnreadableError, json_of, text_of
 
 PER_MICRO_BATCH = ("forward", "backward", "send_activation", "send_grad")
 PER_STEP = ("reduce", "step", "idle")
@@ -126,11 +126,9 @@ class FaultScript:
         """Read a JSON file with the list form. Raises ConfigError that names the file."""
         where = f"fault script {os.fspath(path)}"
         try:
-            value = json.loads(Path(path).read_text(encoding="utf-8-sig"))
-        except OSError as error:
-            raise ConfigError(f"can't be read ({error.strerror}); name a JSON file", where=where) from error
-        except ValueError as error:
-            raise ConfigError(f"is no JSON ({error}); write a list of objects", where=where) from error
+            value = json_of(text_of(Path(path)))
+        except UnreadableError as error:
+            raise ConfigError(f"{error}; name a JSON file with a list of objects", where=where) from error
         return cls.parse(value, where=where)
 
     @classmethod

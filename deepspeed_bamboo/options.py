@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 _DAY_SECONDS = 86_400.0
+_MOST_SECONDS = 1_000_000
 
 
 def number(text: str) -> float:
@@ -45,8 +46,29 @@ def at_least_one(text: str) -> int:
     return int(value)
 
 
+def seconds(text: str) -> float:
+    """A duration above 0 that clocks can hold. Raises ArgumentTypeError for anything else."""
+    value = positive(text)
+    if value > _MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text} must be at most {_MOST_SECONDS} (eleven days)")
+    return value
+
+
+def filled(text: str) -> str:
+    """The text as it is. Raises ArgumentTypeError for an empty one, as a variable leaves it that is not set."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(
+            "it is empty; is the variable set that it comes from? Leave the option out, or give its value"
+        )
+    return text
+
+
 def path_text(text: str) -> str:
-    """A path or base64, as it is but for a leading ``~``, which shells leave as it is behind ``=`` and in quotes."""
+    """A path or base64, as it is but for a leading ``~``, which shells leave as it is behind ``=`` and in quotes.
+
+    Raises ArgumentTypeError for an empty one, which would be the current folder.
+    """
+    filled(text)
     return os.path.expanduser(text) if text.startswith("~") and not os.path.exists(text) else text  # noqa: PTH110, PTH111
 
 

@@ -17,7 +17,9 @@ from deepspeed_bamboo.doctor.machine import ThisMachine
 from deepspeed_bamboo.doctor.subject import ModelFacts, Subject, read_hosts
 from deepspeed_bamboo.elastic.settings_source import settings_in
 from deepspeed_bamboo.errors import ConfigError
-from deepspeed_bamboo.options import file_path, path_text
+from deepspeed_bamboo.options import file_path, filled, path_text
+
+_MOST_STAGES = 10_000
 
 
 def add_parser(subparsers: Any) -> None:
@@ -36,7 +38,9 @@ def add_parser(subparsers: Any) -> None:
         "--hostfile", type=file_path, metavar="FILE", help="DeepSpeed's host file (default: this machine)"
     )
     parser.add_argument("--stages", type=int, metavar="P", help="pipeline stages (default: as many as workers)")
-    parser.add_argument("--model", metavar="NAME", help="a model of scripts/train.py, for layers and device memory")
+    parser.add_argument(
+        "--model", type=filled, metavar="NAME", help="a model of scripts/train.py, for layers and device memory"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     parser.set_defaults(run=run)
 
@@ -84,8 +88,8 @@ def _plain(arguments: argparse.Namespace, subject: Subject) -> Iterator[Finding]
 
 def subject_of(arguments: argparse.Namespace) -> Subject:
     """What the command line names. Raises ConfigError."""
-    if arguments.stages is not None and arguments.stages < 1:
-        raise ConfigError(f"--stages is {arguments.stages}; give a number from 1")
+    if arguments.stages is not None and not 1 <= arguments.stages <= _MOST_STAGES:
+        raise ConfigError(f"--stages is {arguments.stages}; give a number from 1 to {_MOST_STAGES}")
     settings = {} if arguments.config is None else settings_in(arguments.config)
     subject = Subject(
         machine=ThisMachine(),

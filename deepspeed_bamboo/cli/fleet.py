@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import json
 import signal
-import sys
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from deepspeed_bamboo.cli.asking import agreed
 from deepspeed_bamboo.cli.job import NoSuchJobError, add_job_options, last_end, opened_job, own_etcd
 from deepspeed_bamboo.cloud.fleet import ec2_client
 from deepspeed_bamboo.cloud.fleet_control import FleetControl, FleetStatus
@@ -314,9 +314,7 @@ def _control(arguments: argparse.Namespace, *, region: str | None = None) -> Fle
 def _agreed(arguments: argparse.Namespace, question: str) -> bool:
     if arguments.yes:
         return True
-    if not sys.stdin.isatty():
-        raise ConfigError(f"{question} There is no terminal to answer on; add --yes")
-    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    return agreed(question, otherwise=ConfigError(f"{question} There is no terminal to answer on; add --yes"))
 
 
 def _print(name: str, status: FleetStatus) -> None:

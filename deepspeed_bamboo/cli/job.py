@@ -6,13 +6,13 @@ import argparse
 import contextlib
 import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from deepspeed_bamboo.cli.asking import agreed
 from deepspeed_bamboo.errors import BambooError
-from deepspeed_bamboo.options import path_text, positive
+from deepspeed_bamboo.options import filled, path_text, seconds
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.coordination import EtcdGuard, JobCoordinator
@@ -60,12 +60,12 @@ def add_parser(subparsers: Any) -> None:
     status.set_defaults(run=run_status)
 
     drain = subparsers.add_parser("drain", help="move a running job off a node, without losing anything")
-    drain.add_argument("node", metavar="NODE", help="the node, as ds_bamboo status calls it")
+    drain.add_argument("node", type=filled, metavar="NODE", help="the node, as ds_bamboo status calls it")
     add_job_options(drain)
     _add_yes(drain)
     drain.add_argument(
         "--deadline-seconds",
-        type=positive,
+        type=seconds,
         metavar="S",
         help="when the node will be gone (default: no hurry)",
     )
@@ -137,10 +137,13 @@ def add_job_options(
     parser: argparse.ArgumentParser, *, without: str = "default: that of your job on this machine"
 ) -> None:
     """``without``: what is the case where neither option says where the job's etcd is."""
-    parser.add_argument("--job", metavar="NAME", help="the job's name (default: the only one that runs there)")
+    parser.add_argument(
+        "--job", type=filled, metavar="NAME", help="the job's name (default: the only one that runs there)"
+    )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--endpoints",
+        type=filled,
         metavar="HOSTS",
         help=f"its etcd as HOST:PORT,..., without password or TLS ({without})",
     )
@@ -160,9 +163,8 @@ def _confirm(arguments: argparse.Namespace, what: str) -> None:
     """Ask whether the only job is meant, if the command does not name it. Raises NotMeantError."""
     if arguments.job is not None or arguments.yes:
         return
-    if not (sys.stdin is not None and sys.stdin.isatty()):
-        raise NotMeantError(f"this would {what}, which the command does not name; give --job NAME, or --yes to confirm")
-    if input(f"{what[0].upper()}{what[1:]}? [y/N] ").strip().lower() not in ("y", "yes"):
+    unnamed = f"this would {what}, which the command does not name; give --job NAME, or --yes to confirm"
+    if not agreed(f"{what[0].upper()}{what[1:]}?", otherwise=NotMeantError(unnamed)):
         raise NotMeantError("not confirmed; nothing was changed")
 
 
@@ -213,9 +215,9 @@ def _where(arguments: argparse.Namespace) -> tuple[list[str], str, EtcdGuard]:
     """
     from deepspeed_bamboo.coordination import DEFAULT_PREFIX, EtcdGuard
 
-    if arguments.endpoints:
+    if arguments.endpoints is not None:
         return arguments.endpoints.split(","), DEFAULT_PREFIX, EtcdGuard()
-    if not arguments.deepspeed_config:
+    if arguments.deepspeed_config is None:
         return [], DEFAULT_PREFIX, EtcdGuard()
     from deepspeed_bamboo.elastic.settings_source import load_section
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import io
 import sys
 from collections.abc import Sequence
 
@@ -31,6 +32,8 @@ _EXIT_INTERRUPTED = 130  # as shells have it for Ctrl-C
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in ``argv`` (default: the process's own arguments). Returns the exit code."""
     arguments = build_parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal can't show is no reason to end
     try:
         code = int(arguments.run(arguments))
         if sys.stdout is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.placing.sites import WorkerSite
 from deepspeed_bamboo.core.timing import Profile
 from deepspeed_bamboo.errors import ConfigError
+from deepspeed_bamboo.text_files import UnreadableError, json_of, text_of
 
 COLUMNS = ("worker", "node", "zone")
 _FORM = (
@@ -37,9 +37,9 @@ def read_sites(path: Path) -> list[WorkerSite]:
 
 def read_placement(path: Path) -> Placement:
     """The placement in ``path``, as ``ds_bamboo plan --write`` wrote it. Raises ConfigError."""
-    text = _read(path, remedy="give a file written by ds_bamboo plan --write")
+    value = _read_json(path, remedy="give a file written by ds_bamboo plan --write")
     try:
-        return Placement.from_json(json.loads(text))
+        return Placement.from_json(value)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigError(
             f"no placement: {error!r}; give a file written by ds_bamboo plan --write", where=str(path)
@@ -49,9 +49,9 @@ def read_placement(path: Path) -> Placement:
 def read_profile(path: Path, grid: Grid) -> Profile:
     """The measured times in ``path``, as a job with ``bamboo.profile`` wrote them. Raises ConfigError."""
     remedy = "give a file that a job wrote, with the setting bamboo.profile"
-    text = _read(path, remedy=remedy)
+    value = _read_json(path, remedy=remedy)
     try:
-        profile = Profile.from_json(json.loads(text))
+        profile = Profile.from_json(value)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigError(f"no profile: {error!r}; {remedy}", where=str(path)) from error
     if len(profile.forward) != grid.stages:
@@ -64,18 +64,24 @@ def read_profile(path: Path, grid: Grid) -> Profile:
 
 def _read(path: Path, *, remedy: str) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"can't be read ({error.strerror}); {remedy}", where=str(path)) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"is no text ({error.reason}); {remedy}", where=str(path)) from error
+        return text_of(path)
+    except UnreadableError as error:
+        raise ConfigError(f"{error}; {remedy}", where=str(path)) from error
+
+
+def _read_json(path: Path, *, remedy: str) -> Any:
+    text = _read(path, remedy=remedy)
+    try:
+        return json_of(text)
+    except UnreadableError as error:
+        raise ConfigError(f"{error}; {remedy}", where=str(path)) from error
 
 
 def _json_rows(text: str, path: Path) -> Iterator[tuple[str, list[Any]]]:
     try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"not JSON: {error}; {_FORM}", where=str(path)) from error
+        value = json_of(text)
+    except UnreadableError as error:
+        raise ConfigError(f"{error}; {_FORM}", where=str(path)) from error
     if not isinstance(value, list):
         raise ConfigError(f"a {type(value).__name__} instead of a list of workers; {_FORM}", where=str(path))
     for number, entry in enumerate(value, start=1):
@@ -90,8 +96,12 @@ def _json_rows(text: str, path: Path) -> Iterator[tuple[str, list[Any]]]:
 
 
 def _csv_rows(text: str, path: Path) -> Iterator[tuple[str, list[Any]]]:
+    try:
+        rows = list(csv.reader(text.splitlines(), skipinitialspace=True))
+    except csv.Error as error:
+        raise ConfigError(f"neither JSON nor CSV ({error}); {_FORM}", where=str(path)) from error
     order: Sequence[str] | None = None
-    for number, row in enumerate(csv.reader(text.splitlines(), skipinitialspace=True), start=1):
+    for number, row in enumerate(rows, start=1):
         cells: list[Any] = [cell.strip() for cell in row]
         if not any(cells) or cells[0].startswith("#"):
             continue

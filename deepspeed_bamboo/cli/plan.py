@@ -24,7 +24,7 @@ from deepspeed_bamboo.core.placing.holding import Memory
 from deepspeed_bamboo.core.placing.sites import WorkerSite
 from deepspeed_bamboo.core.placing.solver import Decision, decide
 from deepspeed_bamboo.core.timing import Profile
-from deepspeed_bamboo.options import file_path, path_text, positive
+from deepspeed_bamboo.options import file_path, filled, path_text, positive
 
 if TYPE_CHECKING:
     _SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _SHOWN_COORDINATES = 6
 _COLUMNS = 80  # of what is no table
 _EXIT_FATAL = 3
+_MOST_COORDINATES, _MOST_MICRO_BATCHES = 10_000, 10_000
 _DESCRIPTION = """Place a grid of pipelines and stages on workers, neighbours and shadows apart in nodes and zones. The
 exit code is 3 if the loss of some node, or of one of several zones, would be fatal."""
 
@@ -98,7 +99,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", type=path_text, metavar="FILE", help="DeepSpeed's JSON: with --model, what devices have to hold"
     )
-    parser.add_argument("--model", metavar="NAME", help="a model of scripts/train.py, for --config")
+    parser.add_argument("--model", type=filled, metavar="NAME", help="a model of scripts/train.py, for --config")
     parser.add_argument(
         "--device-gib",
         type=positive,
@@ -114,8 +115,8 @@ def run(args: argparse.Namespace) -> int:
     or of one of several zones.
     """
     try:
+        grid = _grid(args)
         current = read_placement(args.current) if args.current is not None else None
-        grid = Grid(args.pipelines, args.stages)
         sites = read_sites(args.nodes)
         profile = Profile.even(grid.stages) if args.profile is None else read_profile(args.profile, grid)
         memory = asked_for(args, [site.worker for site in sites])
@@ -147,6 +148,20 @@ def run(args: argparse.Namespace) -> int:
         text = f"not survived: the loss of {', or of '.join(fatal)} (exit code {_EXIT_FATAL})"
         print("\n".join(["", *wrapped(text, _COLUMNS)]))
     return _EXIT_FATAL if fatal else 0
+
+
+def _grid(args: argparse.Namespace) -> Grid:
+    """The grid that is asked for. Raises ValueError for one that would take hours, and for no micro-batches."""
+    grid = Grid(args.pipelines, args.stages)
+    count = grid.pipelines * grid.stages  # len() takes no larger ones
+    if count > _MOST_COORDINATES:
+        raise ValueError(
+            f"--pipelines {grid.pipelines} and --stages {grid.stages} are {count} coordinates, and at most "
+            f"{_MOST_COORDINATES} can be planned; give fewer"
+        )
+    if not 1 <= args.micro_batches <= _MOST_MICRO_BATCHES:
+        raise ValueError(f"--micro-batches {args.micro_batches}: give a number from 1 to {_MOST_MICRO_BATCHES}")
+    return grid
 
 
 def _decided(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from deepspeed_bamboo.cli.doctor import model_facts
+from deepspeed_bamboo.config.sections import is_on, section_problems
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.placing.holding import Memory
 from deepspeed_bamboo.doctor.memory import bytes_each
@@ -20,6 +21,7 @@ _MIB, _GIB = 1 << 20, 1 << 30
 _MICRO_BATCH_SIZE = "train_micro_batch_size_per_gpu"
 _HALF = 0.5
 _HALVINGS = 6
+_MOST_SAMPLES = 1_000_000
 
 
 def estimate(
@@ -27,8 +29,11 @@ def estimate(
 ) -> Memory:
     """Bytes by stage: parameters, gradients and optimizer state, and what a micro-batch's forward keeps."""
     each = bytes_each(settings, pipelines)
-    half = any(settings.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
-    samples = int(settings.get(_MICRO_BATCH_SIZE) or 1) * (_HALF if half else 1.0)
+    half = any(is_on(settings, name) for name in ("bf16", "fp16"))
+    given = settings.get(_MICRO_BATCH_SIZE)
+    if given is not None and not (type(given) is int and 1 <= given <= _MOST_SAMPLES):
+        raise ConfigError(f"{_MICRO_BATCH_SIZE} is {given!r}; write a whole number from 1 to {_MOST_SAMPLES}")
+    samples = (given or 1) * (_HALF if half else 1.0)
     return Memory(
         tuple(round(count * each) for count in model.stage_parameters),
         tuple(round(kept * samples) for kept in model.stage_activations),
@@ -45,6 +50,9 @@ def asked_for(args: argparse.Namespace, workers: Iterable[WorkerId]) -> Memory |
     if args.config is None or args.model is None:
         raise ConfigError("what stages take is estimated from --config and --model together; give both")
     settings = settings_in(args.config)
+    problems = tuple(section_problems(settings))
+    if problems:
+        raise ConfigError(*problems, where=args.config)
     model = model_facts(args.model, args.stages)
     if model is None:
         raise ConfigError("--model needs torch and deepspeed, which are not installed here; install them")

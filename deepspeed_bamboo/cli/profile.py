@@ -12,7 +12,7 @@ from deepspeed_bamboo.config.section import CoordinatorConfig
 from deepspeed_bamboo.errors import EventLogError
 from deepspeed_bamboo.eventlog.costs import MeasuredJob, measured_job
 from deepspeed_bamboo.eventlog.files import read_worker_files
-from deepspeed_bamboo.options import file_path, positive
+from deepspeed_bamboo.options import file_path, seconds
 
 
 def add_parser(subparsers: Any) -> None:
@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
     lease = CoordinatorConfig().lease_seconds
     parser.add_argument(
         "--lease-seconds",
-        type=positive,
+        type=seconds,
         default=lease,
         help="coordinator.lease_seconds: until a machine that vanishes is known to be lost, where in the log only "
         f"processes died, which is known at once (default: {lease:g})",
@@ -42,7 +42,13 @@ def run(arguments: argparse.Namespace) -> int:
     files = read_worker_files(arguments.log)
     if not files:
         raise EventLogError(f"no events in {arguments.log}; give the directory that was bamboo.event_log in a run")
-    found = of_vanished_machines(measured_job(files), lease_seconds=arguments.lease_seconds)
+    try:
+        found = of_vanished_machines(measured_job(files), lease_seconds=arguments.lease_seconds)
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise EventLogError(
+            f"the events in {arguments.log} lack what a profile is made from ({error!r}); files were changed, or "
+            "another version wrote them: let a job run again"
+        ) from error
     text = json.dumps(found.to_json(), indent=1) + "\n"
     if arguments.output is None:
         print(text, end="")

@@ -25,6 +25,8 @@ from deepspeed_bamboo.core.trace import chrome_trace
 from deepspeed_bamboo.core.verify import verify
 from deepspeed_bamboo.options import file_path
 
+_MOST_PASSES = 100_000
+
 if TYPE_CHECKING:
     _SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -108,6 +110,12 @@ class _Shown:
 
 def _scenario(args: argparse.Namespace) -> _Shown:
     grid = Grid(args.pipelines, args.stages)
+    passes = grid.pipelines * grid.stages * args.micro_batches
+    if passes > _MOST_PASSES:
+        raise ValueError(
+            f"{grid.pipelines} x {grid.stages} stages with {args.micro_batches} micro-batches are {passes} passes, and "
+            f"at most {_MOST_PASSES} can be drawn; give fewer"
+        )
     workers = [f"w{rank}" for rank in range(len(grid))]
     # Without shadows a stage lives on in another pipeline only, and there only where pipelines hold the same.
     protected = args.mode != Mode.OFF.value

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from deepspeed_bamboo.config.sections import is_on, section_of, section_problems, zero_stage
 from deepspeed_bamboo.errors import ConfigError
 
 
@@ -98,6 +99,7 @@ def _model_problems(model: ModelKind, *, model_name: str) -> Iterator[str]:
 
 def settings_problems(settings: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with a DeepSpeed configuration, whatever the model is."""
+    yield from section_problems(settings)
     yield from zero_problems(settings)
     yield from parallel_problems(settings)
     yield from logging_problems(settings)
@@ -107,7 +109,7 @@ def settings_problems(settings: Mapping[str, Any]) -> Iterator[str]:
 
 def zero_problems(settings: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with ZeRO in a DeepSpeed configuration."""
-    zero, stage = settings.get("zero_optimization"), _zero_stage(settings)
+    zero, stage = settings.get("zero_optimization"), zero_stage(settings)
     if stage in (2, 3):
         yield (
             f"zero_optimization.stage is {stage}, and DeepSpeed's pipelines work with ZeRO stages 0 and 1 only; "
@@ -137,17 +139,16 @@ def _offload_problems(zero: Any, *, stage: Any) -> Iterator[str]:
 
 def parallel_problems(settings: Mapping[str, Any]) -> Iterator[str]:
     """What in a DeepSpeed configuration cuts layers in parts."""
-    section = settings.get("tensor_parallel")
-    size = section.get("autotp_size", 0) if isinstance(section, Mapping) else 0
+    size = section_of(settings, "tensor_parallel").get("autotp_size", 0)
     if isinstance(size, int) and size > 1:
         yield f"tensor_parallel.autotp_size is {size}, and tensor parallelism is not supported; set it to 0"
-    if _enabled(settings, "expert_parallel"):
+    if is_on(settings, "expert_parallel"):
         yield "expert_parallel.enabled is true, and experts spread over workers are not supported; set it to false"
 
 
 def logging_problems(settings: Mapping[str, Any]) -> Iterator[str]:
     """What in a DeepSpeed configuration times collectives, several of which run at once under the plugin."""
-    if not _enabled(settings, "comms_logger"):
+    if not is_on(settings, "comms_logger"):
         return
     section = settings["comms_logger"]
     if section.get("prof_all", True) or section.get("prof_ops"):
@@ -159,7 +160,7 @@ def logging_problems(settings: Mapping[str, Any]) -> Iterator[str]:
 
 def autocast_problems(settings: Mapping[str, Any]) -> Iterator[str]:
     """What in a DeepSpeed configuration keeps one loss scale for all that a worker hosts, and sends it to nobody."""
-    if not _enabled(settings, "torch_autocast") or _zero_stage(settings):
+    if not is_on(settings, "torch_autocast") or zero_stage(settings):
         return
     if settings["torch_autocast"].get("dtype") in ("torch.float16", "fp16", "float16", "half"):
         yield (
@@ -170,29 +171,17 @@ def autocast_problems(settings: Mapping[str, Any]) -> Iterator[str]:
 
 def data_problems(settings: Mapping[str, Any]) -> Iterator[str]:
     """What in a DeepSpeed configuration chooses samples or tokens, and counts for itself how far it is."""
-    if _enabled(settings, "data_efficiency", "data_sampling", "curriculum_learning"):
+    if is_on(settings, "data_efficiency", "data_sampling", "curriculum_learning"):
         yield (
             "data_efficiency.data_sampling.curriculum_learning.enabled is true, and DeepSpeed's sampler keeps "
             "its position in training_data for itself, so who takes a pipeline over can't continue there; set it to "
             "false, and choose samples by the step in a source of your own (engine.set_data_source)"
         )
-    if _enabled(settings, "data_efficiency", "data_routing", "random_ltd"):
+    if is_on(settings, "data_efficiency", "data_routing", "random_ltd"):
         yield (
             "data_efficiency.data_routing.random_ltd.enabled is true, and shadows know neither its scheduler nor the "
             "tokens that its layers drop; set it to false"
         )
-
-
-def _zero_stage(settings: Mapping[str, Any]) -> Any:
-    zero = settings.get("zero_optimization")
-    return zero.get("stage", 0) if isinstance(zero, Mapping) else 0
-
-
-def _enabled(settings: Any, *names: str) -> bool:
-    """Whether the section that ``names`` lead to has a true ``enabled``."""
-    for name in names:
-        settings = settings.get(name) if isinstance(settings, Mapping) else None
-    return isinstance(settings, Mapping) and bool(settings.get("enabled", False))
 
 
 def _size_problems(stages: int | None, *, world_size: int) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from deepspeed_bamboo.config.sections import is_on, zero_stage
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.core.loss_cost import loss_cost
 from deepspeed_bamboo.core.placing.sites import WorkerSite
@@ -22,7 +23,7 @@ def check_losses(subject: Subject) -> Iterator[Finding]:
     pipelines, stages = subject.grid
     workers = [WorkerSite(f"{host.name}/{slot}", host.name) for host in subject.hosts for slot in range(host.slots)]
     settings, mode = subject.settings, subject.section.redundancy.mode
-    alike = not settings.get("bf16", {}).get("enabled") and not settings.get("zero_optimization", {}).get("stage", 0)
+    alike = not is_on(settings, "bf16") and not zero_stage(settings)
     decision = decide(Grid(pipelines, stages), workers, protected=mode != "off", alike=alike and pipelines > 1)
     fatal = [
         name

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from deepspeed_bamboo.config.sections import is_on, section_of, zero_stage
 from deepspeed_bamboo.doctor.finding import Finding, warning
 from deepspeed_bamboo.doctor.subject import Subject
 
@@ -56,13 +57,11 @@ def state_bytes(subject: Subject, *, shadows: int) -> int:
 
 def bytes_each(settings: Mapping[str, Any], pipelines: int) -> float:
     """What a parameter takes with its gradient and optimizer state, by DeepSpeed's ``settings``."""
-    optimizer = settings.get("optimizer", {})
-    kind = str(optimizer.get("type", "Adam")).upper()
-    moments = _MOMENTS.get(kind, _USUAL_MOMENTS) + bool(optimizer.get("params", {}).get("momentum"))
-    half = any(settings.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
-    bf16 = bool(settings.get("bf16", {}).get("enabled"))
-    zero = settings.get("zero_optimization", {}).get("stage", 0)
-    spread = pipelines if bf16 or zero else 1
+    kind = str(section_of(settings, "optimizer").get("type", "Adam")).upper()
+    momentum = section_of(settings, "optimizer", "params").get("momentum")
+    moments = _MOMENTS.get(kind, _USUAL_MOMENTS) + bool(momentum)
+    half = any(is_on(settings, name) for name in ("bf16", "fp16"))
+    spread = pipelines if is_on(settings, "bf16") or zero_stage(settings) else 1
     # Parameter and gradient; then master weight and moments, which bf16 and ZeRO spread over the pipelines.
-    held = (2 + (4 if bf16 else 2)) if half else 8
+    held = (2 + (4 if is_on(settings, "bf16") else 2)) if half else 8
     return held + ((4 if half else 0) + 4 * moments) / spread

@@ -12,8 +12,11 @@ from deepspeed_bamboo.config.section import BambooConfig
 from deepspeed_bamboo.core.seating import logical_grid
 from deepspeed_bamboo.doctor.machine import Machine
 from deepspeed_bamboo.errors import ConfigError
+from deepspeed_bamboo.text_files import UnreadableError, text_of
 
-_HOST = re.compile(r"(\S+)\s+slots=(\d+)")
+_HOST = re.compile(r"(\S+)\s+slots=([0-9]+)")
+_SLOT_DIGITS = 4  # of one machine
+_SHOWN = 200
 
 
 @dataclass(frozen=True)
@@ -73,17 +76,18 @@ class Subject:
 def read_hosts(path: Path) -> tuple[Host, ...]:
     """The lines ``NAME slots=N`` of DeepSpeed's host file. Raises ConfigError for another line, and for no file."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        raise ConfigError(f"can't be read ({error.strerror}); name the host file", where=str(path)) from error
+        lines = text_of(path).splitlines()
+    except UnreadableError as error:
+        raise ConfigError(f"{error}; name the host file", where=str(path)) from error
     hosts = []
     for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].strip()
         if not text:
             continue
         found = _HOST.fullmatch(text)
-        if found is None or not int(found[2]):
-            raise ConfigError(f"line {number} is {text!r}; write NAME slots=N, with N from 1", where=str(path))
+        if found is None or len(found[2]) > _SLOT_DIGITS or not int(found[2]):
+            shown = repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
+            raise ConfigError(f"line {number} is {shown}; write NAME slots=N, with N from 1 to 9999", where=str(path))
         hosts.append(Host(found[1], int(found[2])))
     if not hosts:
         raise ConfigError("names no host; write a line NAME slots=N for each", where=str(path))

@@ -38,7 +38,7 @@ from deepspeed_bamboo.elastic.assembly import Offer
 from deepspeed_bamboo.elastic.boot import Boot
 from deepspeed_bamboo.elastic.error_report import ErrorReport
 from deepspeed_bamboo.elastic.hang_watch import Hang, HangWatch
-from deepspeed_bamboo.elastic.leftovers import remove_shared_memory, signal_session
+from deepspeed_bamboo.elastic.leftovers import WorkerSessions, remove_shared_memory
 from deepspeed_bamboo.elastic.mailbox import Mailbox
 from deepspeed_bamboo.elastic.messenger import Messenger
 from deepspeed_bamboo.elastic.notices import NodeNotices
@@ -112,7 +112,7 @@ class BambooElasticAgent(LocalElasticAgent):
         self._pulse: WorkerPulse | None = None  # of the current worker
         self._hang_watch = HangWatch(settings.rules.hangs)
         self._step = -1  # as far as the own workers have come
-        self._sessions: dict[str, int] = {}  # worker -> process id, which is also its session
+        self._sessions = WorkerSessions()
         self._exit_code: int | None = None
         self._registration: Registration | None = None
         self._keeping: SharedRegistration | None = None  # of the current worker
@@ -197,7 +197,7 @@ class BambooElasticAgent(LocalElasticAgent):
         self._take_signals()  # starting has put handlers of torch's own in place
         pid = self._pcontext.pids()[0]
         worker = self._start_action.worker
-        self._sessions[worker] = pid
+        self._sessions.begin(worker, pid)
         self._keeping = self._coordinator.keep(
             worker,
             joining=self._start_action.joining,
@@ -262,7 +262,7 @@ class BambooElasticAgent(LocalElasticAgent):
             # dies with this process.
             self._take_signals()
             self._mailbox.put(decisions.Signalled(int(interruption.sigval)))
-            if action.worker not in self._sessions:
+            if self._sessions.pid(action.worker) is None:
                 self._mailbox.put(decisions.WorkerExited(action.worker, -int(interruption.sigval), ""))
 
     def _collect(self, worker: str) -> decisions.Event:
@@ -285,11 +285,10 @@ class BambooElasticAgent(LocalElasticAgent):
 
     def _sweep(self, event: decisions.WorkerExited) -> None:
         """Remove what the worker left; after everything that others wait for."""
-        pid = self._sessions.get(event.worker)
+        pid = self._sessions.pid(event.worker)
         if pid is None:
             return
-        if event.code != 0:
-            signal_session(pid, signal.SIGTERM)
+        self._sessions.end(event.worker, signalled=event.code != 0)
         remove_shared_memory(
             worker_pid=pid,
             rank=self._slot.rank,
@@ -298,7 +297,8 @@ class BambooElasticAgent(LocalElasticAgent):
         )
 
     def _kill(self, number: signal.Signals) -> None:
-        for pid in () if self._pcontext is None else self._pcontext.pids().values():
+        pid = self._sessions.running(self._start_action.worker)
+        if pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
@@ -362,7 +362,7 @@ class BambooElasticAgent(LocalElasticAgent):
         """Find out whether the worker stands still, and where; again in a moment."""
         self._mailbox.put_later(_FEEL, after_seconds=_LOOK_SECONDS)
         worker = self._start_action.worker
-        pulse, pid = None if self._pulse is None else self._pulse.read(), self._sessions.get(worker, 0)
+        pulse, pid = None if self._pulse is None else self._pulse.read(), self._sessions.pid(worker) or 0
         if self._pulse is None or pulse is None or not is_running(pid):
             return
         self._step = max(self._step, pulse.step)
@@ -387,9 +387,8 @@ class BambooElasticAgent(LocalElasticAgent):
 
     def _say_goodbye(self) -> None:
         """Nothing of the worker stays, the others are told, and whoever is last removes the job's keys."""
-        for session in self._sessions.values():
-            if self.exit_code != 0:
-                signal_session(session, signal.SIGKILL)
+        if self.exit_code != 0:
+            self._sessions.kill()
         if self._messenger is not None:
             self._messenger.stop(within_seconds=_GOODBYE_SECONDS)
         if self._registration is not None:

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from deepspeed_bamboo.options import filled
+
 _DESCRIPTION = """\
 Runs an unmodified DeepSpeed pipeline script so that it survives the loss of any of its machines:
 
@@ -51,12 +53,16 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--job", help="name of the job; needed to find it again (default: made from script and time)")
+    parser.add_argument(
+        "--job", type=filled, help="name of the job; needed to find it again (default: made from script and time)"
+    )
     parser.add_argument(
         "--workers", type=int, metavar="N", help="start the job on N slots; the others stand by (default: all slots)"
     )
     parser.add_argument("--join", action="store_true", help="only join the job of that name; an error if there is none")
-    parser.add_argument("--bamboo_config", metavar="FILE", help="DeepSpeed JSON, if the script's arguments name none")
+    parser.add_argument(
+        "--bamboo_config", type=filled, metavar="FILE", help="DeepSpeed JSON, if the script's arguments name none"
+    )
     parser.add_argument("--local_rank", type=int, help="set by the launcher")
     parser.add_argument("script", help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed to the script as they are")

@@ -322,7 +322,12 @@ def how_it_ended(code: int) -> str:
     """``code`` of a process in words."""
     if code >= 0:
         return f"ended with exit code {code}"
+    return f"was killed by {signal_name(-code)}"
+
+
+def signal_name(number: int) -> str:
+    """``SIGTERM``; ``signal 40`` for one without a name, as most real-time signals are."""
     try:
-        return f"was killed by {signal.Signals(-code).name}"
+        return signal.Signals(number).name
     except ValueError:
-        return f"was killed by signal {-code}"
+        return f"signal {number}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 
+from deepspeed_bamboo.elastic.decisions import signal_name
 from deepspeed_bamboo.elastic.slot import Slot
 
 
 def by_signal(number: int, slot: Slot) -> str:
     """An agent was sent a signal that ends the job; launchers and terminals send some of them by themselves."""
-    text = f"{signal.Signals(number).name} was sent to the agent of rank {slot.rank} on {slot.node}"
+    text = f"{signal_name(number)} was sent to the agent of rank {slot.rank} on {slot.node}"
     if number == signal.SIGHUP:
         return f"{text}; a terminal does that when it is closed"
     if number == signal.SIGTERM and slot.local_world_size > 1:

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from deepspeed_bamboo.elastic.decisions import signal_name
 from deepspeed_bamboo.elastic.outcome import BEGUN, FINISHED, LEFT, NOT_YET, PLAIN, REFUSED, SlotNote
 from deepspeed_bamboo.protocol import EXIT_TRY_AGAIN, EXIT_USER_ERROR
 
 # Nothing that another start would mend.
 _SCRIPTS_FAULT = ("user_error", "no_start", REFUSED)
 _MACHINES_WANTING = ("fatal_loss", "slots_lost", "no_coordinator", "no_machines", "hang", NOT_YET)
+_MOST_DOUBLINGS = 60  # 2.0 ** 1024 is no number any more
 _LAUNCHER_LOST = 128 + signal.SIGHUP  # what agents end with whose launcher is gone
 
 
@@ -32,7 +34,7 @@ def judge(command_code: int, notes: Sequence[SlotNote], *, signalled: int | None
     """
     said = {note.how: note for note in sorted(notes, key=lambda note: bool(note.message))}
     if signalled is not None:
-        return Verdict("give up", 128 + signalled, f"{signal.Signals(signalled).name} was sent to ds_bamboo run")
+        return Verdict("give up", 128 + signalled, f"{signal_name(signalled)} was sent to ds_bamboo run")
     for how in _SCRIPTS_FAULT:
         if how in said:
             code = said[how].code or EXIT_USER_ERROR
@@ -65,7 +67,7 @@ def _of_a_plain_command(code: int) -> Verdict:
     if code == EXIT_TRY_AGAIN:
         return Verdict("again", EXIT_TRY_AGAIN, f"the command has ended with exit code {code}")
     if code < 0:
-        return Verdict("again", EXIT_TRY_AGAIN, f"the command was killed by {signal.Signals(-code).name}")
+        return Verdict("again", EXIT_TRY_AGAIN, f"the command was killed by {signal_name(-code)}")
     return Verdict("give up", code, f"the command has ended with exit code {code}")
 
 
@@ -86,4 +88,6 @@ class Patience:
         self.best_step = max(self.best_step, step)
         if self.fruitless >= self.fruitless_limit:
             return None
-        return min(self.pause_seconds * 2.0 ** max(0, self.fruitless - 1), self.longest_pause_seconds)
+        return min(
+            self.pause_seconds * 2.0 ** min(max(0, self.fruitless - 1), _MOST_DOUBLINGS), self.longest_pause_seconds
+        )

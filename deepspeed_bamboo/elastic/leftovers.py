@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from deepspeed_bamboo.elastic.processes import stat_fields
+from deepspeed_bamboo.elastic.processes import ProcessIdentity, stat_fields
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -41,6 +41,47 @@ def signal_session(session: int, number: signal.Signals) -> list[int]:
     for pid in found:
         try:
             os.kill(pid, number)
-        except ProcessLookupError:
+        except (ProcessLookupError, PermissionError):  # gone, or another user's: none of ours
             continue
     return found
+
+
+class WorkerSessions:
+    """The sessions that an agent's workers lead, and what is left in them. Each is called by its leader's process id.
+
+    Linux gives a number again as soon as nobody has it, neither as process nor as session. Then a session of that
+    number is somebody else's, so none is signalled of which nobody is left who was seen in it.
+    """
+
+    def __init__(self) -> None:
+        self._pids: dict[str, int] = {}
+        self._left: dict[str, tuple[ProcessIdentity, ...]] = {}  # of workers that have ended
+
+    def begin(self, worker: str, pid: int) -> None:
+        """``worker`` is process ``pid``, which leads its session."""
+        self._pids[worker] = pid
+
+    def pid(self, worker: str) -> int | None:
+        """The process of ``worker``; None for one that was never started, or of whom nothing is left."""
+        return self._pids.get(worker)
+
+    def running(self, worker: str) -> int | None:
+        """The process of ``worker`` if :meth:`end` has not been called for it: its number is nobody else's."""
+        return None if worker in self._left else self._pids.get(worker)
+
+    def end(self, worker: str, *, signalled: bool) -> None:
+        """The process of ``worker`` has just ended. What it left is sent SIGTERM if ``signalled``, and remembered."""
+        session = self._pids[worker]
+        found = signal_session(session, signal.SIGTERM) if signalled else processes_of_session(session)
+        left = tuple(one for one in map(ProcessIdentity.of, found) if one is not None)
+        if left:
+            self._left[worker] = left
+        else:
+            del self._pids[worker]
+
+    def kill(self) -> None:
+        """End all that is still in them."""
+        for worker, session in self._pids.items():
+            left = self._left.get(worker)
+            if left is None or any(one.runs() for one in left):
+                signal_session(session, signal.SIGKILL)

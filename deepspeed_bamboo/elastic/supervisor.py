@@ -42,6 +42,7 @@ from deepspeed_bamboo.elastic.decisions import (
     Woken,
     WorkerExited,
     how_it_ended,
+    signal_name,
 )
 from deepspeed_bamboo.elastic.error_report import last_line
 from deepspeed_bamboo.elastic.gathering import GONE, MISSING
@@ -346,7 +347,7 @@ class Supervisor(AnewSlot):
     def _on_signal(self, number: int) -> list[Action]:
         if self._finished and self._own is not Own.RUNNING:
             return []
-        name = signal.Signals(number).name
+        name = signal_name(number)
         if number in self._rules.notice_signals:
             reason = f"{name} was sent to the agent of rank {self._slot.rank}"
             return [RequestDrain(self._slot.node, self._rules.grace_seconds, reason)]

@@ -35,6 +35,7 @@ _FIELDS_OF: Mapping[str, Mapping[str, tuple[type, ...]]] = {
         "first_recomputed_t": (*_NUMBER, type(None)),
     },
 }
+_NEEDED_OF: Mapping[str, tuple[str, ...]] = {"step": ("loss",), "failover": ("epoch",)}
 
 
 def read_events(path: str | os.PathLike[str], *, as_written: bool = False) -> list[Event]:
@@ -67,8 +68,9 @@ def _wrong_in(event: Any) -> str:
     for name, kinds in _FIELDS_OF.get(event["event"], {}).items():
         if name in event and type(event[name]) not in kinds:
             return f"has a {name} that is none"
-    if event["event"] == "step" and "loss" not in event:
-        return "has no loss"
+    for name in _NEEDED_OF.get(event["event"], ()):
+        if name not in event:
+            return f"has no {name}"
     pauses = event.get("pause_seconds")
     if isinstance(pauses, dict) and any(type(seconds) not in _NUMBER for seconds in pauses.values()):
         return "has a pause that is no number"

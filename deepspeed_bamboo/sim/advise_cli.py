@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..options import file_path, number
+from ..options import file_path, filled, number
 from .advise import Advice, Goal, Option, Outcome, outcome_of, recommend
 from .cli import progress_bar, scenario_of, write_text
 from .console import print_whole, table_console
@@ -47,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--preset", metavar="NAME", help=f"a preset: {', '.join(preset_names())}")
+    parser.add_argument("--preset", metavar="NAME", type=filled, help=f"a preset: {', '.join(preset_names())}")
     parser.add_argument("--scenario", metavar="FILE", type=file_path, help="a scenario of your own (JSON)")
     parser.add_argument("--profile", metavar="FILE", type=file_path, help="your own model, from `ds_bamboo profile`")
     parser.add_argument("--removal-probability", metavar="P", type=number, help="of each machine, per hour, 0 to 1")
@@ -56,12 +56,20 @@ def add_parser(subparsers: Any) -> None:
     goal.add_argument("--budget-dollars", metavar="D", type=number, help="for no more, as fast as possible")
     goal.add_argument("--confidence", metavar="Q", type=number, default=0.9, help="share of runs (default 0.9)")
     search = parser.add_argument_group("what to choose from")
-    search.add_argument("--grids", metavar="DxP,DxP", help="default: the scenario's own and those of its step table")
-    search.add_argument("--machines", metavar="N,N", help="default: half, one and 1.5 times a grid's coordinates")
-    search.add_argument("--modes", metavar="M,M", default="lazy,eager,off,on-demand", help="default: %(default)s")
+    search.add_argument(
+        "--grids", metavar="DxP,DxP", type=filled, help="default: the scenario's own and those of its step table"
+    )
+    search.add_argument(
+        "--machines", metavar="N,N", type=filled, help="default: half, one and 1.5 times a grid's coordinates"
+    )
+    search.add_argument(
+        "--modes", metavar="M,M", type=filled, default="lazy,eager,off,on-demand", help="default: %(default)s"
+    )
     search.add_argument("--seeds", metavar="N", type=int, default=20, help="runs an option (default %(default)s)")
     parser.add_argument("--jobs", metavar="N", type=int, default=1, help="processes; results are the same (default 1)")
-    parser.add_argument("--json", metavar="FILE", help="write advice and options as JSON; - is standard output")
+    parser.add_argument(
+        "--json", metavar="FILE", type=filled, help="write advice and options as JSON; - is standard output"
+    )
     # Read by what is shared with `simulate`.
     unused = ("rivals", "bulk_minutes", "capacity", "duration_hours", "window", "value")
     parser.set_defaults(run=run, **dict.fromkeys(unused))

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from ..options import file_path, number
+from ..options import file_path, filled, number
 from .build import available_policies
 from .bulk_report import compared_with_undisturbed, said_of_bulk_losses
 from .console import print_whole, table_console
@@ -73,7 +73,7 @@ def add_parser(subparsers: Any) -> None:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to simulate")
-    what.add_argument("--preset", metavar="NAME", help=f"a preset: {', '.join(preset_names())}")
+    what.add_argument("--preset", metavar="NAME", type=filled, help=f"a preset: {', '.join(preset_names())}")
     what.add_argument(
         "--scenario", metavar="FILE", type=file_path, help="a scenario of your own (JSON); see configs/sim"
     )
@@ -81,7 +81,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile", metavar="FILE", type=file_path, help="your own model and costs, from `ds_bamboo profile`"
     )
     what.add_argument("--rivals", choices=RIVAL_COSTS, help="more rivals, and what all are charged (sim/rivals.py)")
-    what.add_argument("--policy", metavar="NAME", action="append", help="repeatable; default: the preset's, or all")
+    what.add_argument(
+        "--policy", metavar="NAME", type=filled, action="append", help="repeatable; default: the preset's, or all"
+    )
     what.add_argument("--seeds", metavar="N", type=int, default=1, help="runs with the seeds 1 to N (default 1)")
     what.add_argument("--duration-hours", metavar="H", type=number, help="default: to completion, or the trace's end")
     what.add_argument("--window", choices=("wall", "training"), help="all of the run, or first to last step (see docs)")
@@ -93,12 +95,16 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     machines.add_argument("--capacity", metavar="N", type=int, help="machines wanted")
     machines.add_argument("--trace", metavar="FILE", type=file_path, help="machines as recorded, instead of by odds")
-    machines.add_argument("--segment", metavar="FROM-TO", help="hours of the trace, for example 1.5-2.5")
+    machines.add_argument("--segment", metavar="FROM-TO", type=filled, help="hours of the trace, for example 1.5-2.5")
     predictors = parser.add_argument_group("predictors of availability, instead of policies")
     predictors.add_argument("--predictors", action="store_true", help="their mean absolute errors on --trace")
-    predictors.add_argument("--horizons", metavar="N,N", default="5,8,12", help="minutes ahead (default 5,8,12)")
+    predictors.add_argument(
+        "--horizons", metavar="N,N", type=filled, default="5,8,12", help="minutes ahead (default 5,8,12)"
+    )
     out = parser.add_argument_group("results")
-    out.add_argument("--json", metavar="FILE", help="write the results as JSON; - is standard output, without a table")
+    out.add_argument(
+        "--json", metavar="FILE", type=filled, help="write the results as JSON; - is standard output, without a table"
+    )
     out.add_argument("--plot", metavar="FILE", type=file_path, help="draw the policies over time (extra: plot)")
     out.add_argument("--jobs", metavar="N", type=int, default=1, help="processes; the results are the same (default 1)")
     out.add_argument("--list", action="store_true", help="list presets and their policies, and end")

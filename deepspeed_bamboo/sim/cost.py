@@ -12,10 +12,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from typing import Any
+
+from ..text_files import UnreadableError, json_of
 
 __all__ = [
     "JobProfile",
@@ -261,9 +264,9 @@ def profile_from_json(text: str) -> JobProfile:
         ProfileError: it isn't JSON, or a key is missing or unknown; says which and what there may be.
     """
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ProfileError(f"line {error.lineno}: a profile is JSON ({error.msg}); correct the line") from error
+        data = json_of(text)
+    except UnreadableError as error:
+        raise ProfileError(f"{error}; a profile is JSON: correct it") from error
     if not isinstance(data, dict) or not isinstance(data.get("layers"), list):
         raise ProfileError("a profile is an object whose `layers` is a list; see sim/cost.py, JobProfile")
     layers = tuple(
@@ -272,6 +275,8 @@ def profile_from_json(text: str) -> JobProfile:
     return JobProfile(**{**_known(data, of=JobProfile, where="the profile"), "layers": layers})
 
 
+_MAY_BE_NULL = ("reduce_bytes_per_second", "handover_seconds")
+_MOST = sys.float_info.max  # an int may be beyond it
 _REQUIRED: Mapping[type, Sequence[str]] = {
     LayerCost: ("forward_seconds", "backward_seconds", "parameters", "output_bytes"),
     JobProfile: ("name", "layers", "micro_batch_samples", "link_bytes_per_second"),
@@ -288,8 +293,11 @@ def _known(data: Any, *, of: type[LayerCost] | type[JobProfile], where: str) -> 
     missing = [name for name in _REQUIRED[of] if name not in data]
     if missing:
         raise ProfileError(f"{where} lacks {missing[0]!r}; it has {', '.join(names)}")
+    empty = [name for name, value in data.items() if value is None and name not in _MAY_BE_NULL]
+    if empty:
+        raise ProfileError(f"{where}: {empty[0]} is null; give its value")
     numbers = {name: value for name, value in data.items() if name not in ("name", "layers") and value is not None}
     for name, value in numbers.items():
-        if not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
+        if not isinstance(value, (int, float)) or not -_MOST <= value <= _MOST:
             raise ProfileError(f"{where}: {name} is {value!r}; give a finite number")
     return data

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ..text_files import UnreadableError, json_of, text_of
 from .bulk import BulkLosses, with_bulk_losses
 from .clock import MILLISECONDS_PER_HOUR, MILLISECONDS_PER_SECOND, to_milliseconds
 from .cost import JobProfile, ProfileError, profile_from_json, redundant_forward_overhead
@@ -107,19 +107,19 @@ def build_job(scenario: Scenario, *, trace: Trace | None = None, folder: Path | 
 
 def _read_profile(path: Path) -> JobProfile:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = text_of(path)
         data = _parsed(text)
         return measured_profile(data, name=path.name) if is_measured(data) else profile_from_json(text)
-    except OSError as error:
-        raise ScenarioError(f"{path}: cannot be read ({error.strerror}); give the path of a profile") from error
+    except UnreadableError as error:
+        raise ScenarioError(f"{path}: {error}; give the path of a profile") from error
     except ProfileError as error:
         raise ScenarioError(f"{path}: {error}") from error
 
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
-    except ValueError:
+        return json_of(text)
+    except UnreadableError:
         return None  # profile_from_json says what is wrong
 
 

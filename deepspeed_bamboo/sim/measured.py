@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from ..text_files import UnreadableError, json_of, text_of
 from .cost import JobProfile, LayerCost, ProfileError
 from .errors import ScenarioError
 from .scenario import Scenario, validated
@@ -29,6 +29,9 @@ def measured_profile(data: dict[str, Any], *, name: str) -> JobProfile:
     Raises:
         ProfileError: a key is missing, or has no sense.
     """
+    costs = data.get("costs", {})
+    if not isinstance(costs, dict):
+        raise ProfileError(f"{name}: costs is {costs!r}; it is an object, as `ds_bamboo profile` writes it")
     missing = [key for key in _KEYS if key not in data]
     if missing:
         raise ProfileError(f"{name} lacks {missing[0]!r}; let `ds_bamboo profile` write it from a job's event log")
@@ -37,7 +40,7 @@ def measured_profile(data: dict[str, Any], *, name: str) -> JobProfile:
         passes = list(zip(data["forward"], data["backward"], strict=True))
         layers = tuple(LayerCost(float(forward), float(backward), 0, 0) for forward, backward in passes)
         fixed, handover = float(data.get("fixed_seconds", 0.0)), float(data.get("handover", 0.0))
-    except (TypeError, ValueError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise ProfileError(f"{name}: {error}; let `ds_bamboo profile` write it from a job's event log") from error
     return JobProfile(
         name=name,
@@ -56,13 +59,9 @@ def with_measurements(scenario: Scenario, path: Path) -> Scenario:
         ScenarioError: the file can't be read, is no such profile, or has costs that make no sense.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ScenarioError(
-            f"--profile {path}: cannot be read ({error.strerror}); give a file of ds_bamboo profile"
-        ) from error
-    except ValueError as error:
-        raise ScenarioError(f"--profile {path}: not JSON; give a file of ds_bamboo profile") from error
+        data = json_of(text_of(path))
+    except UnreadableError as error:
+        raise ScenarioError(f"--profile {path}: {error}; give a file of ds_bamboo profile") from error
     if not is_measured(data):
         raise ScenarioError(f"--profile {path}: no measurements of a job; give a file of ds_bamboo profile")
     try:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..text_files import UnreadableError, text_of
 from .clock import LONGEST_HOURS, LONGEST_MILLISECONDS, MILLISECONDS_PER_SECOND, to_milliseconds
 from .errors import ScenarioError, TraceError
 
@@ -95,11 +96,9 @@ def read_prices(path: Path | str) -> Prices | ZonedPrices:
         TraceError: a line breaks a rule; says file, line and rule.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        raise TraceError(path, line=0, rule=f"cannot be read ({error.strerror}); give a price history") from error
-    except UnicodeDecodeError as error:
-        raise TraceError(path, line=0, rule="is not text in UTF-8; give a price history") from error
+        lines = text_of(Path(path)).splitlines()
+    except UnreadableError as error:
+        raise TraceError(path, line=0, rule=f"{error}; give a price history") from error
     header = lines[0].replace(" ", "") if lines else ""
     if header not in (_HEADER, _ZONED_HEADER):
         rule = f"a price history begins with the line `{_HEADER}` or `{_ZONED_HEADER}`"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from importlib import resources
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from ..text_files import UnreadableError, json_of, text_of
 from .clock import LONGEST_HOURS
 from .errors import ScenarioError
 
@@ -37,6 +37,7 @@ Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Hours = Annotated[float, Field(gt=0.0, le=LONGEST_HOURS)]
+Minutes = Annotated[float, Field(ge=0.1, le=60.0 * LONGEST_HOURS)]
 """Of a run: ten years at most."""
 Count = Annotated[int, Field(ge=1)]
 DayOfProbabilities = Annotated[tuple[Probability, ...], Field(min_length=24, max_length=24)]
@@ -102,7 +103,7 @@ class MarketSpec(_Spec):
     zones: tuple[str, ...] = ()
     zone_removal_probability: Probability = 0.0
     """That within an hour all machines of a zone go at once, for each zone; on top of removal_probability."""
-    bulk_minutes: Positive | None = None
+    bulk_minutes: Minutes | None = None
     """In each so many minutes two to all but one of the machines go at once, how many and when drawn (sim/bulk.py)."""
     bulk_return_minutes: NonNegative = 2.0
     """After so long as many machines are granted in their place."""
@@ -369,18 +370,19 @@ def load_scenario(path: Path | str) -> Scenario:
         ScenarioError: names the file, the line and the rule.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ScenarioError(f"{path}: cannot be read ({error.strerror}); give the path of a scenario") from error
+        text = text_of(Path(path))
+    except UnreadableError as error:
+        raise ScenarioError(f"{path}: {error}; give the path of a scenario") from error
     return parse_scenario(text, where=str(path))
 
 
 def parse_scenario(text: str, *, where: str) -> Scenario:
     """See load_scenario; `where` is what errors call the text."""
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ScenarioError(f"{where}:{error.lineno}: not JSON ({error.msg}); correct the line") from error
+        data = json_of(text)
+    except UnreadableError as error:
+        at = f"{where}:{error.line}" if error.line else where
+        raise ScenarioError(f"{at}: {error}; correct it") from error
     if not isinstance(data, dict):
         raise ScenarioError(f"{where}:1: a scenario is a JSON object; put it in braces")
     base = data.pop("preset", None)

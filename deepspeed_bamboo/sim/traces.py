@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+from ..text_files import UnreadableError, text_of
 from .clock import LONGEST_HOURS, LONGEST_MILLISECONDS, MILLISECONDS_PER_HOUR, MILLISECONDS_PER_SECOND, to_milliseconds
 from .errors import ScenarioError, TraceError
 from .machines import Change, MachineEvent
@@ -85,11 +86,9 @@ def read_trace(path: Path | str, *, generator: random.Random) -> Trace:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise TraceError(path, line=0, rule=f"cannot be read ({error.strerror}); give the path of a trace") from error
-    except UnicodeDecodeError as error:
-        raise TraceError(path, line=0, rule="is not text in UTF-8; give a trace in one of the three formats") from error
+        text = text_of(path)
+    except UnreadableError as error:
+        raise TraceError(path, line=0, rule=f"{error}; give the path of a trace") from error
     lines = [
         _Line(path, number, line.strip())
         for number, line in enumerate(text.splitlines(), start=1)

@@ -12,8 +12,10 @@ import psutil
 import pytest
 
 from deepspeed_bamboo.cli.main import main
+from deepspeed_bamboo.elastic.interruptions import by_signal
 from deepspeed_bamboo.elastic.judging import Patience, judge
 from deepspeed_bamboo.elastic.outcome import OutcomeNote, SlotNote, read_notes
+from deepspeed_bamboo.elastic.slot import Slot
 from deepspeed_bamboo.protocol import OUTCOME
 from tests.coordination.helpers import wait_until
 from tests.elastic.launched import LaunchedJob
@@ -48,6 +50,7 @@ BEGUN, ENDED_WELL = SlotNote("begun"), SlotNote("finished", 0, 9)
         (0, [], DONE, 0),
         (75, [], AGAIN, 75),
         (-9, [], AGAIN, 75),
+        (-40, [], AGAIN, 75),  # a real-time signal, which has no name
         (2, [], GIVE_UP, 2),
     ],
 )
@@ -59,6 +62,18 @@ def test_one_rule_for_all_ends(code: int, notes: list[SlotNote], kind: str, exit
 def test_who_interrupts_the_wrapper_wants_no_other_run() -> None:
     verdict = judge(0, [SlotNote("fatal_loss", 75)], signalled=signal.SIGTERM)
     assert (verdict.kind, verdict.code) == (GIVE_UP, 143)
+
+
+def test_a_signal_without_a_name_is_told_by_its_number() -> None:
+    assert judge(-40, []).reason == "the command was killed by signal 40"
+    assert judge(-9, []).reason == "the command was killed by SIGKILL"
+    assert judge(0, [], signalled=40).reason == "signal 40 was sent to ds_bamboo run"
+    assert by_signal(40, Slot(0, 0, 1, 1, "n0", "", "127.0.0.1", 1)).startswith("signal 40 was sent")
+
+
+def test_thousands_of_pauses_are_no_longer_than_the_longest() -> None:
+    patience = Patience(pause_seconds=10.0, fruitless_limit=5000, fruitless=4000)
+    assert patience.next_pause_seconds([]) == patience.longest_pause_seconds
 
 
 def test_it_pauses_longer_and_gives_up_while_no_run_gets_on() -> None:

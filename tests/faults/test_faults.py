@@ -186,5 +186,5 @@ class TestSources:
         with pytest.raises(ConfigError, match=r"faults\.json.*can't be read"):
             FaultScript.load(path)
         path.write_text("[{")
-        with pytest.raises(ConfigError, match=r"faults\.json.*no JSON"):
+        with pytest.raises(ConfigError, match=r"faults\.json.*not JSON"):
             FaultScript.load(path)

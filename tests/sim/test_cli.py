@@ -92,7 +92,7 @@ def test_the_subcommand_registers_itself() -> None:
         (["--preset", "bert", "--trace", "TRACE", "--removal-probability", "0.5"], "which machines go; give one"),
         (["--preset", "bert", "--trace", "TRACE", "--seeds", "3"], "happens one way"),
         (["--preset", "vgg19"], "VGG-19 has no number of steps"),
-        (["--preset", "bert", "--trace", "absent.csv"], "absent.csv: cannot be read"),
+        (["--preset", "bert", "--trace", "absent.csv"], "absent.csv: can't be read"),
         (["--predictors"], "give --trace as well"),
         (["--predictors", "--trace", "TRACE", "--horizons", "0"], "whole numbers from 1"),
         ([], "give --preset NAME or --scenario FILE"),
@@ -143,7 +143,7 @@ def test_a_missing_profile_is_named(tmp_path: Path) -> None:
         ' "run": {"duration_hours": 1}, "policies": {}}',
         where="here",
     )
-    with pytest.raises(ScenarioError, match=r"nowhere\.json: cannot be read"):
+    with pytest.raises(ScenarioError, match=r"nowhere\.json: can't be read"):
         build_job(scenario, folder=tmp_path)
 
 

@@ -107,7 +107,7 @@ def test_errors_name_file_line_and_rule(tmp_path: Path, text: str, line: int, ru
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"nowhere\.csv: cannot be read"):
+    with pytest.raises(TraceError, match=r"nowhere\.csv: can't be read"):
         read_trace(tmp_path / "nowhere.csv", generator=random.Random(0))
 
 
