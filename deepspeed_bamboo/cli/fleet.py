@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import json
 import signal
+import sys
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
