@@ -101,4 +101,5 @@ def test_a_fleet_ends_with_its_job_and_not_before(
         "fleet gpt may still run, and cost: ExpiredToken; trying again every 0.01 s",
         "fleet gpt is ending, since the job is over",
     ]
-    assert [fleet["FleetState"] for fleet in ec2.describe_fleets()["Fleets"]] == ["deleted"]
+    (fleet,) = ec2.describe_fleets()["Fleets"]
+    assert fleet["FleetState"].startswith("deleted")
