@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import io
@@ -33,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in ``argv`` (default: the process's own arguments). Returns the exit code."""
     arguments = build_parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal can't show is no reason to end
+        with contextlib.suppress(OSError):  # some pipes take no other way once they are open
+            sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal can't show is no reason to end
     try:
         code = int(arguments.run(arguments))
         if sys.stdout is not None:

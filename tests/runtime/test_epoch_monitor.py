@@ -48,6 +48,7 @@ def test_who_is_left_alone_at_the_end_ends_as_soon_as_the_job_is_complete() -> N
     session = SimpleNamespace(closed=False, interruption=interruption, finish=lambda step: done.append(step))
     worker = SimpleNamespace(agree_on=agree_on)
     engine: Any = SimpleNamespace(session=session, worker=worker, checkpoints=None, global_steps=7)
+    engine.last_state = SimpleNamespace(keep_at_close=lambda: None)
     engine.leave = lambda: done.append("left")
     close: Any = ScriptEngine.close
     close.__wrapped__(engine)
