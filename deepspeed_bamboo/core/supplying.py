@@ -102,6 +102,18 @@ def feeders(pipeline: int, table: Table, *, members: Sequence[WorkerId]) -> list
     return [worker for worker in members if pipeline in table.get(worker, ())]
 
 
+def by_iterator_first(
+    iterators: Table, table: Table, *, pipelines: int, members: Sequence[WorkerId]
+) -> dict[WorkerId, frozenset[int]]:
+    """``table``, but of a pipeline that a member's iterator has the data of only such members count.
+
+    One iterator may serve many evaluations, or several sets in turn; what a factory makes for an end of the same
+    pipeline need not be the same.
+    """
+    chosen = {p: iterators if feeders(p, iterators, members=members) else table for p in range(pipelines)}
+    return {w: frozenset(p for p, its in chosen.items() if p in its.get(w, ())) for w in members}
+
+
 def deliveries(
     placement: Placement, table: Table, *, members: Sequence[WorkerId], beforehand: bool
 ) -> tuple[Delivery, ...]:

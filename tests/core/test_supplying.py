@@ -11,6 +11,7 @@ from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.supplying import (
     Claim,
     Delivery,
+    by_iterator_first,
     deliveries,
     read_with_messages,
     trusted,
@@ -142,3 +143,13 @@ def test_an_end_that_is_read_with_messages_needs_a_holder_of_its_shadow_that_tak
         assert not list(read_with_messages(placement, {**ends, "c": one}))
     assert not list(read_with_messages(placement, {**ends, "d": silent}))
     assert not list(read_with_messages(placement, {**ends, "d": listens}))
+
+
+def test_a_factory_counts_only_where_no_member_has_an_iterator() -> None:
+    every = dict.fromkeys(MEMBERS, (0, 1, 2))
+    iterators = {"a": (0,), "b": (), "c": (1,), "d": (1,)}
+    table = by_iterator_first(iterators, every, pipelines=3, members=MEMBERS)
+    assert table == {"a": {0, 2}, "b": {2}, "c": {1, 2}, "d": {1, 2}}
+    left = by_iterator_first(iterators, every, pipelines=3, members=["b", "c"])
+    assert left == {"b": {0, 2}, "c": {0, 1, 2}}
+    assert by_iterator_first(iterators, iterators, pipelines=3, members=["b"]) == {"b": set()}

@@ -31,6 +31,24 @@ def test_what_is_skipped_is_taken() -> None:
     assert next(one) == 4 and positions.of(one) == 4
 
 
+def test_what_was_taken_in_a_step_is_counted_from_its_first_evaluation() -> None:
+    positions, one, other = EvaluationPositions(), numbers(), numbers()
+    positions.skip(one, 4)  # before this worker came
+    assert positions.in_step(one, 3) == 0
+    for taken in (0, 2, 4):
+        assert positions.in_step(one, 3) == taken
+        positions.agree(one, 3, taken=taken)
+        positions.advance(one, 2)
+    assert (positions.in_step(one, 3), positions.in_step(one, 4), positions.of(one)) == (6, 0, 10)
+    positions.agree(other, 3, taken=8)  # others have taken more of theirs
+    positions.advance(other, 2)
+    positions.agree(None, 3, taken=8)
+    assert (positions.in_step(other, 3), positions.of(other), positions.in_step(None, 3)) == (10, 2, 0)
+    positions.agree(one, 4, taken=0)
+    positions.advance(one, 2)
+    assert (positions.in_step(one, 4), positions.of(one)) == (2, 12)
+
+
 def test_iterators_are_not_kept_alive() -> None:
     positions, one = EvaluationPositions(), numbers()
     positions.advance(one, 1)

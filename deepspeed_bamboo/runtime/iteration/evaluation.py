@@ -73,18 +73,24 @@ def data_as_others(engine: EvaluatedEngine, iterator: Iterator[Any] | None) -> E
     """Before an evaluation of ``iterator``: learn who has data for it, and give late workers the others' position.
 
     A late worker's ``iterator`` continues where the others' are, which have served evaluations before. Otherwise inputs
-    and labels of different samples would meet, if it hosts one end of a pipeline and not the other. Collective.
+    and labels of different samples would meet, if it hosts one end of a pipeline and not the other. So does the source
+    for evaluations, where an iterator serves several of one step. Collective.
     """
     data = engine.feed.for_evaluation(iterator)
     if iterator is not None and iterator is engine.feed.data.iterator:
         data.distrusted = engine.feed.data.distrusted
-    own = engine.evaluated.of(iterator)
+    step, own = engine.worker.step, engine.evaluated.of(iterator)
+    in_step = engine.evaluated.in_step(iterator, step)
     given: dict[str, Any] = {"data": lambda: data, "transform": lambda: engine.batch_fn}
     supply = DataSupply(engine.worker, **given)
-    told = engine.worker.agree_on("evaluation position", lambda: (own, supply.own()))
-    behind = max(position for position, _ in told.values()) - own
+    told = engine.worker.agree_on("evaluation position", lambda: (own, in_step, data.own, supply.own()))
+    behind = max(position for position, *_ in told.values()) - own
     engine.evaluated.skip(iterator, behind, transform=engine.batch_fn)
-    table = {worker: has for worker, (_, has) in told.items()}
+    passed = max(taken for _, taken, *_ in told.values())
+    engine.evaluated.agree(iterator, step, taken=passed)
+    engine.feed.begin_evaluation(passed=passed)
+    table = {worker: has for worker, (*_, has) in told.items()}
+    given["iterators"] = {worker: its for worker, (_, _, its, _) in told.items()}
     given |= {"evaluation": engine.feed.said_of_evaluations, "had": engine.feed.had_for_evaluations}
     supply = DataSupply(engine.worker, **given, table=table)
     if engine.worker.protects:

@@ -10,6 +10,7 @@ from typing import Any
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.runtime.iteration.batch_function import BatchFunction
 from deepspeed_bamboo.runtime.iteration.batch_of_job import BatchOfJob
+from deepspeed_bamboo.runtime.iteration.evaluation_source import EvaluationSource
 from deepspeed_bamboo.runtime.iteration.micro_batches import (
     DataFactory,
     PipelineData,
@@ -65,7 +66,7 @@ class Feed:
         self._used = used
         self._call_of = call_of
         self._evaluation: EvaluationData | None = None
-        self._evaluation_factory: DataFactory | None = None
+        self._evaluation_source: EvaluationSource | None = None
         self._training: TrainingData | None = None
         self._said_confined = False
         self.said_of_evaluations: set[tuple[int, int]] = set()
@@ -83,7 +84,7 @@ class Feed:
         """Where the data of any pipeline come from, see the engine's ``set_data_source``."""
         self.data.set_factory(training)
         self._training = None
-        self._evaluation_factory = evaluation
+        self._evaluation_source = None if evaluation is None else EvaluationSource(evaluation)
 
     def _transform(self) -> Transform:
         its = self._script_transform()
@@ -92,6 +93,8 @@ class Feed:
     def agree(self) -> None:
         """Before an iteration: know what the others have, as :class:`DataSupply` does; collective."""
         self.function.refuse_moving()
+        if self._evaluation_source is not None:
+            self._evaluation_source.end_round()
         self._batch.note(self._call_of(self._worker.step), micro_batches=self._worker.micro_batches)
         self.supply.agree()
 
@@ -114,8 +117,13 @@ class Feed:
         """The data of an evaluation whose script passes ``iterator``."""
         data = PipelineData(self._home)
         data.set_iterator(iterator)
-        data.set_factory(self._evaluation_factory)
+        data.set_factory(self._evaluation_source)
         return data
+
+    def begin_evaluation(self, *, passed: int) -> None:
+        """The iterators for the evaluation that begins have given so many micro-batches in this step already."""
+        if self._evaluation_source is not None:
+            self._evaluation_source.begin(passed=passed)
 
     @contextmanager
     def reading(self, evaluation: EvaluationData | None) -> Iterator[None]:

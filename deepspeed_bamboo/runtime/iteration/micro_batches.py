@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -159,6 +159,7 @@ class PipelineData:
         self._joined_late = False
         self._to_skip = 0
         self._iterators = 0  # that the script has passed
+        self._left: frozenset[int] = frozenset()
         self.distrusted = False  # what this worker has is other data than the others have
         self._shows_itself = False  # the script counts by itself, and has passed its iterators for all that was before
 
@@ -268,8 +269,16 @@ class PipelineData:
 
     def has(self, pipeline: int) -> bool:
         """True when there is data for ``pipeline``."""
-        own = pipeline == self._home and self._user.iterator is not None and not self.distrusted
-        return self._factory is not None or own
+        return pipeline in self.own or (self._factory is not None and pipeline not in self._left)
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """The pipeline whose data the user's iterator has."""
+        return (self._home,) if self._user.iterator is not None and not self.distrusted else ()
+
+    def leave_to_others(self, pipelines: Iterable[int]) -> None:
+        """The factory is not used for these, of which other workers' iterators have the data."""
+        self._left = frozenset(pipelines)
 
     def get(
         self, pipeline: int, micro_batch: int, *, step: int, transform: Transform = None, last: bool = False

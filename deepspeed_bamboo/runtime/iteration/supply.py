@@ -17,6 +17,7 @@ from deepspeed_bamboo.core.supplying import (
     Claim,
     Delivery,
     Table,
+    by_iterator_first,
     deliveries,
     feeders,
     read_with_messages,
@@ -44,6 +45,7 @@ class DataSupply:
         data: returns what this worker has itself.
         transform: returns what the script has the engine do to each batch, or None.
         table: the pipelines that each worker has the data of, where that is known.
+        iterators: those of which its script's iterator has them, where these come first.
         evaluation: what was said of evaluations' data before; None: it is that of training.
         had: by pipeline who had its data when anybody did last, kept from one evaluation to the next.
         exchanges: whether the script has sent or received messages between ranks.
@@ -56,6 +58,7 @@ class DataSupply:
         data: Callable[[], PipelineData],
         transform: Callable[[], Callable[[Any], Any] | None],
         table: Table | None = None,
+        iterators: Table | None = None,
         evaluation: set[tuple[int, int]] | None = None,
         had: dict[int, frozenset[str]] | None = None,
         exchanges: Callable[[], bool] = lambda: False,
@@ -68,6 +71,7 @@ class DataSupply:
         self._had: dict[int, frozenset[str]] = {} if had is None else had
         self._table: dict[str, Any] = {}
         self._note_table(table or {})
+        self._iterators = iterators
         self._expected: dict[int, Delivery] = {}
         self._taken: dict[tuple[int, int], Any] = {}
         # A pipeline, and how many had its data.
@@ -212,8 +216,13 @@ class DataSupply:
         if not worker.protects:
             return
         record = self._worker.record
+        table: Table = self._table
+        if self._iterators is not None:
+            every = range(worker.grid.pipelines)
+            table = by_iterator_first(self._iterators, table, pipelines=len(every), members=record.members)
+            self._data().leave_to_others(p for p in every if p not in table[me])
         try:
-            planned = deliveries(worker.placement, self._table, members=record.members, beforehand=beforehand)
+            planned = deliveries(worker.placement, table, members=record.members, beforehand=beforehand)
         except LookupError as error:
             self._give_up(record, error.args[0])
             what, source = self._words
