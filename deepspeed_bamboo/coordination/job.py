@@ -337,6 +337,7 @@ class JobCoordinator(JobNews):
             if live:
                 raise JobNameTaken(f"a job named {self.job!r} is running ({', '.join(live)}); {remedy}")
             self._delete_everything()
+            self._store.delete(self._keys.last_end)
             yield
         finally:
             self._store.revoke(lease)
@@ -358,7 +359,7 @@ class JobCoordinator(JobNews):
             self._store.revoke(lease)
 
     def clean_up(self) -> None:
-        """Remove the job's keys, except for how it ended, which is kept for a day."""
+        """Remove the job's keys, except for how it ended, which is kept for a day. Two may do so in turn."""
         end = self.end()
         with self._lock:
             self._latest = None
@@ -382,7 +383,6 @@ class JobCoordinator(JobNews):
         self._store.delete_prefix(self._keys.all_past)
         self._store.delete(self._keys.status)
         self._store.delete(self._keys.events)
-        self._store.delete(self._keys.last_end)
 
     def _all_members(self) -> list[Member]:
         return [member_of(value) for _, value in self._read.children(self._keys.members, "member")]

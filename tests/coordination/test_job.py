@@ -421,3 +421,15 @@ def test_the_last_agent_removes_no_keys_of_a_job_that_has_begun_since(open_job: 
     agent.withdraw()
     ended.clean_up_if_last()
     assert begun.start_slots() == 0 and not begun.is_being_started()
+
+
+def test_how_a_job_ended_stays_though_two_agents_take_themselves_for_the_last(open_job: OpenJob) -> None:
+    """Both have withdrawn before either looks; else a machine of later would train the job once more."""
+    one, other = open_job(), open_job()
+    one.finish({})
+    one.clean_up_if_last()
+    end = one.last_end()
+    other.clean_up_if_last()
+    assert end is not None and other.last_end() == end
+    with other.claim_name(lease_seconds=30):
+        assert other.last_end() is None
