@@ -73,7 +73,7 @@ class Sweep:
 
     def row(self, case: Case, *, reference: RunSummary) -> Row:
         """Run one case and judge it against ``reference``."""
-        folder = self._folder / case.name
+        folder = self._folder_of(case)
         result = self._run(case, folder)
         run, fired, problem = None, 0, None
         try:
@@ -95,6 +95,11 @@ class Sweep:
         if row.passed:
             shutil.rmtree(folder)
         return row
+
+    def _folder_of(self, case: Case) -> Path:
+        """Its own: the name of a case of two faults begins as that of the first alone, which may run beside it."""
+        setup, _, faults = case.name.partition("/")
+        return self._folder / setup / faults.replace("/", "+")
 
     def _run(self, case: Case, folder: Path) -> JobResult:
         shutil.rmtree(folder, ignore_errors=True)

@@ -121,6 +121,7 @@ def test_a_job_lives_under_its_prefix_with_user_and_password(with_users: ManualE
 
 def test_tokens_are_renewed_after_a_restart_that_forgot_them(with_users: ManualEtcd) -> None:
     store = EtcdStore([with_users.endpoint], guard=EtcdGuard(username="trainer", password_env=PASSWORD))
+    store.ping(within_seconds=60)  # a password takes etcd long on loaded cores
     told: Collector[StoreEvent] = Collector()
     store.watch("/team/", told)
     store.put("/team/a", "1")

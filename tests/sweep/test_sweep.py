@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 import threading
@@ -67,6 +68,17 @@ def test_equal_runs_pass_and_leave_nothing(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "M4").iterdir()] == ["undisturbed"]
     assert len(job.calls) == 3  # one undisturbed run for both
     assert {workers for _, workers in job.calls} == {4}
+
+
+def test_no_case_runs_inside_the_folder_of_another(tmp_path: Path) -> None:
+    """Which is removed when that one is done, or begins: two faults, of which the first is a case of its own."""
+    job = PretendedJob()
+    both = [next(case for case in select("full") if len(case.faults.faults) == 2)]
+    both.append(dataclasses.replace(both[0], faults=FaultScript(both[0].faults.faults[:1])))
+    assert both[0].name.startswith(both[1].name + "/")
+    assert len(list(Sweep(root=ROOT, folder=tmp_path, job=job).rows(both, jobs=1))) == 2
+    folders = [Path(script[script.index("--deepspeed_config") + 1]).parent for script, _ in job.calls]
+    assert len(folders) == 3 and not any(one in other.parents for one in folders for other in folders)
 
 
 @pytest.mark.parametrize(
