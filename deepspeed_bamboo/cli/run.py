@@ -79,11 +79,13 @@ def run_command(arguments: argparse.Namespace) -> int:
     if arguments.pause_seconds < 0 or arguments.fruitless < 1:
         raise BambooError("--pause-seconds must be 0 or more, and --fruitless 1 or more")
     patience = Patience(pause_seconds=arguments.pause_seconds, fruitless_limit=arguments.fruitless)
-    since = os.environ.get(SINCE) or f"{time.time():.3f}"
+    inherited, began, first = os.environ.get(SINCE), f"{time.time():.3f}", True
     with _signals() as heard:
         while True:
             with tempfile.TemporaryDirectory(prefix="bamboo-run-") as folder:
-                code = _run_once(command, {OUTCOME: folder, SINCE: since}, heard)
+                # The job of before may still be ending; only what a repeat of this command finds complete is its own.
+                since = inherited or ("" if first else began)
+                code, first = _run_once(command, {OUTCOME: folder, SINCE: since}, heard), False
                 notes = read_notes(Path(folder))
             verdict = judge(code, notes, signalled=heard.number)
             if verdict.kind != "again" or arguments.once:

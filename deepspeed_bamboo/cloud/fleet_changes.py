@@ -7,8 +7,8 @@ import binascii
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed_bamboo.cloud.fleet_spec import FleetSpec, user_data
-from deepspeed_bamboo.protocol import SINCE
+from deepspeed_bamboo.cloud.fleet_spec import FleetSpec, max_price, user_data
+from deepspeed_bamboo.protocol import FLEET, SINCE
 
 
 def differences(spec: FleetSpec, *, fleet: Mapping[str, Any], template: Mapping[str, Any]) -> tuple[str, ...]:
@@ -16,8 +16,9 @@ def differences(spec: FleetSpec, *, fleet: Mapping[str, Any], template: Mapping[
     overrides = [one for part in fleet.get("LaunchTemplateConfigs") or () for one in part.get("Overrides") or ()]
     disks = [one["Ebs"]["VolumeSize"] for one in template.get("BlockDeviceMappings") or () if "Ebs" in one]
     prices = {None if one.get("MaxPrice") is None else float(one["MaxPrice"]) for one in overrides}
+    price = max_price(spec)
     pairs: list[tuple[str, Any, Any]] = [
-        ("max_dollars_per_machine_hour", prices, {spec.max_dollars_per_machine_hour}),
+        ("max_dollars_per_machine_hour", prices, {None if price is None else float(price)}),
         ("instance_types", {one.get("InstanceType") for one in overrides}, set(spec.instance_types)),
         ("subnets", {one.get("SubnetId") for one in overrides}, set(spec.subnets)),
         ("image_id", {template.get("ImageId")}, {spec.image_id}),
@@ -45,5 +46,6 @@ def _script(encoded: str) -> str:
 
 
 def _without_time(script: str) -> str:
-    """The start script without when its fleet was made."""
-    return "\n".join(line for line in script.splitlines() if not line.startswith(f"export {SINCE}="))
+    """The start script without its fleet and when that was made; scripts of before have neither."""
+    ours = tuple(f"export {name}=" for name in (FLEET, SINCE))
+    return "\n".join(line for line in script.splitlines() if not line.startswith(ours))

@@ -179,8 +179,15 @@ def _launch_template(spec: FleetSpec, *, root_device: str, script: str) -> Call:
     )
 
 
+def max_price(spec: FleetSpec) -> str | None:
+    """The most that a machine may cost an hour, as EC2 is told; None where there is no bound."""
+    price = spec.max_dollars_per_machine_hour
+    return None if price is None else f"{price:g}"
+
+
 def _fleet(spec: FleetSpec) -> Call:
-    price = {} if spec.max_dollars_per_machine_hour is None else {"MaxPrice": f"{spec.max_dollars_per_machine_hour:g}"}
+    ceiling = max_price(spec)
+    price = {} if ceiling is None else {"MaxPrice": ceiling}
     overrides = [
         {"InstanceType": kind, "SubnetId": subnet, **price} for kind in spec.instance_types for subnet in spec.subnets
     ]

@@ -36,6 +36,6 @@ def section_problems(settings: Mapping[str, Any]) -> Iterator[str]:
         if not isinstance(value, (Mapping, *also)):
             example = _EXAMPLES.get(name, '{"enabled": true}')
             yield f"{name} is {value!r}, and a section is an object; write {example}, or leave it out"
-    parameters = section_of(settings, "optimizer").get("params", {})
-    if not isinstance(parameters, Mapping):
+    parameters = section_of(settings, "optimizer").get("params")
+    if parameters is not None and not isinstance(parameters, Mapping):
         yield f'optimizer.params is {parameters!r}, and must be an object; write {{"lr": 1e-4}}, or leave it out'

@@ -47,10 +47,15 @@ def patience_of(line: CommandLine, slot: Slot, environment: Mapping[str, str]) -
     return Patience(seconds if repeated or line.join else 0.0, tell, through_end=repeated)
 
 
-def check_fleet(line: CommandLine, config: BambooConfig, environment: Mapping[str, str]) -> None:
-    """Raise LaunchError on a machine of a fleet that would start a job of its own, as all the others would."""
+def check_fleet(
+    line: CommandLine, config: BambooConfig, environment: Mapping[str, str], *, one_machine: bool = True
+) -> None:
+    """Raise LaunchError on a machine of a fleet that would start a job of its own, as all the others would.
+
+    ``one_machine``: whether the command starts a job on this machine alone, and not on all of them together.
+    """
     fleet = environment.get(FLEET)
-    if not fleet:
+    if not fleet or not one_machine:
         return
     remedy = None
     if not config.coordinator.endpoints:

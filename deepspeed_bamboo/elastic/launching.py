@@ -90,7 +90,7 @@ def _run(line: CommandLine) -> int:
         slot = slot_from_environment(os.environ, local_rank=line.local_rank, zone=config.topology.zones)
         slot = replace(slot, start_workers=_start_workers(line.workers, slot.world_size))
         check_own_address(os.environ)
-        check_fleet(line, config, os.environ)
+        check_fleet(line, config, os.environ, one_machine=slot.one_machine)
         surroundings = look_around(config.notices, zones=config.topology.zones, environment=os.environ)
         slot = replace(slot, zone=surroundings.identity.zone)
         EtcdGuard.of(config.coordinator).check(os.environ)

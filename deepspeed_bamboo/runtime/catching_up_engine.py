@@ -251,8 +251,9 @@ class CatchingUpEngine(BambooPipelineEngine):
 
     @property
     def is_behind(self) -> bool:
-        """Whether the job was here before, so that nothing is to be saved."""
-        return self._made_catching_up is not None and self._made_catching_up.is_behind
+        """Whether the job was here before and trained on, so that what there was to be saved is not there any more."""
+        catching_up = self._made_catching_up
+        return catching_up is not None and catching_up.is_behind and self.position.calls < self.position.reached
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """As stock's. Raises ExpelledError on a late worker where nobody can know where ``iterator`` belongs."""

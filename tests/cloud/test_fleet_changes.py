@@ -42,6 +42,16 @@ def test_a_fleet_of_another_size_is_no_other_fleet(extras: dict[str, Any]) -> No
     assert differences(spec, fleet=fleet, template=template) == ()
 
 
+def test_a_fleet_made_before_start_scripts_had_its_name_can_be_resized() -> None:
+    """And one with a price of more digits than EC2 is told."""
+    spec = spec_in(SUBNETS, max_dollars_per_machine_hour=0.123456789)
+    fleet, template = described(spec)
+    script = base64.b64decode(template["UserData"]).decode()
+    before = "".join(line for line in script.splitlines(keepends=True) if not line.startswith("export BAMBOO_"))
+    template["UserData"] = base64.b64encode(before.encode()).decode()
+    assert before != script and differences(spec, fleet=fleet, template=template) == ()
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

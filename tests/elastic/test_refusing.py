@@ -130,6 +130,7 @@ def test_machines_of_a_fleet_start_no_jobs_of_their_own() -> None:
     own = BambooConfig()
     shared = BambooConfig.model_validate({"coordinator": {"endpoints": ["etcd:2379"]}})
     check_fleet(line, shared, fleet)
+    check_fleet(line, own, fleet, one_machine=False)
     for alone in ({}, {"BAMBOO_FLEET": ""}):
         check_fleet(line, own, alone)
     with pytest.raises(LaunchError, match=r"each machine of fleet 'night' .* set bamboo.coordinator.endpoints"):

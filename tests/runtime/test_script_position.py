@@ -167,3 +167,13 @@ def test_loads_are_answered_in_order_and_nothing_is_noticed_inside() -> None:
         assert script.position.inside
         raise KeyError
     assert script.position.untouched
+
+
+def test_at_the_end_of_what_the_job_did_the_script_saves_what_there_is_now() -> None:
+    """A job that was complete may be started again for its export; before its last step weights are of later."""
+    position = ScriptPosition(calls=2, reached=3)
+    engine: Any = SimpleNamespace(_made_catching_up=SimpleNamespace(is_behind=True), position=position)
+    is_behind: Any = CatchingUpEngine.is_behind
+    assert is_behind.fget(engine) is True
+    position.calls = 3
+    assert is_behind.fget(engine) is False

@@ -189,10 +189,10 @@ class PipelineData:
     def resume_at(self, step: int) -> None:
         """A checkpoint was read: the user's iterator, of which nothing is used yet, begins at global step ``step``.
 
-        Factories make theirs anew, for whoever takes an end of a pipeline over reads it by the step, too.
+        Factories make theirs anew for another step, for whoever takes an end of a pipeline over reads by that, too.
         """
         self._user.first_step = step
-        self._made.clear()
+        self._made = {key: made for key, made in self._made.items() if made[0] == step}
 
     @property
     def iterator(self) -> Iterator[Any] | None:
