@@ -46,7 +46,7 @@ class CoordinatorUnavailable(CoordinationError):
         self.tried_seconds = tried_seconds
         self.reason = reason
         self.refused = any(refusal in reason for refusal in _REFUSALS)
-        self.answered = self.refused or _FULL in reason or any(sign in reason for sign in _NO_ETCD)
+        self.answered = self.refused or _FULL in reason or is_of_another_server(reason)
         where = f"the coordinator at {', '.join(self.endpoints)}"
         if _FULL in reason:
             text = (
@@ -58,7 +58,7 @@ class CoordinatorUnavailable(CoordinationError):
                 f"{where} refuses this user ({reason}); check coordinator.username, the password in the variable that "
                 "coordinator.password_env names, and what the user's role may read and write"
             )
-        elif any(sign in reason for sign in _NO_ETCD):
+        elif is_of_another_server(reason):
             text = (
                 f"something answers at {', '.join(self.endpoints)} that is no etcd ({reason}); check host and port in "
                 "coordinator.endpoints (etcd's own default is 2379), or set it to [] to let the job start its own"
@@ -70,6 +70,11 @@ class CoordinatorUnavailable(CoordinationError):
                 "set coordinator.endpoints to [] to let the job start its own"
             )
         super().__init__(text)
+
+
+def is_of_another_server(reason: str) -> bool:
+    """Whether this gRPC error comes from something that is no etcd."""
+    return any(sign in reason for sign in _NO_ETCD)
 
 
 class LeaseExpired(CoordinationError):

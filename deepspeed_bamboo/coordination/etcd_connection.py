@@ -13,7 +13,7 @@ import grpc
 from etcd3 import etcdrpc
 
 from deepspeed_bamboo.coordination.endpoints import Endpoint
-from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable
+from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable, is_of_another_server
 from deepspeed_bamboo.coordination.etcd_token import TokenInterceptor
 from deepspeed_bamboo.coordination.guard import EtcdGuard
 
@@ -103,7 +103,8 @@ class EtcdConnection:
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.NOT_FOUND:
                     raise
-                reason = f"{error.code().name}: {error.details()}"
+                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED or not is_of_another_server(reason):
+                    reason = f"{error.code().name}: {error.details()}"  # the last attempt may have had no time left
                 if stubs.token is not None and is_about_token(error):
                     stubs.forget_token()
                     time.sleep(_PAUSE_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
@@ -9,12 +10,14 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import grpc
 import pytest
 
 from deepspeed_bamboo.coordination import etcd_watch
 from deepspeed_bamboo.coordination.endpoints import Endpoint
 from deepspeed_bamboo.coordination.errors import CoordinatorUnavailable, LeaseExpired
 from deepspeed_bamboo.coordination.etcd import EtcdStore
+from deepspeed_bamboo.coordination.etcd_connection import EtcdConnection
 from deepspeed_bamboo.coordination.job import JobCoordinator
 from deepspeed_bamboo.coordination.memory import MemoryStore
 from deepspeed_bamboo.coordination.records import Change
@@ -294,3 +297,31 @@ def _told_of(told: Collector[StoreEvent], store: EtcdStore, key: str) -> bool:
     entry = store.get(key)
     assert entry is not None
     return any(event.key == key or event.kind == "resync" for event in told.items[1:])
+
+
+def test_that_it_is_no_etcd_is_not_forgotten_when_the_last_attempt_has_no_time_left() -> None:
+    """So it is on loaded cores; what another server said is known by then."""
+    first = [Refusal(grpc.StatusCode.UNAVAILABLE, "Trying to connect an http1.x server")]
+    said = itertools.chain(first, itertools.repeat(Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")))
+    connection = EtcdConnection([Endpoint("127.0.0.1", 1)], call_timeout_seconds=0.5, attempt_timeout_seconds=0.1)
+
+    def send(stubs: object, timeout: float) -> None:
+        raise next(said)
+
+    with pytest.raises(CoordinatorUnavailable, match="something answers at .* that is no etcd"):
+        connection.call(send)
+    assert next(said).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    connection.close()
+
+
+class Refusal(grpc.RpcError):
+    """An error as calls raise it."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        self._code, self._details = code, details
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
