@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from deepspeed_bamboo.config.messages import describe
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.protocol import FLEET, SINCE
+from deepspeed_bamboo.text_files import UnreadableError, json_of, text_of
 
 # Every resource of a fleet carries this tag, with the fleet's name.
 TAG = "deepspeed_bamboo-fleet"
@@ -85,11 +86,9 @@ class Call:
 def read_fleet_spec(path: Path | str) -> FleetSpec:
     """The spec in a JSON file. Raises ConfigError with every problem, or when the file can't be read."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"can't be read ({error}); give the path of a fleet's JSON file", where=str(path)) from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"line {error.lineno} is not JSON ({error.msg}); correct it", where=str(path)) from error
+        data = json_of(text_of(Path(path)))
+    except UnreadableError as error:
+        raise ConfigError(f"{error}; give the path of a fleet's JSON file", where=str(path)) from error
     return parse_fleet_spec(data, where=str(path))
 
 

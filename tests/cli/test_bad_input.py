@@ -56,6 +56,7 @@ READERS = [
     ["advise", "--scenario"],
     ["advise", "--preset", "bert", "--profile"],
     ["compare", "x"],
+    ["fleet", "up", "--dry-run"],
     ["profile"],
     ["stop", "--yes", "--deepspeed_config"],
 ]
