@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deepspeed_bamboo.cli.unattended import handling
 from deepspeed_bamboo.errors import BambooError
 from deepspeed_bamboo.options import number
 from deepspeed_bamboo.protocol import EXIT_TRY_AGAIN, OUTCOME, SINCE
@@ -132,13 +133,8 @@ def _has_the_terminal() -> bool:
 def _signals() -> Iterator[_Heard]:
     """Pass what would end this process to the command, which ends its job in good order, and end after it."""
     heard = _Heard()
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, heard.hear) for number in numbers}
-    try:
+    with handling(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, by=heard.hear):
         yield heard
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _run_once(command: Sequence[str], variables: Mapping[str, str], heard: _Heard) -> int:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Signalled", "Voice", "signals_raised"]
+__all__ = ["Signalled", "Voice", "handling", "signals_raised"]
 
 
 class Voice:
@@ -42,22 +42,28 @@ class Signalled(BaseException):
 
 
 @contextmanager
-def signals_raised() -> Iterator[None]:
-    """Raise Signalled for SIGTERM and SIGHUP, where they are not ignored as under nohup."""
-    if threading.current_thread() is not threading.main_thread():
+def handling(*numbers: signal.Signals, by: Callable[[int, Any], object]) -> Iterator[None]:
+    """Inside, ``by`` gets these signals, where they are not ignored as under nohup. For the main thread."""
+    known = {number: signal.getsignal(number) for number in numbers}
+    before = {number: handler for number, handler in known.items() if handler not in (signal.SIG_IGN, None)}
+    try:
+        for number in before:
+            signal.signal(number, by)
         yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def signals_raised() -> Iterator[None]:
+    """Raise Signalled for SIGTERM and SIGHUP."""
 
     def end(number: int, _: Any) -> None:
         raise Signalled(number)
 
-    try:
-        for number, handler in before.items():
-            if handler not in (signal.SIG_IGN, None):
-                signal.signal(number, end)
+    if threading.current_thread() is not threading.main_thread():
         yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None:
-                signal.signal(number, handler)
+        return
+    with handling(signal.SIGTERM, signal.SIGHUP, by=end):
+        yield

@@ -153,6 +153,21 @@ def test_the_loss_of_the_last_one_with_data_is_a_loss_and_no_fault_of_the_script
         )
 
 
+def beginning(members: list[str], *, agree_on: Callable[[str, Any], Any]) -> Any:
+    """The first of two workers, one for each stage, before step 0."""
+    record = SimpleNamespace(members=members, placement=Placement.initial(Grid(1, 2), members), waits_seconds=0.0)
+    return SimpleNamespace(
+        me=members[0],
+        is_reporter=True,
+        session=SimpleNamespace(worker=members[0]),
+        protects=True,
+        step=0,
+        record=record,
+        grid=Grid(1, 2),
+        agree_on=agree_on,
+    )
+
+
 @pytest.mark.parametrize("zeros", [False, True])
 def test_iterators_that_differ_at_the_first_step_are_told(zeros: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """As those that yield zeros in place of what their stage doesn't need."""
@@ -162,17 +177,7 @@ def test_iterators_that_differ_at_the_first_step_are_told(zeros: bool, capsys: p
         data = PipelineData(home=0)
         data.set_iterator(iter([batch]))
         claims[me] = Claim((0,), (), data.first(step=0)).to_json()
-    record = SimpleNamespace(members=members, placement=Placement.initial(Grid(1, 2), members), waits_seconds=0.0)
-    worker: Any = SimpleNamespace(
-        me="a",
-        is_reporter=True,
-        session=SimpleNamespace(worker="a"),
-        protects=True,
-        step=0,
-        record=record,
-        grid=Grid(1, 2),
-        agree_on=lambda label, claim: claims,
-    )
+    worker = beginning(members, agree_on=lambda label, claim: claims)
     DataSupply(worker, data=lambda: PipelineData(home=0), transform=lambda: None).agree()
     told = capsys.readouterr().err
     assert ("the data iterators of a and b begin with different micro-batches of pipeline 0" in told) == zeros
@@ -193,16 +198,7 @@ def test_training_data_that_begin_with_others_than_the_iterator_are_told(
         return iter(batches if same else batches[1:])
 
     data.set_factory(factory, for_last=(factory, lambda pipeline: False))
-    worker: Any = SimpleNamespace(
-        me="a",
-        is_reporter=True,
-        session=SimpleNamespace(worker="a"),
-        protects=True,
-        step=0,
-        record=SimpleNamespace(members=members, placement=Placement.initial(Grid(1, 2), members), waits_seconds=0.0),
-        grid=Grid(1, 2),
-        agree_on=lambda label, claim: dict.fromkeys(members, claim()),
-    )
+    worker = beginning(members, agree_on=lambda label, claim: dict.fromkeys(members, claim()))
     DataSupply(worker, data=lambda: data, transform=lambda: None).agree()
     assert ("begins with another micro-batch of pipeline 0 than the training_data" in capsys.readouterr().err) != same
     assert torch.equal(data.get(0, 0, step=0)[0], batches[0][0]) and torch.equal(torch.get_rng_state(), before)

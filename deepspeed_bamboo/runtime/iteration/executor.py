@@ -163,7 +163,7 @@ class Executor:
         ops = {instruction.op for instruction in program}
         if Op.MIRROR in ops:
             expected.update(placement.owner(coordinate) for coordinate in placement.shadowed_by(self._me))
-        record = self._engine.session.interruption.active
+        record = self._interruption.active
         if Op.COMMIT in ops and record is not None:
             expected.update(expected_of(self._me, record.members))
         self._links.expect(expected)
