@@ -31,7 +31,7 @@ from deepspeed_bamboo.cloud.fleet_control import FleetControl, FleetStatus
 from deepspeed_bamboo.cloud.fleet_spec import FleetSpec, creating_calls, read_fleet_spec, user_data
 from deepspeed_bamboo.cloud.price_history import price_history
 from deepspeed_bamboo.errors import BambooError, ConfigError
-from deepspeed_bamboo.options import at_least_one, at_most_a_day, file_path
+from deepspeed_bamboo.options import at_least_one, at_most_a_day, file_path, filled, positive
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.cli.job_view import JobView
@@ -65,8 +65,8 @@ def add_parser(subparsers: Any) -> None:
     _add_follow(verbs)
     prices = verbs.add_parser("prices", help="what its machines have cost by zone, as the simulator reads it")
     prices.add_argument("spec", metavar="FILE", type=file_path, help="the fleet as JSON")
-    prices.add_argument("--hours", type=float, default=24.0, help="until now (default: 24)")
-    prices.add_argument("--type", metavar="TYPE", help="of the spec's types (default: its first)")
+    prices.add_argument("--hours", type=positive, default=24.0, help="until now (default: 24)")
+    prices.add_argument("--type", metavar="TYPE", type=filled, help="of the spec's types (default: its first)")
     prices.set_defaults(run=run_prices)
     down = verbs.add_parser("down", help="end all its machines")
     down.set_defaults(run=run_down)
@@ -78,7 +78,9 @@ def add_parser(subparsers: Any) -> None:
         _add_region(verb)
     for verb in (status, down):
         verb.add_argument(
-            "--region", help="that of `up` (its spec's is not known here); default: as boto3 finds it on this machine"
+            "--region",
+            type=filled,
+            help="that of `up` (its spec's is not known here); default: as boto3 finds it on this machine"
         )
     for verb in (up, status, prices, down):
         verb.add_argument("--endpoint-url", help=argparse.SUPPRESS)
@@ -113,7 +115,7 @@ def _add_follow(verbs: Any) -> None:
 
 
 def _add_region(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--region", help="default: the spec's, or as boto3 finds it")
+    verb.add_argument("--region", type=filled, help="default: the spec's, or as boto3 finds it")
 
 
 def run_up(arguments: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from deepspeed_bamboo.elastic.error_report import write_report
 from deepspeed_bamboo.elastic.orphans import die_with_agent
@@ -56,7 +56,7 @@ def guarded(function: Callable[[], object]) -> int:
     die_with_agent()
     _leave_notices_to_agent()
     _show_stack_when_asked()
-    code = _call(function)
+    code = _call(function, _Interrupts())
     if code != 0:
         timer = threading.Timer(_LINGER_SECONDS, os._exit, args=(code,))
         timer.daemon = True
@@ -66,7 +66,25 @@ def guarded(function: Callable[[], object]) -> int:
     return code
 
 
-def _call(function: Callable[[], object]) -> int:
+class _Interrupts:
+    """Whether this process was interrupted, as by Ctrl-C. A script that raises KeyboardInterrupt itself was not."""
+
+    def __init__(self) -> None:
+        self._came = False
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._note)
+
+    @property
+    def came(self) -> bool:
+        """Whether one came, or may have come where the script has a handler of its own."""
+        return self._came or signal.getsignal(signal.SIGINT) != self._note
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._came = True
+        signal.default_int_handler(number, frame)
+
+
+def _call(function: Callable[[], object], interrupts: _Interrupts) -> int:
     try:
         function()
     except SystemExit as leaving:
@@ -74,10 +92,10 @@ def _call(function: Callable[[], object]) -> int:
             return leaving.code or 0
         _report(f"{leaving.code}\n")
         return 1
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)  # so that the agent sees what it was
     except BaseException as error:  # noqa: BLE001 - the user's bug, whatever it is: handed on, then the process ends
+        if isinstance(error, KeyboardInterrupt) and interrupts.came:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)  # so that the agent sees what it was
         _report("".join(traceback.format_exception(type(error), error, _of_the_user(error.__traceback__))))
         return 1
     return 0

@@ -154,20 +154,26 @@ def _wanted_once(environment: Mapping[str, str]) -> bool:
 def check_not_over(end: EndedJob | None, environment: Mapping[str, str]) -> None:
     """Raise JobOverError for a job that was completed, or stopped, after the command was first given.
 
-    Otherwise a machine that comes back, or replaces one, would train it once more, over its results.
+    Otherwise a machine that comes back, or replaces one, would train it once more, over its results. Raises LaunchError
+    for one that ended by an error that a start anew does not mend.
     """
     try:
         since_seconds = float(environment.get(SINCE, ""))
     except ValueError:
         return
-    if end is None or end.state not in ("finished", "stopped") or end.time_seconds < since_seconds:
+    if end is None or not end.final or end.time_seconds < since_seconds:
         return
     at = datetime.fromtimestamp(end.time_seconds, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-    how = "complete" if end.state == "finished" else "stopped"
     fleet = environment.get(FLEET)
     remedy = "to start it once more give this command again"
     if fleet:
         remedy = f"this machine goes on costing: `ds_bamboo fleet down {fleet}` ends the fleet"
+    if end.state not in ("finished", "stopped"):
+        raise LaunchError(
+            f"the job {end.job!r} failed at {at} by an error that would come again ({end.detail or end.failure}), so "
+            f"this machine does not start it; mend that; {remedy}"
+        )
+    how = "complete" if end.state == "finished" else "stopped"
     raise JobOverError(f"the job {end.job!r} is {how} since {at}, so this machine does not start it; {remedy}")
 
 

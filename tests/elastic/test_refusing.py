@@ -115,6 +115,15 @@ def test_a_job_that_is_complete_is_not_started_by_a_machine_that_comes_later(
         check_not_over(end, environment)
 
 
+def test_a_job_whose_script_failed_is_not_begun_by_a_machine_that_comes_later() -> None:
+    end = EndedJob("gpt", "failed", "worker n0.0 failed: KeyError: 'x'", 99, 200.0, "user_error")
+    check_not_over(end, {})
+    check_not_over(end, {"BAMBOO_SINCE": "200.5"})
+    with pytest.raises(LaunchError, match=r"'gpt' failed at 1970.*KeyError: 'x'.*give this command again") as refusal:
+        check_not_over(end, {"BAMBOO_SINCE": "100.5"})
+    assert how_refused(refusal.value) == "refused"
+
+
 def test_a_command_of_several_jobs_by_one_name_does_all_of_them(tmp_path: Path) -> None:
     environment = {"BAMBOO_OUTCOME": str(tmp_path), "BAMBOO_SINCE": "7"}
     note = OutcomeNote(environment)

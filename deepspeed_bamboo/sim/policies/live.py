@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable
 from typing import ClassVar
 
-from ...core.availability import INTERVAL_SECONDS, LOOK_AHEAD
+from ...core.availability import LOOK_AHEAD
 from ..clock import MILLISECONDS_PER_SECOND, to_milliseconds
 from ..hosting import Hosting
 from ..ledger import Ledger, Mode
@@ -167,7 +167,8 @@ class LivePolicy(AlarmedPolicy):
         usual, most = self._hosting.most_hosted, -(-self._grid.size // max(1, workers))
         seconds = [self._steps.hosted_seconds(self._grid, most_hosted=hosted) for hosted in (usual, most)]
         cost = self._spec.restart_seconds + self._spec.restore_seconds
-        if not self._aside or (1.0 - seconds[1] / seconds[0]) * INTERVAL_SECONDS * LOOK_AHEAD <= cost:
+        ahead_seconds = self._spec.policy_interval_seconds * LOOK_AHEAD
+        if not self._aside or (1.0 - seconds[1] / seconds[0]) * ahead_seconds <= cost:
             return False
         self.ledger.reconfigurations += 1
         self.progress.save()
