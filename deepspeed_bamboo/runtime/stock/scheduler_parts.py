@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from deepspeed_bamboo.runtime.stock.held_values import ATOMS
+
 Way = tuple[Any, ...]
 """Attributes, positions in lists and keys of dictionaries."""
 _LEAVES = (type, types.FunctionType, types.MethodType, types.ModuleType, functools.partial, torch.nn.Module)
@@ -32,7 +34,7 @@ def parts_of(scheduler: Any) -> dict[Way, dict[str, Any]]:
             if not isinstance(value, _HOLDERS):
                 value = found[way] = vars(value)
             items = value.items() if isinstance(value, dict) else enumerate(value)
-            waiting += [((*way, key), item) for key, item in items]
+            waiting += [((*way, key), item) for key, item in items if item.__class__ not in ATOMS]
     return found
 
 
