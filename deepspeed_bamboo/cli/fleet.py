@@ -80,7 +80,7 @@ def add_parser(subparsers: Any) -> None:
         verb.add_argument(
             "--region",
             type=filled,
-            help="that of `up` (its spec's is not known here); default: as boto3 finds it on this machine"
+            help="that of `up` (its spec's is not known here); default: as boto3 finds it on this machine",
         )
     for verb in (up, status, prices, down):
         verb.add_argument("--endpoint-url", help=argparse.SUPPRESS)

@@ -112,6 +112,22 @@ class RatesByHand(Habit):
         self.held.param_groups[1]["betas"] = (0.9 - step / 20, 0.99)
 
 
+class RatesByFunction(RatesByHand):
+    """The same, with an optimizer that the function given to ``initialize`` keeps."""
+
+    def arguments(self, module: PipelineModule) -> dict[str, Any]:
+        make = super().arguments(module)["optimizer"]
+
+        def keep(parameters: Any) -> torch.optim.Optimizer:
+            self.held = make(parameters)
+            return self.held
+
+        return {"optimizer": keep}
+
+    def started(self, engine: Any, optimizer: Any) -> None:
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.held, 0.8)
+
+
 class TwoRates(Habit):
     """Two groups with rates of their own, which a scheduler reads and changes as it is made."""
 
@@ -814,6 +830,7 @@ _KINDS = (
     *(
         Habit,
         RatesByHand,
+        RatesByFunction,
         TwoRates,
         MomentumByHand,
         MomentumOfOne,

@@ -55,9 +55,11 @@ def test_a_change_is_carried_to_where_the_value_was_the_same_and_told_where_it_w
     assert (other.param_groups[1]["lr"], len(told)) == (0.2, 1), "what was carried is not carried again"
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_rates_by_hand_and_a_scheduler_of_the_script_act_on_what_was_taken_over(jobs: Jobs, stage: int) -> None:
-    result = jobs.run(compare_habit, world=3, habit="RatesByHand", stages=3, faults=[kill(2, stage)])
+@pytest.mark.parametrize(("habit", "stage"), [("RatesByHand", 0), ("RatesByHand", 2), ("RatesByFunction", 1)])
+def test_rates_by_hand_and_a_scheduler_of_the_script_act_on_what_was_taken_over(
+    jobs: Jobs, habit: str, stage: int
+) -> None:
+    result = jobs.run(compare_habit, world=3, habit=habit, stages=3, faults=[kill(2, stage)])
     assert result.codes.count(-9) == 1, result.transcript()
     assert all(value["plugin"]["losses"] == value["stock"]["losses"] for value in result.values.values())
     assert all(value["plugin"]["rate"] == value["stock"]["rate"] for value in result.values.values())

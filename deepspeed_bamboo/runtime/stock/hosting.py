@@ -23,6 +23,7 @@ from deepspeed_bamboo.runtime.stock.description import Description, describe
 from deepspeed_bamboo.runtime.stock.given_parameters import BuiltLayers, refuse_strangers
 from deepspeed_bamboo.runtime.stock.gradients import clear_gradients, parameters, require_state, require_supported
 from deepspeed_bamboo.runtime.stock.hyperparameters import values_of
+from deepspeed_bamboo.runtime.stock.kept_by_functions import kept_from_before
 from deepspeed_bamboo.runtime.stock.likeness import lay_out, liken
 from deepspeed_bamboo.runtime.stock.logical import Exchange, LogicalGrid, LogicalGroup
 from deepspeed_bamboo.runtime.stock.optimizers import maker_for
@@ -229,7 +230,8 @@ class StageHost:
         self.save()
         previous = self._active
         module = template.attributes["module"]
-        with built_apart(engine.device), counting_from(self.beginning):
+        functions = engine.optimizer_source, engine.client_lr_scheduler
+        with built_apart(engine.device), counting_from(self.beginning), kept_from_before(*functions):
             logical = self.logical_grid(coordinate, topology=module._topo, process_rank=process_rank)
             new_module = self._module(coordinate, logical=logical, like=module, description=description, layers=layers)
             for group in logical_groups(new_module, logical):
@@ -414,11 +416,10 @@ class StageHost:
         refuse_strangers(replica.attributes["optimizer"], replica.module)
         require_state(replica.attributes["lr_scheduler"])
         optimizer, values = self._engine.before_scheduler
-        same = optimizer is replica.attributes["basic_optimizer"]
-        replica.made = values if same else values_of(replica.attributes["basic_optimizer"])
+        basic = replica.attributes["basic_optimizer"]
+        replica.made = values if optimizer is basic else values_of(basic)
         self.gradient_updates.group(replica.attributes["optimizer"])
         judge_norm_on_host(replica)
-        basic = replica.attributes["basic_optimizer"]
         if isinstance(basic, torch.optim.Optimizer):
             make_independent_of_history(basic)
             basic.register_step_pre_hook(lambda *_: self._gate())
