@@ -12,7 +12,6 @@ the runs, or the mean pause, join or transfer by more than 20 %.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import sys
@@ -37,7 +36,7 @@ from deepspeed_bamboo.testing.fork_server import ForkServer
 
 SCRIPT = Path(__file__).with_name("train_sleeping.py")
 MOST_THROUGHPUT_ERROR, MOST_ERROR = 0.05, 0.2
-CALIBRATION = ("kill", "join", "drain", "join", "kill", "kill", "join", "join")  # again and again
+CALIBRATION_SEED = 0  # what happens to the profile's job is drawn like the traces
 _MICRO_BATCHES, _PASSES = 8, 3  # a backward takes twice as long as a forward
 _QUIET_STEPS = 8  # at the start: after some quiet steps the engine knows what stages take, and places by it
 
@@ -50,8 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     step_seconds = (_MICRO_BATCHES + arguments.workers - 1) * _PASSES * arguments.milliseconds / 1000.0
     first_seconds, every = _QUIET_STEPS * step_seconds, arguments.every_seconds
 
-    def count_in(steps: int) -> int:
-        return max(0, int(0.8 * (steps - _QUIET_STEPS) * step_seconds / every))
+    def trace(seed: int, steps: int) -> tuple[Incident, ...]:
+        count = max(0, int(0.8 * (steps - _QUIET_STEPS) * step_seconds / every))
+        return drawn(seed, workers=arguments.workers, count=count, first_seconds=first_seconds, every_seconds=every)
 
     job = SleepingJob(
         script=SCRIPT,
@@ -65,18 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = False
     with tempfile.TemporaryDirectory() as name, ForkServer(PRELOAD) as server:
         folder, profile = Path(name), Path(name) / "profile.json"
-        kinds = itertools.islice(itertools.cycle(CALIBRATION), count_in(arguments.calibration_steps))
-        incidents = [Incident(first_seconds + i * every, what) for i, what in enumerate(kinds)]
         longer = replace(job, steps=arguments.calibration_steps)
-        first = run_job(longer, incidents, server=server, folder=folder / "calibration")
+        first = run_job(longer, trace(CALIBRATION_SEED, longer.steps), server=server, folder=folder / "calibration")
         measured, join_seconds = calibrated(first, path=profile)
         results["profile"] = {**measured.to_json(), "join_seconds": join_seconds}
         print(json.dumps(results["profile"]), flush=True)
         for seed in arguments.seeds:
-            workers = arguments.workers
-            count = count_in(arguments.steps)
-            trace = drawn(seed, workers=workers, count=count, first_seconds=first_seconds, every_seconds=every)
-            happened = run_job(job, trace, server=server, folder=folder / f"seed{seed}")
+            happened = run_job(job, trace(seed, job.steps), server=server, folder=folder / f"seed{seed}")
             found = compare(job, happened, profile, join_seconds=join_seconds)
             results[f"seed {seed}"] = {**asdict(found), "incidents": happened.incidents}
             wrong |= report(seed, found)
@@ -95,7 +90,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--workers", type=int, default=6)
     parser.add_argument("--milliseconds", type=float, default=40.0, help="of a stage's forward (default: 40)")
-    parser.add_argument("--every-seconds", type=float, default=4.0, help="between incidents (default: 4)")
+    parser.add_argument("--every-seconds", type=float, default=2.5, help="between incidents (default: 2.5)")
     parser.add_argument("--output", type=Path, help="also write the figures as JSON")
     return parser.parse_args(argv)
 

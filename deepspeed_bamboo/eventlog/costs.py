@@ -143,7 +143,9 @@ def _loss_costs(events: Sequence[Event]) -> dict[str, float]:
         if best is None or bool(event.get("taken_over")) > bool(best.get("taken_over")):
             reports[event["epoch"]] = event
     faults = _of(events, "fault")
-    for report in reports.values():
+    # Of a worker that had shadows alone nothing is done again: such losses tell only where there are no others.
+    taken = [report for report in reports.values() if report.get("taken_over")]
+    for report in taken or reports.values():
         parts = report["pause_seconds"]
         regrouped = report["regrouped_t"]
         heard = regrouped - parts["regroup"] - parts["abort"]
