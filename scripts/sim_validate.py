@@ -1,6 +1,6 @@
 """Is the simulator right about this engine? A real job of layers that sleep, next to what is predicted; no GPU.
 
-    python scripts/sim_validate.py                 # calibration and three seeded traces; 16 minutes
+    python scripts/sim_validate.py                 # calibration and three seeded traces; 19 minutes
     python scripts/sim_validate.py --seeds 1 --steps 40
 
 Workers are killed, join and are drained by the clock, as on a spot market that is many times as fast. The profile of
