@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import os
 import shutil
 import socket
@@ -159,7 +160,12 @@ class ThisMachine:
         return None
 
     def build_locks(self, environment: Mapping[str, str]) -> tuple[tuple[Path, float], ...]:
-        """See :class:`Machine`. They are where torch.utils.cpp_extension has them."""
+        """See :class:`Machine`. They are where torch.utils.cpp_extension has them.
+
+        There are none where torch (2.14) holds a lock of the system, which ends with its build; the file stays.
+        """
+        if not _waits_for_files():
+            return ()
         own = environment.get("TORCH_EXTENSIONS_DIR")
         caches = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         found = Path(own).glob("*/lock") if own else (caches / "torch_extensions").glob("*/*/lock")
@@ -168,3 +174,13 @@ class ThisMachine:
             with contextlib.suppress(OSError):  # its build has just ended
                 locks.append((path, time.time() - path.stat().st_mtime))
         return tuple(locks)
+
+
+def _waits_for_files() -> bool:
+    """Whether the torch that is installed, which is not imported, takes the presence of a file for a lock."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return False
+    with contextlib.suppress(OSError):
+        return "FileBaton(" in (Path(found.origin).parent / "utils" / "cpp_extension.py").read_text(encoding="utf-8")
+    return True

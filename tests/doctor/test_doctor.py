@@ -220,6 +220,12 @@ FAULTS: dict[str, tuple[dict[str, Any], bool, str, str]] = {
         "deepspeed_shm_comm/lock is 5 min old",
         "rm /cache/py311_cpu/deepspeed_shm_comm/lock",
     ),
+    "27b a lock of what only plain DeepSpeed builds": (
+        {"machine": FakeMachine(locks=((Path("/cache/py311_cpu/deepspeed_shm_comm/lock"), 7200.0),))},
+        False,
+        "plain DeepSpeed on a CPU (no job of the plugin) waits for its lock",
+        "rm /cache/py311_cpu/deepspeed_shm_comm/lock",
+    ),
     "28 torch is newer than what was tried": (
         {"machine": FakeMachine(versions={**FakeMachine().versions, "torch": "2.14.1+cu130"})},
         False,
@@ -241,6 +247,22 @@ def test_versions_are_those_of_setup_and_of_the_guard() -> None:
         low, last, high = (".".join(map(str, version)) for version in (least, tried, too_new))
         assert f'"{package}>={low},<{high}"' in setup
         assert TRIED[package] in (last, f"{low} to {last}")
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_file_is_a_lock_where_torch_waits_for_files(
+    waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = tmp_path / "extensions" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    code = tmp_path / "torch" / "utils" / "cpp_extension.py"
+    code.parent.mkdir(parents=True)
+    code.write_text("baton = FileBaton(path)" if waits else "with FileLock(path): pass", encoding="utf-8")
+    spec = SimpleNamespace(origin=str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    locks = ThisMachine().build_locks({"TORCH_EXTENSIONS_DIR": str(lock.parent.parent)})
+    assert [path for path, _ in locks] == ([lock] if waits else [])
 
 
 def test_a_new_lock_and_versions_that_were_tried_are_no_news(etcd: str) -> None:

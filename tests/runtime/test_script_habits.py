@@ -54,6 +54,8 @@ def train_with_habits(training: Training, folder: str) -> dict[str, Any]:
     for _ in range(training.steps):
         losses.append(float(engine.train_batch(data)))
         sizes.append(float(engine.get_additional_losses()["size"]))
+        if engine.monitor.enabled:
+            engine.monitor.write_events([("Own/size", sizes[-1], engine.global_samples)])
     result = {"losses": losses, "sizes": sizes, "own": digest(dict(module.named_parameters()))}
     assert list(module.state_dict()) == [name for name, _ in module.named_parameters()]
     saved: list[dict[str, str]] = []
@@ -93,8 +95,8 @@ def test_losses_exports_and_monitors_are_whole_after_the_ends_were_lost(jobs: Jo
     assert "state_dict() have the weights of" in result.transcript()
     told = [rank for rank in (1, 2) if "this worker stands for rank 0 from now on" in result.outputs[rank]]
     assert [bool(result.values[rank]["whole"]) for rank in told] == [True], "on its new reporter alone"
-    for name in ("lr", "train_loss"):
-        file = f"rows/Train_Samples_{name}.csv"
+    for name in ("Train_Samples_lr", "Train_Samples_train_loss", "Own_size"):
+        file = f"rows/{name}.csv"
         rows = (tmp_path / "own" / file).read_text().splitlines()
         assert rows == (tmp_path / "stock" / file).read_text().splitlines(), f"{name}: one row a step"
 

@@ -16,11 +16,12 @@ from deepspeed.monitor.monitor import MonitorMaster
 
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell
+from deepspeed_bamboo.runtime.stock.hosted_view import in_thread_of_script
 
 Event = tuple[str, float, int]
 """Name, value, and global samples."""
 
-_KEPT = 2  # lists of events: workers are one activity apart at most
+_KEPT = 2  # activities: workers are one apart at most
 
 _NEW_REPORTER = (
     "this worker stands for rank 0 from now on, and the job trains. A script that asked for its rank once, at its "
@@ -37,6 +38,7 @@ class MonitoredEngine(Protocol):
     global_samples: int
     mean_loss: float
     _config: Any
+    _working: int
 
     def get_lr(self) -> list[float]:
         """The current learning rates."""
@@ -48,24 +50,37 @@ class MonitoredEngine(Protocol):
 
 
 class FollowingMonitor:
-    """In the place of the engine's ``monitor``. Stock finds it off, so that nothing is written twice.
+    """In the place of the engine's ``monitor``. Stock finds it off, so that nothing is written twice; the script on.
 
     Args:
         stock: what DeepSpeed has made, which writes on the worker that had rank 0 then.
         config: DeepSpeed's configuration of monitors.
         reports: whether this worker is the reporter now.
+        script_asks: whether who asks is the script, and not the engine at its work.
     """
 
-    enabled = False
-
-    def __init__(self, stock: Any, *, config: Any, reports: Callable[[], bool], wrote_first: bool) -> None:
+    def __init__(
+        self,
+        stock: Any,
+        *,
+        config: Any,
+        reports: Callable[[], bool],
+        wrote_first: bool,
+        script_asks: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.wanted = bool(stock.enabled)
+        self._script_asks = script_asks
         self._config = config
         self._reports = reports
         self._writer: Any = stock if wrote_first else None
         self._follows = False  # another has written before
         self._began_as_reporter = wrote_first
-        self._recent: deque[Sequence[Event]] = deque(maxlen=_KEPT)
+        self._recent: deque[list[Event]] = deque(maxlen=_KEPT)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether a script that asks first writes rows of its own (:meth:`write_events`)."""
+        return self.wanted and self._script_asks()
 
     def reports_newly(self) -> bool:
         """Whether this worker reports now, whose script had another rank at its start; True once."""
@@ -78,16 +93,22 @@ class FollowingMonitor:
         """On every worker that holds a stage, after each step or evaluation: write ``events`` if it is the reporter."""
         if not self.wanted:
             return
-        self._recent.append(events)
+        self._recent.append(list(events))
+        self._write_if_reporter(events)
+
+    def write_events(self, events: Sequence[Event], flush: bool = True) -> None:
+        """For scripts: as DeepSpeed's, on the reporter; the others keep them, as in :meth:`note`."""
+        if not self.wanted:
+            return
+        if not self._recent:
+            self._recent.append([])
+        self._recent[-1] += events
+        self._write_if_reporter(events)
+
+    def _write_if_reporter(self, events: Sequence[Event]) -> None:
         if not self._reports():
             self._writer = None  # the new reporter keeps writing; this writer would begin a new file
         elif not self._opened():
-            self._write(events)
-
-    def write_events(self, events: Sequence[Event], flush: bool = True) -> None:
-        """For scripts: as DeepSpeed's, on the reporter."""
-        if self.wanted and self._reports():
-            self._opened()
             self._write(events)
 
     def _opened(self) -> bool:
@@ -139,6 +160,7 @@ def follow_reporter(engine: MonitoredEngine) -> FollowingMonitor:
         config=engine._config.monitor_config,
         reports=lambda: engine.worker.is_reporter,
         wrote_first=bool(engine.global_rank == 0),
+        script_asks=lambda: in_thread_of_script() or not engine._working,
     )
     engine.monitor = made
     return made
