@@ -121,7 +121,6 @@ def test_every_case(jobs: Jobs, expected: Any, tmp_path: Path, pattern: str, cas
 
 
 REFUSED_ON_TWO = {
-    "data-at-the-ends": "has no data iterator",
     "late-optimizer": "there is no optimizer",
     "optimizer-object": "optimizer is an object with the parameters of all stages",
 }
