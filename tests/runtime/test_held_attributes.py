@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import enum
 import functools
 import io
 import itertools
@@ -9,6 +11,8 @@ import tracemalloc
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -359,3 +363,87 @@ def test_what_a_run_of_a_models_frame_finds_is_each_workers_own() -> None:
     reader = Reader(Parts({}, {}))
     assert reader.graph.content(reader.item({"frame": frame}), []) == before
     assert not reader.graph.unknown(["ref", 0])
+
+
+class AttributeDict(dict[str, Any]):
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        self.__dict__ = self
+
+
+class Items(list[float]):
+    pass
+
+
+class Mode(enum.Enum):
+    SLOW, FAST = 1, 2
+
+
+class Flags(enum.Flag):
+    ONE, TWO = 1, 2
+
+
+class Numbered:
+    """Made by a rule of its own."""
+
+    def __new__(cls) -> Numbered:
+        return super().__new__(cls)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Keeping(nn.Module):
+    """Keeps a count in objects of many kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.named, self.items = types.SimpleNamespace(n=0), AttributeDict(n=0), Items([0.0])
+        self.number, self.exact = Fraction(0), Decimal("0.10")
+        self.raw, self.packed, self.own = bytearray(2), array.array("d", [0.0]), Numbered()
+        self.mode, self.flags = Mode.SLOW, Flags.ONE
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.space.n += 1
+        self.named.n += 2
+        self.items[0] += 3
+        self.items.extend([1.0])
+        self.number, self.exact = self.number + Fraction(1, 3), self.exact + Decimal("0.01")
+        self.raw[0] += 4
+        self.packed[0] += 5
+        self.own.count += 6
+        self.mode, self.flags = Mode.FAST, Flags.ONE | Flags.TWO
+        return x + self.seen()[0]
+
+    def seen(self) -> tuple[Any, ...]:
+        counts = self.space.n, self.named.n, self.named["n"], list(self.items), self.raw[0], self.packed[0]
+        return (*counts, self.number, self.exact, self.own.count, self.mode, self.flags)
+
+
+def test_objects_of_many_kinds_go_with_their_stage() -> None:
+    owner, shadow = (Stage(LayerSpec(Keeping)) for _ in range(2))
+    moves, its = MovingAttributes(), MovingAttributes()
+    moves.look(owner, by_script=False)
+    for _ in range(2):
+        owner.train_once(torch.zeros(1))
+        moves.look(owner, by_script=False)
+    assert moves.take_unsendable() == []
+    state = decode(encode(moves.state(owner)))
+    own = shadow.forward_funcs[0].own
+    its.accept(shadow, state)
+    assert its.take_unsendable() == [] and shadow.forward_funcs[0].own is own
+    assert shadow.forward_funcs[0].seen() == owner.forward_funcs[0].seen()
+    assert vars(shadow.forward_funcs[0].named) is shadow.forward_funcs[0].named
+    assert torch.equal(owner.train_once(torch.zeros(1)), shadow.train_once(torch.zeros(1)))
+
+
+def test_an_object_with_a_rule_of_its_own_is_not_made_where_there_is_none() -> None:
+    owner, shadow = (Stage(LayerSpec(Keeping)) for _ in range(2))
+    moves, its = MovingAttributes(), MovingAttributes()
+    for _ in range(3):
+        owner.train_once(torch.zeros(1))
+        moves.look(owner, by_script=False)
+    shadow.forward_funcs[0].own = None
+    its.include(moves.state(owner))
+    its.accept(shadow, decode(encode(moves.state(owner))))
+    assert len(its.take_unsendable()) == 1

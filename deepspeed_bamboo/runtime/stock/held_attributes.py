@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import io
 import sys
-import sysconfig
 import types
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
@@ -28,6 +27,7 @@ from deepspeed.pipe import LayerSpec
 from deepspeed_bamboo.runtime.stock.description import is_foreign
 from deepspeed_bamboo.runtime.stock.generator_forms import KINDS
 from deepspeed_bamboo.runtime.stock.held_fitting import Examples, Fitting
+from deepspeed_bamboo.runtime.stock.held_kinds import is_the_scripts
 from deepspeed_bamboo.runtime.stock.held_values import ATOMS, MUTABLE, Graph, Reader, is_data
 from deepspeed_bamboo.runtime.stock.plain_forms import Form, Parts, device_of
 from deepspeed_bamboo.runtime.stock.plain_values import PLAIN
@@ -391,16 +391,7 @@ def _hides(value: Any) -> str | None:
         return f"an iterator: {kind.__name__}"
     slots = any(vars(base).get("__slots__") for base in kind.__mro__[:-1])
     frozen = getattr(getattr(kind, "__dataclass_params__", None), "frozen", False)
-    return f"an object with __slots__: {kind.__name__}" if slots and not frozen and _is_the_scripts(kind) else None
-
-
-def _is_the_scripts(kind: type) -> bool:
-    """Whether a class is from none of the packages that are installed, nor Python's own."""
-    source = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    if kind.__module__ == "__main__":
-        return True
-    places = {*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix}
-    return source is not None and not any(str(source).startswith(place) for place in places)
+    return f"an object with __slots__: {kind.__name__}" if slots and not frozen and is_the_scripts(kind) else None
 
 
 def _is_of_function(key: Key) -> bool:

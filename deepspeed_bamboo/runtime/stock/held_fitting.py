@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_bamboo.runtime.stock import generator_forms
+from deepspeed_bamboo.runtime.stock import generator_forms, held_kinds
 from deepspeed_bamboo.runtime.stock.held_values import CONTAINERS, MAPPINGS, NAMED_IN, is_plain_class
 from deepspeed_bamboo.runtime.stock.plain_forms import (
     CodeOfTheScript,
@@ -293,15 +293,54 @@ class Fitting:
         _, name, items = node
         target = self._reused(existing, class_name(type(existing)) == name)
         if target is None:
-            kind = self.examples.kind(name)
-            if not isinstance(kind, type) or not is_plain_class(kind):
-                raise LookupError(f"class {name}")
-            target = object.__new__(kind)
+            kind = self._class(name, is_plain_class)
+            target = kind.__new__(kind)
         self._made[place] = target
         own = {attribute: value for attribute, value in vars(target).items() if differs_by_machine(attribute)}
         self._fill_mapping(vars(target), items, ["plain", None], default=False)
         vars(target).update(own)
         return target
+
+    def _class(self, name: str, fits: Callable[[Any], bool]) -> Any:
+        kind = self.examples.kind(name)
+        if not isinstance(kind, type) or not fits(kind):
+            raise LookupError(f"class {name}")
+        return kind
+
+    def holding(self, place: int, node: Form, existing: Any) -> Any:
+        """An object of a class made from dict, list or set."""
+        _, name, container, items, attributes = node
+        base: Any = CONTAINERS[container]
+        target = self._reused(existing, class_name(type(existing)) == name)
+        if target is None:
+            target = base.__new__(self._class(name, lambda kind: held_kinds.base_of(kind) is base))
+        self._made[place] = target
+        if attributes == held_kinds.ITSELF:
+            target.__dict__ = target
+        values: Any
+        if base is dict:
+            before = dict(dict.items(target))
+            pairs = [(self.value(key), value) for key, value in zip(items[::2], items[1::2], strict=True)]
+            values = {key: self.value(value, before.get(key)) for key, value in pairs}
+        else:
+            old = list(base.__iter__(target))
+            values = [self.value(item, _at(old, index)) for index, item in enumerate(items)]
+        base.clear(target)
+        (base.extend if base is list else base.update)(target, values)
+        if attributes != held_kinds.ITSELF:
+            own = {attribute: value for attribute, value in vars(target).items() if differs_by_machine(attribute)}
+            self._fill_mapping(vars(target), attributes, ["plain", None], default=False)
+            vars(target).update(own)
+        return target
+
+    def whole(self, place: int, node: Form, existing: Any) -> Any:
+        """What holds no others: a member of an enumeration, an exact number, a buffer."""
+        if node[0] == "member":
+            return held_kinds.member(self.examples.kind(node[1]), node[2][1])
+        if node[0] == "number":
+            return held_kinds.NUMBERS[node[1]](node[2])
+        fits = isinstance(existing, bytearray) or hasattr(existing, "typecode")
+        return held_kinds.buffer(self._reused(existing, fits), node[1], node[2])
 
     def part(self, place: int, node: Form, existing: Any) -> Any:
         """A module, parameter or buffer of the stage."""
@@ -343,6 +382,8 @@ _MAKE: Mapping[str, Callable[[Fitting, int, Form, Any], Any]] = {
     "bound": Fitting.bound,
     "partial": Fitting.partial,
     "object": Fitting.object,
+    "holding": Fitting.holding,
+    **dict.fromkeys(("member", "number", "buffer"), Fitting.whole),
     "module": Fitting.part,
     "parameter": Fitting.part,
     "complex": lambda fitting, place, node, existing: complex(node[1], node[2]),

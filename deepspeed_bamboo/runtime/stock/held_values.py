@@ -11,6 +11,8 @@ names others by their place, and ``tensors`` beside it. An item is ``["plain", v
 - ``["function", module, name, line, checksum, defaults, cells]``, ``["cell", item]``, ``["method", item, name]``,
   ``["bound", function, item]``,
   ``["partial", items...]``, ``["object", class, items]``, ``["class", name]``, ``["named", module, name]`` and others;
+- ``["holding", class, container, items, attributes]``, ``["member", class, name]``, ``["number", class, text]``,
+  ``["buffer", typecode, bytes]``: see ``held_kinds.py``;
 - ``["random", class, state]``, ``["bits", class, state, family]``, ``["drawing", bits]``: generators of random numbers
   (``generator_forms.py``);
 - ``["other", class]``: what can't be sent.
@@ -21,6 +23,7 @@ names others by their place, and ``tensors`` beside it. An item is ``["plain", v
 from __future__ import annotations
 
 import copy
+import enum
 import functools
 import logging
 import math
@@ -35,7 +38,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from deepspeed_bamboo.runtime.stock import generator_forms
+from deepspeed_bamboo.runtime.stock import generator_forms, held_kinds
 from deepspeed_bamboo.runtime.stock.plain_forms import Form, checksum_of, class_name, differs_by_machine
 
 ATOMS = frozenset({type(None), bool, int, float, str, bytes, torch.dtype})
@@ -52,6 +55,7 @@ NAMED_IN = {
 _OF_THE_PROCESS = (("torch", "default_generator"), ("random", "_inst"), ("numpy.random.mtrand", "_rand"))
 MUTABLE = frozenset(
     {"list", "set", "deque", *MAPPINGS, "tensor", "array", "generator", "random", "bits", "cell", "object"}
+    | {"holding", "buffer"}
 )
 """Kinds of nodes that can be changed where they are."""
 _LIBRARIES = frozenset({"torch", "deepspeed", "numpy"})
@@ -262,10 +266,31 @@ class Reader:
         if is_of_a_library(kind.__module__):
             one_a_worker = kind.__module__.startswith("deepspeed") and not isinstance(value, torch.optim.Optimizer)
             return ["own" if one_a_worker else "other", class_name(kind)]
-        if not is_plain_class(kind) or isinstance(value, torch.nn.Module):
+        if isinstance(value, torch.nn.Module):
             return ["other", class_name(kind)]
+        if isinstance(value, enum.Enum):
+            key = held_kinds.read_member(value)
+            return ["other" if key is None else "member", class_name(kind), *([] if key is None else [key])]
+        base = held_kinds.base_of(kind)
+        if base is not None:
+            return self._holding(value, base)
+        # Where no other worker can make one, it may have one.
+        known = held_kinds.has_attributes_only(kind) and held_kinds.is_the_scripts(kind)
+        if known or is_plain_class(kind):
+            return ["object", class_name(kind), self._attributes(value)]
+        return held_kinds.read_whole(value) or ["other", class_name(kind)]
+
+    def _holding(self, value: Any, base: Any) -> Form:
+        """Of a class made from dict, list or set."""
+        inner = (part for pair in base.items(value) for part in pair) if base is dict else base.__iter__(value)
+        small = self._contents or base.__len__(value) <= _MOST_ITEMS
+        attributes: Any = held_kinds.ITSELF if vars(value) is value else self._attributes(value)
+        items = [self.item(item) for item in inner] if small else []
+        return ["holding", class_name(type(value)), _NAMES[base], items, attributes]
+
+    def _attributes(self, value: Any) -> list[Form]:
         attributes = [(name, its) for name, its in vars(value).items() if not differs_by_machine(name)]
-        return ["object", class_name(kind), [self.item(part) for pair in attributes for part in pair]]
+        return [self.item(part) for pair in attributes for part in pair]
 
 
 _READ: Mapping[type, Callable[[Reader, Any], Form]] = {
@@ -313,10 +338,7 @@ def _named(value: Any) -> Form:
 
 def is_plain_class(kind: type) -> bool:
     """Whether an object of ``kind`` is what its attributes are: no slots, no rules of its own for making it."""
-    made_plainly = getattr(kind, "__new__", None) is vars(object)["__new__"]
-    has_attributes = getattr(kind, "__dictoffset__", 0) != 0
-    odd = any(vars(base).get("__slots__") or "__del__" in vars(base) for base in kind.__mro__[:-1])
-    return made_plainly and has_attributes and not odd
+    return held_kinds.is_made_plainly(kind)
 
 
 def is_of_a_library(module: str | None) -> bool:
