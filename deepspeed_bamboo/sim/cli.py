@@ -27,6 +27,7 @@ from rich.table import Table
 from ..options import file_path, filled, number
 from .build import available_policies
 from .bulk_report import compared_with_undisturbed, said_of_bulk_losses
+from .clock import hours
 from .console import print_whole, table_console
 from .errors import ScenarioError, SimulationError
 from .jobs import Job, build_job
@@ -41,6 +42,7 @@ from .predict import (
     require_statsmodels,
 )
 from .report import as_json, never_trained, print_table
+from .results import Summary
 from .rivals import RIVAL_COSTS, with_rival_costs
 from .runner import run_seeds
 from .scenario import Scenario, load_preset, load_scenario, preset_names, validated
@@ -145,6 +147,8 @@ def _run(arguments: argparse.Namespace) -> int:
         summaries = run_seeds(job, policies=policies, seeds=seeds, processes=arguments.jobs, report=report)
     bulk = list(compared_with_undisturbed(job, summaries, seeds=seeds))
     repairs = list(trace.repairs) if trace else []
+    notes = [] if trace is None else [*_unused(trace, capacity=scenario.market.capacity), *_after_the_trace(job, trace)]
+    notes += _after_the_prices(job, summaries)
     about: dict[str, Any] = {
         "preset": arguments.preset,
         "scenario": str(arguments.scenario) if arguments.scenario else None,
@@ -152,7 +156,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "segment": arguments.segment,
         "seeds": arguments.seeds,
         "repairs": repairs,
-        "notes": never_trained(summaries),
+        "notes": [*never_trained(summaries), *notes],
         "assumed": _assumed(job, policies),
         "bulk_losses": [asdict(found) for found in bulk],
     }
@@ -161,8 +165,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json != "-":
         print_table(summaries, title=_title(job, arguments), console=console)
         lines = [*map(said_of_bulk_losses, bulk), *(f"repaired: {repair}" for repair in repairs)]
-        lines += _unused(trace, capacity=job.scenario.market.capacity) if trace is not None else []
-        for line in (*lines, *(f"assumed: {line}" for line in about["assumed"])):
+        for line in (*lines, *notes, *(f"assumed: {line}" for line in about["assumed"])):
             console.print(line, highlight=False)
     if arguments.plot:
         plot_policies(job, policies=policies, seed=1, path=arguments.plot)
@@ -184,6 +187,27 @@ def _unused(trace: Trace, *, capacity: int) -> Iterator[str]:
         yield (
             f"the trace has up to {most} machines at a time, and the capacity is {capacity}: up to "
             f"{most - capacity} are not used (--capacity {most} uses all)"
+        )
+
+
+def _after_the_trace(job: Job, trace: Trace) -> Iterator[str]:
+    """A line where a run lasts for longer than the trace, which says nothing of that time."""
+    if job.end_milliseconds > trace.duration_milliseconds:
+        yield (
+            f"the trace ends after {hours(trace.duration_milliseconds):.2f} h, and the run after "
+            f"{hours(job.end_milliseconds):.2f} h: the machines that are there at the trace's end stay to the run's, "
+            "which flatters all policies (--duration-hours)"
+        )
+
+
+def _after_the_prices(job: Job, summaries: Sequence[Summary]) -> Iterator[str]:
+    """A line where the last price of a history stays for some of a run."""
+    last = job.prices.changes[-1]
+    longest = max(run.duration_hours for summary in summaries for run in summary.runs)
+    if job.scenario.market.price_history and hours(last) < longest:
+        yield (
+            f"the last price in {job.scenario.market.price_history} begins at hour {hours(last):.2f} of the run, and "
+            f"stays to its end, hour {longest:.2f}"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -91,10 +91,12 @@ def build_job(scenario: Scenario, *, trace: Trace | None = None, folder: Path | 
     if trace is not None:
         # A notice only matters if the market gives one: a recorded one is kept as it stands.
         events = tuple(capped(_with_notices(trace.events, market.notice_seconds), capacity=market.capacity))
-        trace = Trace(events, trace.duration_milliseconds, trace.repairs)
+        trace = replace(trace, events=events)
     prices = (
         read_prices(base / market.price_history) if market.price_history else constant_price(market.dollars_per_hour)
     )
+    if trace is not None:
+        prices = prices.since(trace.begins_at_milliseconds)
     if isinstance(prices, ZonedPrices):
         prices.check({event.zone for event in trace.events} if trace is not None else market.zones or ("",))
     if model.profile is not None:

@@ -88,6 +88,7 @@ def test_the_subcommand_registers_itself() -> None:
         (["--preset", "bert", "--seeds", "0"], "--seeds 0: at least 1"),
         (["--preset", "bert", "--segment", "1-2"], "give --trace as well"),
         (["--preset", "bert", "--trace", "TRACE", "--segment", "late"], "FROM-TO in hours"),
+        (["--preset", "bert", "--trace", "TRACE", "--segment", "0.1-1"], "ends after the trace's end, 0.166 h"),
         (["--preset", "bert", "--duration-hours", "1e300"], "less than or equal to 87600"),
         (["--preset", "bert", "--trace", "TRACE", "--removal-probability", "0.5"], "which machines go; give one"),
         (["--preset", "bert", "--trace", "TRACE", "--seeds", "3"], "happens one way"),
@@ -249,6 +250,24 @@ def test_machines_beyond_the_capacity_are_named(tmp_path: Path, capsys: pytest.C
     assert "up to 3 machines at a time, and the capacity is 2: up to 1 are not used (--capacity 3 uses all)" in told
     assert main([*options, "--capacity", "3"]) == 0
     assert "not used" not in capsys.readouterr().out
+
+
+def test_time_of_which_trace_and_prices_say_nothing_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trace.csv").write_text("0,add,a\n7200000,add,b\n")
+    (tmp_path / "prices.csv").write_text("seconds,dollars_per_hour\n0,1.0\n3600,2.0\n")
+    (tmp_path / "s.json").write_text('{"preset": "bert", "market": {"price_history": "prices.csv"}}')
+    options = ["--scenario", str(tmp_path / "s.json"), "--trace", str(tmp_path / "trace.csv"), "--policy", "oracle"]
+    assert main([*options, "--duration-hours", "9"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "the trace ends after 2.00 h, and the run after 9.00 h: the machines that are there" in told
+    assert "the last price in prices.csv begins at hour 1.00 of the run, and stays to its end, hour 9.00" in told
+    assert main([*options, "--segment", "0-1", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == []
+    assert main([*options, "--capacity", "1", "--segment", "0.5-2", "--json", "-"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert [note[:9] for note in notes] == ["the trace", "the last "] and "hour 0.50 of the run" in notes[1]
 
 
 def test_the_list_is_as_wide_as_the_terminal(
