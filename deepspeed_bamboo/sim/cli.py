@@ -87,6 +87,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy", metavar="NAME", type=filled, action="append", help="repeatable; default: the preset's, or all"
     )
     what.add_argument("--seeds", metavar="N", type=int, default=1, help="runs with the seeds 1 to N (default 1)")
+    what.add_argument("--steps", metavar="N", type=int, help="steps to completion, in place of the preset's")
     what.add_argument("--duration-hours", metavar="H", type=number, help="default: to completion, or the trace's end")
     what.add_argument("--window", choices=("wall", "training"), help="all of the run, or first to last step (see docs)")
     what.add_argument("--value", choices=("ratio_of_means", "mean_of_ratios"), help="which of them `value` is")
@@ -293,6 +294,7 @@ def scenario_of(arguments: argparse.Namespace) -> tuple[Scenario, Path | None]:
         scenario = with_rival_costs(scenario, arguments.rivals)
     data = scenario.model_dump(exclude_none=True)
     options = (
+        ("--steps", arguments.steps, ("model", "steps")),
         ("--removal-probability", arguments.removal_probability, ("market", "removal_probability")),
         ("--bulk-minutes", arguments.bulk_minutes, ("market", "bulk_minutes")),
         ("--capacity", arguments.capacity, ("market", "capacity")),

@@ -74,5 +74,6 @@ def _on_demand_alike(scenario: Scenario) -> Scenario:
     found = best_grid(steps.plain_steps, machines=on_demand.machines, stages=stages)
     if found is None:
         return scenario
-    same = on_demand.model_copy(update={"step_milliseconds": found[1] * 1000.0})
+    grid, seconds = found
+    same = on_demand.model_copy(update={"step_milliseconds": seconds * 1000.0, "grid": tuple(grid)})
     return scenario.model_copy(update={"policies": scenario.policies.model_copy(update={"on_demand": same})})

@@ -131,6 +131,16 @@ class OnDemandSpec(_Spec):
     machines: Count = 32
     dollars_per_hour: Positive = 3.06
     step_milliseconds: Positive
+    grid: tuple[Count, Count] | None = None
+    """Pipelines and stages that the step time is of, for `advise` to name; None: nobody knows."""
+
+    @model_validator(mode="after")
+    def _has_machines_for_its_grid(self) -> OnDemandSpec:
+        if self.grid is not None and self.grid[0] * self.grid[1] > self.machines:
+            raise ValueError(
+                f"the grid {list(self.grid)} is larger than machines, {self.machines}; correct one of them"
+            )
+        return self
 
 
 class CheckpointSpec(_Spec):
