@@ -23,7 +23,8 @@ from .cli import progress_bar, scenario_of, write_text
 from .console import print_whole, table_console
 from .errors import ScenarioError, SimulationError
 from .jobs import build_job
-from .own import how_timed, said_of_costs
+from .measured import said_of_measurements
+from .own import how_timed, said_of_costs, said_of_state
 from .results import Summary
 from .runner import run_seeds
 from .scenario import Scenario, preset_names
@@ -105,10 +106,10 @@ def _run(arguments: argparse.Namespace) -> int:
             report(len(outcomes))
     advice = recommend(outcomes, goal)
     if arguments.json:
-        said = {"assumptions": _assumptions(scenario, folder), "not_looked_at": left_out}
+        said = {"assumptions": _assumptions(scenario, folder, arguments), "not_looked_at": left_out}
         write_text(arguments.json, _as_json(advice, outcomes, said, arguments))
     if arguments.json != "-":
-        lines = [*(f"Not looked at: {one}." for one in left_out), _assumptions(scenario, folder)]
+        lines = [*(f"Not looked at: {one}." for one in left_out), _assumptions(scenario, folder, arguments)]
         _print(advice, outcomes, lines, arguments)
     return 0 if advice.chosen else 1
 
@@ -214,7 +215,7 @@ def _runs_of(summary: Summary) -> list[tuple[float, float, bool]]:
     return [(run.duration_hours, run.cost_dollars, bool(run.completed)) for run in summary.runs]
 
 
-def _assumptions(scenario: Scenario, folder: Path | None) -> str:
+def _assumptions(scenario: Scenario, folder: Path | None, arguments: argparse.Namespace) -> str:
     market, odds = scenario.market, scenario.market.removal_probability
     removal = f"{odds:g} an hour" if isinstance(odds, float) else "by the hour of the day"
     price = market.price_history or f"${market.dollars_per_hour:g} a machine-hour"
@@ -226,11 +227,13 @@ def _assumptions(scenario: Scenario, folder: Path | None) -> str:
     if market.bulk_minutes is not None:
         together += f", two to all but one at once in each {market.bulk_minutes:g} minutes"
     timed = how_timed(build_job(scenario, folder=folder))
+    of_profile = said_of_measurements(
+        scenario, steps_given=arguments.steps is not None, others="off" in arguments.modes.split(",")
+    )
     return (
         f"Assumed: {scenario.model.steps} steps; {price}; each machine is taken with odds of {removal}, {together}, "
         f"and missing ones come back by the market's odds; {timed}; losses and joins cost what policies.live says; "
-        f"{said_of_costs(scenario)}; mode off survives by replicas in other pipelines, which neither bf16 nor ZeRO-1 "
-        "keeps. See docs/simulator.md."
+        f"{'; '.join([said_of_costs(scenario), said_of_state(scenario.model), *of_profile])}. See docs/simulator.md."
     )
 
 

@@ -25,14 +25,14 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from ..options import file_path, filled, number
-from .build import available_policies
+from .build import OWN_POLICIES, available_policies
 from .bulk_report import compared_with_undisturbed, said_of_bulk_losses
 from .clock import hours
 from .console import print_whole, table_console
 from .errors import ScenarioError, SimulationError
 from .jobs import Job, build_job
 from .machines import Change, MachineEvent
-from .measured import with_measurements
+from .measured import said_of_measurements, with_measurements
 from .own import how_timed, said_of_costs
 from .predict import (
     counts_by_interval,
@@ -158,7 +158,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "seeds": arguments.seeds,
         "repairs": repairs,
         "notes": [*never_trained(summaries), *notes],
-        "assumed": _assumed(job, policies),
+        "assumed": _assumed(job, policies, steps_given=arguments.steps is not None),
         "bulk_losses": [asdict(found) for found in bulk],
     }
     if arguments.json:
@@ -216,11 +216,15 @@ def _moment(event: MachineEvent) -> tuple[int, int]:
     return event.at_milliseconds, event.change
 
 
-def _assumed(job: Job, policies: Sequence[str]) -> list[str]:
-    """What the figures of this project's policy rest on, where it is among those simulated."""
-    if not any(policy.startswith("deepspeed-bamboo") for policy in policies):
-        return []
-    return [f"{how_timed(job)}; losses and joins cost what policies.live says; {said_of_costs(job.scenario)}"]
+def _assumed(job: Job, policies: Sequence[str], *, steps_given: bool) -> list[str]:
+    """What the figures rest on: those of this project's policy, where it is among those simulated, and by --profile."""
+    to_completion = job.trace is None and job.scenario.run.duration_hours is None
+    others = any(policy not in OWN_POLICIES or policy.endswith("-off") for policy in policies)
+    found = said_of_measurements(job.scenario, steps_given=steps_given or not to_completion, others=others)
+    if any(policy in OWN_POLICIES for policy in policies):
+        costs = said_of_costs(job.scenario)
+        found.insert(0, f"{how_timed(job)}; losses and joins cost what policies.live says; {costs}")
+    return found
 
 
 def _compare_predictors(arguments: argparse.Namespace, console: Console) -> int:

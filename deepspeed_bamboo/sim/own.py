@@ -26,6 +26,7 @@ __all__ = [
     "planned_grid",
     "profile_of",
     "said_of_costs",
+    "said_of_state",
 ]
 
 # Of a mean forward, that passes before a tensor is on another worker, where nothing says more (core/measuring.py).
@@ -191,3 +192,12 @@ def said_of_costs(scenario: Scenario) -> str:
         "these are assumptions, none of them measured on your cluster (`ds_bamboo profile` measures them, --profile "
         "uses them; scripts/sim_validate.py compares the simulation with the engine)"
     )
+
+
+def said_of_state(model: ModelSpec) -> str:
+    """In words: by what mode off survives a loss, if by anything."""
+    if alike(model):
+        return (
+            "each pipeline has the whole state (no bf16, no ZeRO), so mode off survives by replicas in other pipelines"
+        )
+    return "no pipeline has another one's state (bf16 or ZeRO), so mode off survives no loss"

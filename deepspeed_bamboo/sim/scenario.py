@@ -38,7 +38,6 @@ Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Hours = Annotated[float, Field(gt=0.0, le=LONGEST_HOURS)]
 Minutes = Annotated[float, Field(ge=0.1, le=60.0 * LONGEST_HOURS)]
-"""Of a run: ten years at most."""
 Count = Annotated[int, Field(ge=1)]
 DayOfProbabilities = Annotated[tuple[Probability, ...], Field(min_length=24, max_length=24)]
 
@@ -53,6 +52,15 @@ class StepRow(_Spec):
     pipelines: Count
     stages: Count
     milliseconds: Positive
+
+
+class MeasuredSpec(_Spec):
+    """How the job ran that --profile is of, which fills this in; what its log doesn't say is None."""
+
+    mode: Literal["off", "lazy", "eager"] | None = None
+    """What its replicas cost is in the times."""
+    alike: bool | None = None
+    """Whether each pipeline had the whole state of its stages."""
 
 
 class ModelSpec(_Spec):
@@ -73,6 +81,7 @@ class ModelSpec(_Spec):
     """Measured step times, eager FRC included."""
     profile: str | None = None
     """Path of a profile (see sim/cost.py), relative to the scenario's file."""
+    measured: MeasuredSpec | None = None
     most_pipelines: Count = 4
     """With a profile: no more pipelines than this."""
     layers: Annotated[int, Field(ge=0)] = 0
@@ -198,7 +207,7 @@ class BambooSpec(_Spec):
     stages: Count
     first_rendezvous_seconds: NonNegative = 30.0
     rendezvous_seconds: NonNegative = 20.0
-    failover_slowdown: Annotated[float, Field(ge=1.0)] = 1.5
+    failover_slowdown: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1.5
     risk_threshold: Probability = 0.05
     checkpoint_seconds: Positive = 600.0
     restore_seconds: NonNegative = 14.0
@@ -267,7 +276,7 @@ class LiveSpec(_Spec):
     """What a transfer takes longer where somebody joins, to whom all is new."""
     coordinate_copy_seconds: NonNegative | None = None
     """What the state of one coordinate takes; None: by its bytes and link_bytes_per_second."""
-    copying_slowdown: Annotated[float, Field(ge=1.0)] = 1.1
+    copying_slowdown: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1.1
     """Of a step while lost shadows are rebuilt in the background."""
     hosting_overhead: NonNegative = 0.05
     """What a step takes longer because workers host more than one coordinate."""
