@@ -140,7 +140,7 @@ def _run(arguments: argparse.Namespace) -> int:
     scenario, folder = scenario_of(arguments)
     trace = _trace(arguments)
     _check_counts(arguments)
-    _check_trace_options(arguments)
+    _check_trace_options(arguments, scenario)
     job = build_job(scenario, trace=trace, folder=folder)
     policies = arguments.policy or ([scenario.policy] if scenario.policy else available_policies(scenario))
     seeds = range(1, arguments.seeds + 1)
@@ -265,8 +265,8 @@ def _check_counts(arguments: argparse.Namespace) -> None:
             raise ScenarioError(f"{option} {value}: at least 1 is needed")
 
 
-def _check_trace_options(arguments: argparse.Namespace) -> None:
-    """A recorded trace leaves nothing to odds, and happens one way."""
+def _check_trace_options(arguments: argparse.Namespace, scenario: Scenario) -> None:
+    """A recorded trace leaves nothing to odds, and happens one way, but for losses of many at once that come on top."""
     if arguments.trace is None:
         return
     if arguments.removal_probability is not None:
@@ -274,7 +274,7 @@ def _check_trace_options(arguments: argparse.Namespace) -> None:
             f"--removal-probability {arguments.removal_probability} and --trace {arguments.trace}: a trace says which "
             "machines go; give one of them"
         )
-    if arguments.seeds > 1:
+    if arguments.seeds > 1 and scenario.market.bulk_minutes is None:
         raise ScenarioError(
             f"--seeds {arguments.seeds} and --trace {arguments.trace}: a trace happens one way, so further runs "
             "would repeat the first; leave --seeds out"

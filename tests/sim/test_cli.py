@@ -120,6 +120,7 @@ def test_user_errors_are_one_line(
         ('{\n "preset": "bert",\n "model": {"profile": "p.json"}\n}', "a model has a table or a profile"),
         ("[]", "s.json:1: a scenario is a JSON object"),
         ('{"preset": "bort"}', "preset 'bort' is unknown"),
+        ('{"preset": "bert", "market": {"capacity": 1, "capacity": 2}}', "has the key 'capacity' twice in one object"),
     ],
 )
 def test_scenario_errors_name_file_line_and_rule(text: str, words: str, tmp_path: Path) -> None:
@@ -238,6 +239,35 @@ def test_bands_are_where_nine_of_ten_runs_lie() -> None:
     runs = [RunResult(*[float(scale)] * len(fields(RunResult))) for scale in range(101)]
     assert Summary("p", tuple(runs)).band("value") == pytest.approx((5.0, 95.0))
     assert Summary("p", tuple(runs[:1])).band("value") is None
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [
+        (2, "the least and the most of 2 runs [0.00, 1.00]"),
+        (19, "the least and the most of 19 runs [0.00, 18.00]"),
+        (20, "where nine of ten runs lie [0.95, 18.05]"),
+        (1, ""),
+    ],
+)
+def test_of_few_runs_the_least_and_the_most_are_shown(count: int, shown: str) -> None:
+    runs = [RunResult(*[float(scale)] * len(fields(RunResult))) for scale in range(count)]
+    screen = Console(width=80, force_terminal=True, file=io.StringIO())
+    print_table([Summary("p", tuple(runs))], title="t", console=screen)
+    assert isinstance(screen.file, io.StringIO)
+    text = Text.from_ansi(screen.file.getvalue()).plain
+    caption, _, band = shown.partition(" [")
+    assert (caption in text and f"[{band}" in text) if shown else "in brackets" not in text
+
+
+def test_losses_of_many_on_top_of_a_trace_differ_by_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("".join(f"0,add,n{n}\n" for n in range(24)) + "7200000,remove,n1\n")
+    command = ["--preset", "bert", "--trace", str(trace), "--policy", "checkpoint", "--seeds", "4", "--json", "-"]
+    assert main([*command, "--bulk-minutes", "30"]) == 0
+    found = json.loads(capsys.readouterr().out)["preemptions"]
+    assert found["p5"] < found["p95"]
+    assert main(command) == 2
 
 
 def test_machines_beyond_the_capacity_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
