@@ -143,7 +143,8 @@ def recommend(outcomes: Iterable[Outcome], goal: Goal, *, shown: int = 4) -> Adv
     """The best option that keeps the goal.
 
     With a deadline that is the cheapest one in time; with a budget alone the fastest one within it; with neither the
-    cheapest. Equal ones: the fewer machines. Costs are those that the asked share of runs stays within.
+    cheapest. Equal ones: the fewer machines. Then the mode that needs the
+    least. Costs are those that the asked share of runs stays within.
 
     Raises:
         ScenarioError: there is nothing to choose from.
@@ -158,10 +159,20 @@ def recommend(outcomes: Iterable[Outcome], goal: Goal, *, shown: int = 4) -> Adv
     return Advice(kept[0], _reason(kept, goal), tuple(kept[1 : 1 + shown]))
 
 
-def _rank(outcome: Outcome, goal: Goal) -> tuple[float, float, int, str]:
+# Of equal ones first what needs the least besides: eager needs more memory than lazy, and off whole replicas.
+_MODES = ("on-demand", "lazy", "off", "eager")
+_ALIKE = 0.01  # of hours or dollars: less is no difference that simulated runs could tell
+
+
+def _costs(outcome: Outcome, goal: Goal) -> tuple[float, float]:
+    """What is to be least, and what decides between equal ones."""
     fastest_first = goal.budget_dollars is not None and goal.deadline_hours is None
-    costs = (outcome.hours, outcome.dollars) if fastest_first else (outcome.dollars, outcome.hours)
-    return (*costs, outcome.option.machines, str(outcome.option))
+    return (outcome.hours, outcome.dollars) if fastest_first else (outcome.dollars, outcome.hours)
+
+
+def _rank(outcome: Outcome, goal: Goal) -> tuple[float, float, int, int, str]:
+    option = outcome.option
+    return (*_costs(outcome, goal), option.machines, _MODES.index(option.mode), str(option))
 
 
 def _shortfall(outcome: Outcome, goal: Goal) -> float:
@@ -208,6 +219,10 @@ def _reason(kept: Sequence[Outcome], goal: Goal) -> str:
     text = f"{which}: {_promise(best, goal)}."
     if len(kept) > 1:
         text += f" The next one, {kept[1].option}, takes {kept[1].hours:.1f} h and ${kept[1].dollars:.0f}."
+        alike = [one for one in kept[1:] if _costs(one, goal)[0] <= (1.0 + _ALIKE) * _costs(best, goal)[0]]
+        if alike:
+            named = "; ".join(str(one.option) for one in alike)
+            text += f" Within {_ALIKE:.0%}, which such runs don't tell apart, are: {named}."
     return text
 
 

@@ -19,12 +19,12 @@ from rich.table import Table
 
 from ..options import file_path, filled, number
 from .advise import Advice, Goal, Option, Outcome, in_words, outcome_of, recommend
-from .cli import progress_bar, scenario_of, write_text
+from .cli import check_counts, progress_bar, scenario_of, write_text
 from .console import print_whole, table_console
 from .errors import ScenarioError, SimulationError
 from .jobs import build_job
 from .measured import said_of_measurements
-from .own import how_timed, said_of_costs, said_of_state
+from .own import how_timed, said_of_costs, said_of_its_profile, said_of_state
 from .results import Summary
 from .runner import run_seeds
 from .scenario import Scenario, preset_names
@@ -33,6 +33,7 @@ from .steptimes import Grid
 __all__ = ["add_parser"]
 
 _FAILURE = 2
+_MOST = 1_000_000
 _MODES = {"lazy": "deepspeed-bamboo", "eager": "deepspeed-bamboo-eager", "off": "deepspeed-bamboo-off"}
 _ON_DEMAND = "on-demand"
 # Of a grid's coordinates: half as many machines, one each, and over-provisioned as in Bamboo's evaluation.
@@ -87,9 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     goal = Goal(arguments.deadline_hours, arguments.budget_dollars, arguments.confidence)
-    for option, count in (("--seeds", arguments.seeds), ("--jobs", arguments.jobs)):
-        if count < 1:
-            raise ScenarioError(f"{option} {count}: at least 1 is needed")
+    check_counts(arguments)
     scenario, folder = scenario_of(arguments)
     if scenario.model.steps is None:
         raise ScenarioError(
@@ -179,8 +178,10 @@ def _grids(text: str) -> list[Grid]:
         found = [Grid(*(int(part) for part in one.split("x"))) for one in text.split(",")]
     except (TypeError, ValueError):
         found = []
-    if not found or any(grid.pipelines < 1 or grid.stages < 1 for grid in found):
-        raise ScenarioError(f"--grids {text}: they are pipelines x stages, for example 4x12,2x12")
+    if not found or any(min(grid) < 1 or grid.size > _MOST for grid in found):
+        raise ScenarioError(
+            f"--grids {text}: they are pipelines x stages, at most {_MOST} in all, for example 4x12,2x12"
+        )
     return found
 
 
@@ -189,8 +190,8 @@ def _counts(text: str) -> list[int]:
         found = [int(one) for one in text.split(",")]
     except ValueError:
         found = [0]
-    if min(found) < 1:
-        raise ScenarioError(f"--machines {text}: they are whole numbers from 1, for example 24,48")
+    if min(found) < 1 or max(found) > _MOST:
+        raise ScenarioError(f"--machines {text}: they are whole numbers from 1 to {_MOST}, for example 24,48")
     return found
 
 
@@ -226,14 +227,16 @@ def _assumptions(scenario: Scenario, folder: Path | None, arguments: argparse.Na
     )
     if market.bulk_minutes is not None:
         together += f", two to all but one at once in each {market.bulk_minutes:g} minutes"
-    timed = how_timed(build_job(scenario, folder=folder))
+    job = build_job(scenario, folder=folder)
     of_profile = said_of_measurements(
         scenario, steps_given=arguments.steps is not None, others="off" in arguments.modes.split(",")
     )
+    of_profile += said_of_its_profile(job)
     return (
         f"Assumed: {scenario.model.steps} steps; {price}; each machine is taken with odds of {removal}, {together}, "
-        f"and missing ones come back by the market's odds; {timed}; losses and joins cost what policies.live says; "
-        f"{'; '.join([said_of_costs(scenario), said_of_state(scenario.model), *of_profile])}. See docs/simulator.md."
+        f"and missing ones come back by the market's odds; {how_timed(job)}; losses and joins cost what policies.live "
+        f"says; {'; '.join([said_of_costs(scenario), said_of_state(scenario.model), *of_profile])}. "
+        "See docs/simulator.md."
     )
 
 

@@ -33,7 +33,7 @@ from .errors import ScenarioError, SimulationError
 from .jobs import Job, build_job
 from .machines import Change, MachineEvent
 from .measured import said_of_measurements, with_measurements
-from .own import how_timed, said_of_costs
+from .own import how_timed, said_of_costs, said_of_its_profile
 from .predict import (
     counts_by_interval,
     fitting_history,
@@ -48,9 +48,11 @@ from .runner import run_seeds
 from .scenario import Scenario, load_preset, load_scenario, preset_names, validated
 from .traces import Trace, read_trace, segment
 
-__all__ = ["add_parser", "main", "progress_bar", "scenario_of", "write_text"]
+__all__ = ["add_parser", "check_counts", "main", "progress_bar", "scenario_of", "write_text"]
 
 _FAILURE = 2
+_HORIZONS = "5,8,12"
+_MOST_RUNS = 100_000
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -101,9 +103,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     machines.add_argument("--segment", metavar="FROM-TO", type=filled, help="hours of the trace, for example 1.5-2.5")
     predictors = parser.add_argument_group("predictors of availability, instead of policies")
     predictors.add_argument("--predictors", action="store_true", help="their mean absolute errors on --trace")
-    predictors.add_argument(
-        "--horizons", metavar="N,N", type=filled, default="5,8,12", help="minutes ahead (default 5,8,12)"
-    )
+    predictors.add_argument("--horizons", metavar="N,N", type=filled, help=f"minutes ahead (default {_HORIZONS})")
     out = parser.add_argument_group("results")
     out.add_argument(
         "--json", metavar="FILE", type=filled, help="write the results as JSON; - is standard output, without a table"
@@ -131,6 +131,7 @@ def _run(arguments: argparse.Namespace) -> int:
             columns = shutil.get_terminal_size().columns
             print(textwrap.fill(text, columns, subsequent_indent="  ", break_on_hyphens=False))
         return 0
+    _check_predictors(arguments)
     if arguments.predictors:
         return _compare_predictors(arguments, console)
     if arguments.plot:
@@ -139,7 +140,7 @@ def _run(arguments: argparse.Namespace) -> int:
         require_matplotlib()
     scenario, folder = scenario_of(arguments)
     trace = _trace(arguments)
-    _check_counts(arguments)
+    check_counts(arguments)
     _check_trace_options(arguments, scenario)
     job = build_job(scenario, trace=trace, folder=folder)
     policies = arguments.policy or ([scenario.policy] if scenario.policy else available_policies(scenario))
@@ -224,6 +225,7 @@ def _assumed(job: Job, policies: Sequence[str], *, steps_given: bool) -> list[st
     if any(policy in OWN_POLICIES for policy in policies):
         costs = said_of_costs(job.scenario)
         found.insert(0, f"{how_timed(job)}; losses and joins cost what policies.live says; {costs}")
+        found += said_of_its_profile(job)
     return found
 
 
@@ -232,7 +234,7 @@ def _compare_predictors(arguments: argparse.Namespace, console: Console) -> int:
     if trace is None:
         raise ScenarioError("--predictors are measured on a trace: give --trace as well")
     try:
-        horizons = [int(part) for part in arguments.horizons.split(",")]
+        horizons = [int(part) for part in (arguments.horizons or _HORIZONS).split(",")]
     except ValueError:
         horizons = [0]
     if min(horizons) < 1:
@@ -259,10 +261,27 @@ def _compare_predictors(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _check_counts(arguments: argparse.Namespace) -> None:
+def _check_predictors(arguments: argparse.Namespace) -> None:
+    """Predictors look at a trace alone, and only they have horizons."""
+    if not arguments.predictors:
+        if arguments.horizons is not None:
+            raise ScenarioError(
+                f"--horizons {arguments.horizons} are of --predictors; give that as well, or leave it out"
+            )
+        return
+    others = ("preset", "scenario", "profile", "rivals", "policy", "steps", "duration_hours", "window", "value", "plot")
+    market = ("removal_probability", "bulk_minutes", "capacity")
+    given = [name for name in (*others, *market) if getattr(arguments, name) is not None]
+    if given or arguments.seeds != 1:
+        option = f"--{given[0].replace('_', '-')}" if given else f"--seeds {arguments.seeds}"
+        raise ScenarioError(f"--predictors and {option}: predictors look at the trace alone; leave one of them out")
+
+
+def check_counts(arguments: argparse.Namespace) -> None:
+    """Raises ScenarioError where runs or processes are none, or so many that only a slip of the pen asks for them."""
     for option, value in (("--seeds", arguments.seeds), ("--jobs", arguments.jobs)):
-        if value < 1:
-            raise ScenarioError(f"{option} {value}: at least 1 is needed")
+        if not 1 <= value <= _MOST_RUNS:
+            raise ScenarioError(f"{option} {value}: at least 1 is needed, and at most {_MOST_RUNS}; correct it")
 
 
 def _check_trace_options(arguments: argparse.Namespace, scenario: Scenario) -> None:

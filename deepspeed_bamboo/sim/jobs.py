@@ -37,6 +37,7 @@ class Job:
         prices: of a spot machine.
         trace: instead of the market's odds; capped at the market's capacity.
         profile: what `steps` are made of, if they are not of a table.
+        of_a_job: whether `profile` is what a job has measured of itself.
     """
 
     scenario: Scenario
@@ -45,6 +46,7 @@ class Job:
     prices: Prices | ZonedPrices
     trace: Trace | None = None
     profile: JobProfile | None = None
+    of_a_job: bool = False
 
     @cached_property
     def plain_steps(self) -> StepTimes:
@@ -100,18 +102,21 @@ def build_job(scenario: Scenario, *, trace: Trace | None = None, folder: Path | 
     if isinstance(prices, ZonedPrices):
         prices.check({event.zone for event in trace.events} if trace is not None else market.zones or ("",))
     if model.profile is not None:
-        profile = _read_profile(base / model.profile)
+        profile, of_a_job = _read_profile(base / model.profile)
         steps: StepTimes = ProfiledSteps(profile, model.samples_per_step, model.most_pipelines)
-        return Job(scenario, steps, redundant_forward_overhead(profile), prices, trace, profile)
+        return Job(scenario, steps, redundant_forward_overhead(profile), prices, trace, profile, of_a_job)
     rows = {Grid(row.pipelines, row.stages): row.milliseconds / MILLISECONDS_PER_SECOND for row in model.table}
     return Job(scenario, StepTable(model.name, rows, model.layers), model.redundancy_overhead, prices, trace)
 
 
-def _read_profile(path: Path) -> JobProfile:
+def _read_profile(path: Path) -> tuple[JobProfile, bool]:
+    """The profile, and whether a job has measured it of itself."""
     try:
         text = text_of(path)
         data = _parsed(text)
-        return measured_profile(data, name=path.name) if is_measured(data) else profile_from_json(text)
+        if is_measured(data):
+            return measured_profile(data, name=path.name), True
+        return profile_from_json(text), False
     except UnreadableError as error:
         raise ScenarioError(f"{path}: {error}; give the path of a profile") from error
     except ProfileError as error:

@@ -66,10 +66,11 @@ def print_table(summaries: Sequence[Summary], *, title: str, console: Console) -
 
 
 def never_trained(summaries: Sequence[Summary]) -> list[str]:
-    """A sentence for each policy that completed no step in any run, with how many machines it had."""
+    """A sentence for each policy that completed no step in any run, with how many machines it had for how long."""
     return [
-        f"{summary.policy} never trained: it never had enough machines for its grid "
-        f"({summary.mean('instances'):.1f} on average); raise the capacity, or choose a smaller grid"
+        f"{summary.policy} never trained: with {summary.mean('instances'):.1f} machines on average it completed no "
+        f"step in {summary.mean('duration_hours'):.2f} h. Either they are too few for its grid, or a run is too short "
+        "for boot, start and a step: raise the capacity, choose a smaller grid, or let it last longer"
         for summary in summaries
         if not any(run.samples for run in summary.runs)
     ]

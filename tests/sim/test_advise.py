@@ -68,6 +68,18 @@ def test_of_equal_options_the_one_with_fewer_machines_is_taken() -> None:
     assert advice.chosen is not None and advice.chosen.option == SLOW
 
 
+def test_what_such_runs_do_not_tell_apart_is_named() -> None:
+    """Of equal ones lazy comes before eager, which needs more memory; what is within a hundredth is said."""
+    eager, dearer = Option("eager", 1, 4, 4), Option("off", 1, 4, 4)
+    found = recommend([promised(eager, 8.0, 100.0), promised(SLOW, 8.0, 100.0), promised(dearer, 8.0, 100.9)], Goal())
+    assert found.chosen is not None and found.chosen.option == SLOW
+    assert found.reason.endswith(f"Within 1%, which such runs don't tell apart, are: {eager}; {dearer}.")
+    apart = recommend([promised(SLOW, 8.0, 100.0), promised(eager, 8.0, 101.1)], Goal())
+    assert "Within" not in apart.reason
+    by_hours = recommend([promised(SLOW, 8.0, 100.0), promised(FAST, 8.1, 99.0)], Goal(budget_dollars=200.0))
+    assert "Within" not in by_hours.reason
+
+
 def test_confidence_counts_runs() -> None:
     runs = [(float(hour), 10.0 * hour, True) for hour in range(1, 11)]
     assert outcome_of(SLOW, runs, confidence=0.9).hours == 9.0
@@ -231,6 +243,8 @@ def test_what_is_asked_for_and_not_looked_at_is_named(tmp_path: Path, capsys: py
         (["--steps", "0"], "option --steps: model.steps is 0"),
         (["--grids", "4by12"], "pipelines x stages"),
         (["--machines", "0"], "whole numbers from 1"),
+        (["--machines", "1000000000"], "whole numbers from 1 to 1000000"),
+        (["--grids", "100000x100000"], "at most 1000000 in all"),
         (["--modes", "lucky"], "there are lazy, eager, off, on-demand"),
         (["--confidence", "2"], "confidence 2.0"),
     ],

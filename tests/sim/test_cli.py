@@ -23,7 +23,7 @@ from deepspeed_bamboo.sim.results import RunResult, Summary
 from deepspeed_bamboo.sim.runner import run_one
 from deepspeed_bamboo.sim.scenario import load_preset, load_scenario, parse_scenario, preset_names
 
-from .common import REPOSITORY
+from .common import REPOSITORY, preset_job
 
 FIELDS = (
     "throughput_samples_per_second",
@@ -96,6 +96,11 @@ def test_the_subcommand_registers_itself() -> None:
         (["--preset", "bert", "--trace", "absent.csv"], "absent.csv: can't be read"),
         (["--predictors"], "give --trace as well"),
         (["--predictors", "--trace", "TRACE", "--horizons", "0"], "whole numbers from 1"),
+        (["--predictors", "--trace", "TRACE", "--preset", "bert"], "--predictors and --preset: predictors look at the"),
+        (["--predictors", "--trace", "TRACE", "--seeds", "3"], "--predictors and --seeds 3: predictors look at the"),
+        (["--predictors", "--trace", "TRACE", "--bulk-minutes", "3"], "--predictors and --bulk-minutes: predictors"),
+        (["--preset", "bert", "--horizons", "5"], "--horizons 5 are of --predictors"),
+        (["--preset", "bert", "--seeds", "1000000000"], "at most 100000"),
         ([], "give --preset NAME or --scenario FILE"),
     ],
 )
@@ -120,7 +125,17 @@ def test_user_errors_are_one_line(
         ('{\n "preset": "bert",\n "model": {"profile": "p.json"}\n}', "a model has a table or a profile"),
         ("[]", "s.json:1: a scenario is a JSON object"),
         ('{"preset": "bort"}', "preset 'bort' is unknown"),
-        ('{"preset": "bert", "market": {"capacity": 1, "capacity": 2}}', "has the key 'capacity' twice in one object"),
+        (
+            '{"preset": "bert",\n "policies": {\n"varuna": {"least_stages": 24, "most_stages": 8}}}',
+            "s.json:3: policies.varuna: Value error, least_stages 24 is more than most_stages 8",
+        ),
+        ('{"preset": "bert", "policies": {"proactive": {"least_stages": 25}}}', "25 is more than most_stages 24"),
+        (
+            '{"preset": "bert", "model": {"table": [{"pipelines": 4, "stages": 12, "milliseconds": 1},'
+            ' {"pipelines": 4, "stages": 12, "milliseconds": 2}]}}',
+            "two rows of the grid 4 x 12; keep one",
+        ),
+        ('{"preset": "bert", "market": {"capacity": 1000000000}}', "less than or equal to 1000000"),
     ],
 )
 def test_scenario_errors_name_file_line_and_rule(text: str, words: str, tmp_path: Path) -> None:
@@ -217,12 +232,29 @@ def test_a_grid_larger_than_the_fleet_is_named(capsys: pytest.CaptureFixture[str
     command = ["--preset", "bert", "--capacity", "3", "--duration-hours", "5", "--policy", "bamboo"]
     assert main([*command, "--policy", "oracle"]) == 0
     shown = capsys.readouterr().out
-    assert "bamboo never trained: it never had enough machines for its grid" in shown
+    assert "bamboo never trained: with 2." in shown and "too few for its grid, or a run is too short" in " ".join(
+        shown.split()
+    )
     assert "oracle never trained" not in shown
     assert main([*command, "--json", "-"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert len(result["notes"]) == 1
     assert result["dollars_per_million_samples"]["mean"] is None  # JSON has no infinity
+
+
+def test_a_run_too_short_for_a_step_is_no_want_of_machines_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--preset", "bert", "--capacity", "400", "--duration-hours", "0.01", "--policy", "bamboo"]
+    assert main(command) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "it completed no step in 0.01 h." in shown and "a run is too short for boot, start and a step" in shown
+
+
+def test_steps_of_less_than_a_millisecond_take_one() -> None:
+    quick = [{"pipelines": 4, "stages": 12, "milliseconds": 0.4}]
+    job = preset_job("bert", model__table=quick, policies__on_demand__step_milliseconds=1.49, run__duration_hours=0.1)
+    seconds = 360 - 45
+    assert run_one(job, policy="on-demand", seed=1).steps == seconds * 500
+    assert run_one(job, policy="bamboo", seed=1).steps <= seconds * 1000
 
 
 def test_the_columns_that_people_decide_by_fit_80_columns() -> None:
