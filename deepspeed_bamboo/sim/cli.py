@@ -226,7 +226,20 @@ def _assumed(job: Job, policies: Sequence[str], *, steps_given: bool) -> list[st
         costs = said_of_costs(job.scenario)
         found.insert(0, f"{how_timed(job)}; losses and joins cost what policies.live says; {costs}")
         found += said_of_its_profile(job)
-    return found
+    return [*found, *_of_notices(job, policies)]
+
+
+def _of_notices(job: Job, policies: Sequence[str]) -> Iterator[str]:
+    """A line where machines are warned and policies are simulated that do not listen."""
+    warned = job.scenario.market.notice_seconds > 0
+    if job.trace is not None:
+        warned = any(event.change is Change.NOTICE for event in job.trace.events)
+    deaf = [policy for policy in policies if policy not in (*OWN_POLICIES, "on-demand", "oracle")]
+    if warned and deaf:
+        yield (
+            f"notices are used by this project's policies alone: {', '.join(deaf)} lose a warned machine like any "
+            "other, though with minutes to save or to move they would lose less"
+        )
 
 
 def _compare_predictors(arguments: argparse.Namespace, console: Console) -> int:

@@ -3,7 +3,9 @@
 - Restart from a checkpoint: 25 s or 300 s. Parcae's model has 21.6 to 28.9 s, and stock DeepSpeed took 26.6 s on one
   machine (docs/results.md); where machines, images and groups have to come up again it is minutes (DLRover: two).
 - Detecting a loss: free, or 3 s for all, a lease as this project's own.
-- Checkpoints: every 60 s, or every 600 s for all, which is this project's default; a delay of 1 s each.
+- Checkpoints: every 60 s, or every 600 s for all, which is this project's default. A delay of 1 s each for
+  checkpoint, varuna and oobleck-like alone; the others and this project make them for nothing.
+- Restarts of this project's own (a fatal loss, machines that mode off takes in) stay at 60 + 14 s, also with `fair`.
 - Proactive migration: 1.6, 7.5 and 9.3 s. Parcae (NSDI'24) has 1.6 s, 4 to 11 s and 5.5 to 13 s; these are the middles.
 - Oobleck- and CheckFree-like reconfiguration: 10 s or 30 s. Assumed.
 - ReCycle-like rerouting: 1 s or 5 s. Assumed.

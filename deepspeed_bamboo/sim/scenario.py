@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from ..text_files import UnreadableError, json_of, text_of
 from .clock import LONGEST_HOURS
 from .errors import ScenarioError
-from .scenario_text import is_type_tag, line_of, merged
+from .scenario_text import is_type_tag, merged, said_of
 
 __all__ = [
     "BambooSpec",
@@ -431,9 +431,8 @@ def validated(data: dict[str, Any], *, where: str, text: str = "") -> Scenario:
     try:
         return Scenario.model_validate(data)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        path = [str(part) for part in first["loc"] if not is_type_tag(str(part))]
-        line = line_of(text, path)
-        at = f"{where}:{line}" if line else where
-        given = "" if first["type"] in ("missing", "value_error") else f" is {first['input']!r}"
-        raise ScenarioError(f"{at}: {'.'.join(path) or 'the scenario'}{given}: {first['msg']}") from error
+        said: dict[tuple[str, ...], str] = {}
+        for finding in error.errors(include_url=False):  # of a union's members, the first
+            path = tuple(str(part) for part in finding["loc"] if not is_type_tag(str(part)))
+            said.setdefault(path, said_of(finding, path, model=Scenario, where=where, text=text))
+        raise ScenarioError("; ".join(said.values())) from error

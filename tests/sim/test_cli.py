@@ -120,7 +120,19 @@ def test_user_errors_are_one_line(
     [
         ('{\n "preset": "bert",\n "market": {\n  "capacity": 0\n }\n}', "s.json:4: market.capacity is 0"),
         ('{\n "preset": "bert",\n "market": {"removal_probability": -1}\n}', "s.json:3: market.removal_probability"),
-        ('{\n "preset": "bert",\n "markets": {}\n}', "s.json:3: markets"),
+        (
+            '{\n "preset": "bert",\n "markets": {}\n}',
+            "s.json:3: markets is no key; did you mean 'market'? Valid are: desc",
+        ),
+        (
+            '{\n "preset": "bert",\n "market": {"capacty": 10,\n "zoness": []}\n}',
+            "s.json:3: market.capacty is no key; did you mean 'capacity'? Valid are: capacity, removal_probability, ",
+        ),
+        ('{\n "preset": "bert",\n "market": {"capacty": 10,\n "zoness": []}\n}', "s.json:4: market.zoness is no key"),
+        (
+            '{"preset": "bert",\n"policies": {\n"live": {"copie": 2}}}',
+            "s.json:3: policies.live.copie is no key; did you",
+        ),
         ('{\n "preset": "bert",\n}', "s.json:3: not JSON"),
         ('{\n "preset": "bert",\n "model": {"profile": "p.json"}\n}', "a model has a table or a profile"),
         ("[]", "s.json:1: a scenario is a JSON object"),
@@ -330,6 +342,20 @@ def test_time_of_which_trace_and_prices_say_nothing_is_named(
     assert main([*options, "--capacity", "1", "--segment", "0.5-2", "--json", "-"]) == 0
     notes = json.loads(capsys.readouterr().out)["notes"]
     assert [note[:9] for note in notes] == ["the trace", "the last "] and "hour 0.50 of the run" in notes[1]
+
+
+@pytest.mark.parametrize(("seconds", "notice"), [(120, ""), (0, ""), (0, "100,notice,m,z\n")])
+def test_who_does_not_listen_to_notices_is_named(
+    seconds: int, notice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "s.json").write_text(json.dumps({"preset": "bert", "market": {"notice_seconds": seconds}}))
+    (tmp_path / "t.csv").write_text(f"seconds,change,node,zone\n0,add,m,z\n{notice}900,remove,m,z\n")
+    command = ["--scenario", str(tmp_path / "s.json"), "--trace", str(tmp_path / "t.csv"), "--json", "-"]
+    for policies, named in ((("varuna", "deepspeed-bamboo"), True), (("deepspeed-bamboo", "oracle"), False)):
+        assert main([*command, *(part for policy in policies for part in ("--policy", policy))]) == 0
+        said = [line for line in json.loads(capsys.readouterr().out)["assumed"] if "notices are used by" in line]
+        assert bool(said) is (named and bool(seconds or notice))
+        assert all("alone: varuna lose a warned machine" in line for line in said)
 
 
 def test_the_list_is_as_wide_as_the_terminal(
