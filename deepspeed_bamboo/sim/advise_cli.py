@@ -52,6 +52,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--scenario", metavar="FILE", type=file_path, help="a scenario of your own (JSON)")
     parser.add_argument("--profile", metavar="FILE", type=file_path, help="your own model, from `ds_bamboo profile`")
     parser.add_argument("--steps", metavar="N", type=int, help="steps of the whole training, in place of the preset's")
+    parser.add_argument(
+        "--parameters", metavar="N", type=int, help="of the model, in place of the preset's: moves, memory"
+    )
     parser.add_argument("--removal-probability", metavar="P", type=number, help="of each machine, per hour, 0 to 1")
     goal = parser.add_argument_group("goal; without one: the cheapest")
     goal.add_argument("--deadline-hours", metavar="H", type=number, help="done by then, as cheaply as possible")
@@ -228,9 +231,8 @@ def _assumptions(scenario: Scenario, folder: Path | None, arguments: argparse.Na
     if market.bulk_minutes is not None:
         together += f", two to all but one at once in each {market.bulk_minutes:g} minutes"
     job = build_job(scenario, folder=folder)
-    of_profile = said_of_measurements(
-        scenario, steps_given=arguments.steps is not None, others="off" in arguments.modes.split(",")
-    )
+    given = {name: getattr(arguments, name) is not None for name in ("steps", "parameters")}
+    of_profile = said_of_measurements(scenario, given=given, others="off" in arguments.modes.split(","))
     of_profile += said_of_its_profile(job)
     return (
         f"Assumed: {scenario.model.steps} steps; {price}; each machine is taken with odds of {removal}, {together}, "

@@ -90,6 +90,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--seeds", metavar="N", type=int, default=1, help="runs with the seeds 1 to N (default 1)")
     what.add_argument("--steps", metavar="N", type=int, help="steps to completion, in place of the preset's")
+    what.add_argument(
+        "--parameters", metavar="N", type=int, help="of the model, in place of the preset's: moves, memory"
+    )
     what.add_argument("--duration-hours", metavar="H", type=number, help="default: to completion, or the trace's end")
     what.add_argument("--window", choices=("wall", "training"), help="all of the run, or first to last step (see docs)")
     what.add_argument("--value", choices=("ratio_of_means", "mean_of_ratios"), help="which of them `value` is")
@@ -159,7 +162,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "seeds": arguments.seeds,
         "repairs": repairs,
         "notes": [*never_trained(summaries), *notes],
-        "assumed": _assumed(job, policies, steps_given=arguments.steps is not None),
+        "assumed": _assumed(job, policies, arguments),
         "bulk_losses": [asdict(found) for found in bulk],
     }
     if arguments.json:
@@ -217,11 +220,12 @@ def _moment(event: MachineEvent) -> tuple[int, int]:
     return event.at_milliseconds, event.change
 
 
-def _assumed(job: Job, policies: Sequence[str], *, steps_given: bool) -> list[str]:
+def _assumed(job: Job, policies: Sequence[str], arguments: argparse.Namespace) -> list[str]:
     """What the figures rest on: those of this project's policy, where it is among those simulated, and by --profile."""
     to_completion = job.trace is None and job.scenario.run.duration_hours is None
     others = any(policy not in OWN_POLICIES or policy.endswith("-off") for policy in policies)
-    found = said_of_measurements(job.scenario, steps_given=steps_given or not to_completion, others=others)
+    given = {"steps": arguments.steps is not None or not to_completion, "parameters": arguments.parameters is not None}
+    found = said_of_measurements(job.scenario, given=given, others=others)
     if any(policy in OWN_POLICIES for policy in policies):
         costs = said_of_costs(job.scenario)
         found.insert(0, f"{how_timed(job)}; losses and joins cost what policies.live says; {costs}")
@@ -283,7 +287,7 @@ def _check_predictors(arguments: argparse.Namespace) -> None:
             )
         return
     others = ("preset", "scenario", "profile", "rivals", "policy", "steps", "duration_hours", "window", "value", "plot")
-    market = ("removal_probability", "bulk_minutes", "capacity")
+    market = ("parameters", "removal_probability", "bulk_minutes", "capacity")
     given = [name for name in (*others, *market) if getattr(arguments, name) is not None]
     if given or arguments.seeds != 1:
         option = f"--{given[0].replace('_', '-')}" if given else f"--seeds {arguments.seeds}"
@@ -331,6 +335,7 @@ def scenario_of(arguments: argparse.Namespace) -> tuple[Scenario, Path | None]:
     data = scenario.model_dump(exclude_none=True)
     options = (
         ("--steps", arguments.steps, ("model", "steps")),
+        ("--parameters", arguments.parameters, ("model", "parameters")),
         ("--removal-probability", arguments.removal_probability, ("market", "removal_probability")),
         ("--bulk-minutes", arguments.bulk_minutes, ("market", "bulk_minutes")),
         ("--capacity", arguments.capacity, ("market", "capacity")),

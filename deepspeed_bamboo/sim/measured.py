@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,19 +126,21 @@ def _overheads(live: dict[str, Any], data: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def said_of_measurements(scenario: Scenario, *, steps_given: bool, others: bool) -> list[str]:
+def said_of_measurements(scenario: Scenario, *, given: Mapping[str, bool], others: bool) -> list[str]:
     """In sentences: what figures by --profile rest on that the profile doesn't say. None without --profile.
 
     Args:
         scenario: as simulated.
-        steps_given: by --steps.
+        given: whether --steps and --parameters are.
         others: whether policies are simulated that keep no replicas.
     """
     model, live = scenario.model, scenario.policies.live
     if model.measured is None or live is None:
         return []
-    rest = [f"model.parameters {model.parameters:,} (moves, memory)"]
-    if not steps_given and model.steps is not None:
+    rest = [f"policies.live.state_memory_bytes {live.state_memory_bytes:.3g} (state that a worker has room for)"]
+    if not given.get("parameters"):
+        rest.insert(0, f"{model.parameters:,} parameters (--parameters: moves, memory)")
+    if not given.get("steps") and model.steps is not None:
         rest.insert(0, f"{model.steps:,} steps (--steps)")
     if model.measured.alike is None:
         rest.append(f"model.precision {model.precision} and model.zero_stage {model.zero_stage} (who has whose state)")

@@ -219,7 +219,7 @@ def test_whether_pipelines_have_each_others_state_is_the_jobs(
         given = given.model_copy(update={"model": given.model.model_copy(update={"precision": precision})})
         model = with_measurements(given, profile_of(tmp_path, **said)).model
         assert alike(model) is (expected if told is not None else precision == "fp32")
-        lines = said_of_measurements(given.model_copy(update={"model": model}), steps_given=False, others=False)
+        lines = said_of_measurements(given.model_copy(update={"model": model}), given={}, others=False)
         assert (f"model.precision {precision}" in lines[0]) is (told is None)
 
 
@@ -233,12 +233,15 @@ def test_advice_by_a_profile_says_what_is_not_of_the_job(tmp_path: Path, capsys:
     assert "Assumed: 500 steps;" in assumed and "(--steps)" not in assumed
     assert "no pipeline has another one's state (bf16 or ZeRO), so mode off survives no loss" in assumed
     assert "the job ran in mode off; its replicas would add 8.0%, which is not measured" in assumed
-    assert "the profile doesn't say, and the preset or scenario does: model.parameters 340,000,000" in assumed
+    assert "the profile doesn't say, and the preset or scenario does: 340,000,000 parameters (--parameters" in assumed
     assert found["not_looked_at"] == ["on-demand, since the preset's step time is of another model"]
     hours = {one["option"]["mode"]: one["hours"] for one in found["options"]}
     assert hours["off"] < hours["lazy"]
     assert main([*command, "--machines", "4", "--modes", "lazy"]) == 0
-    assert "does: 22,194 steps (--steps), model.parameters" in json.loads(capsys.readouterr().out)["assumptions"]
+    assert "does: 22,194 steps (--steps), 340,000,000 parameters" in json.loads(capsys.readouterr().out)["assumptions"]
+    assert main([*command, "--machines", "4", "--modes", "lazy", "--parameters", "1000"]) == 0
+    told = json.loads(capsys.readouterr().out)["assumptions"]
+    assert "--parameters" not in told and "policies.live.state_memory_bytes 8e+09 (state that" in told
 
 
 def test_who_keeps_no_replicas_pays_for_measured_ones_and_it_is_said(
