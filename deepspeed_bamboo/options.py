@@ -48,7 +48,15 @@ def at_least_one(text: str) -> int:
 
 def seconds(text: str) -> float:
     """A duration above 0 that clocks can hold. Raises ArgumentTypeError for anything else."""
-    value = positive(text)
+    positive(text)
+    return up_to_eleven_days(text)
+
+
+def up_to_eleven_days(text: str) -> float:
+    """A duration from 0 that clocks can hold. Raises ArgumentTypeError for anything else."""
+    value = number(text)
+    if value < 0.0:
+        raise argparse.ArgumentTypeError(f"{text} must be 0 or more")
     if value > _MOST_SECONDS:
         raise argparse.ArgumentTypeError(f"{text} must be at most {_MOST_SECONDS} (eleven days)")
     return value

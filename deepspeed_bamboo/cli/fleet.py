@@ -71,7 +71,7 @@ def add_parser(subparsers: Any) -> None:
     down = verbs.add_parser("down", help="end all its machines")
     down.set_defaults(run=run_down)
     for verb in (status, down):
-        verb.add_argument("name", metavar="NAME", help="the fleet's name in its spec")
+        verb.add_argument("name", metavar="NAME", type=filled, help="the fleet's name in its spec")
     for verb in (up, down):
         verb.add_argument("--yes", action="store_true", help="don't ask")
     for verb in (up, prices):

@@ -17,7 +17,7 @@ from typing import Any
 
 from deepspeed_bamboo.cli.unattended import handling
 from deepspeed_bamboo.errors import BambooError
-from deepspeed_bamboo.options import number
+from deepspeed_bamboo.options import up_to_eleven_days
 from deepspeed_bamboo.protocol import EXIT_TRY_AGAIN, OUTCOME, SINCE
 
 _DESCRIPTION = """\
@@ -52,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
     run.add_argument("--once", action="store_true", help="run it once; the exit code says whether to repeat it")
     run.add_argument(
         "--pause-seconds",
-        type=number,
+        type=up_to_eleven_days,
         default=_PAUSE_SECONDS,
         metavar="S",
         help=f"pause before the next run, doubled without a new step (default: {_PAUSE_SECONDS:g})",
@@ -77,8 +77,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
         raise BambooError("there is no command to run; write it after two dashes: ds_bamboo run -- deepspeed ...")
-    if arguments.pause_seconds < 0 or arguments.fruitless < 1:
-        raise BambooError("--pause-seconds must be 0 or more, and --fruitless 1 or more")
+    if arguments.fruitless < 1:
+        raise BambooError(f"--fruitless {arguments.fruitless}: it must be 1 or more")
     patience = Patience(pause_seconds=arguments.pause_seconds, fruitless_limit=arguments.fruitless)
     inherited, began, first = os.environ.get(SINCE), f"{time.time():.3f}", True
     with _signals() as heard:

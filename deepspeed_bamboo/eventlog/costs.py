@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
@@ -29,6 +30,9 @@ class MeasuredJob:
         fixed_seconds: of an iteration, besides its passes.
         costs: by the names that `policies.live` of a scenario has; only what the log tells.
         counts: how many losses and moves these are from.
+        mode: of redundancy, in most iterations: what its replicas cost is in the times. None: the log doesn't say.
+        copies: shadows of each stage.
+        alike: whether each pipeline had the whole state of its stages: not with bf16 or ZeRO. With one pipeline None.
     """
 
     profile: Profile
@@ -38,9 +42,13 @@ class MeasuredJob:
     fixed_seconds: float
     costs: Mapping[str, float]
     counts: Mapping[str, int]
+    mode: str | None = None
+    copies: int | None = None
+    alike: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
         """What `bamboo.profile` has, and the rest beside it."""
+        known = {"mode": self.mode, "copies": self.copies, "alike": self.alike}
         return {
             **self.profile.to_json(),
             "pipelines": self.pipelines,
@@ -49,6 +57,7 @@ class MeasuredJob:
             "fixed_seconds": self.fixed_seconds,
             "costs": dict(self.costs),
             "counts": dict(self.counts),
+            **{name: value for name, value in known.items() if value is not None},
         }
 
 
@@ -88,7 +97,16 @@ def measured_job(files: Mapping[str, Sequence[Event]]) -> MeasuredJob:
             "moves": len({event["epoch"] for event in _of(events, "reconfigured")}),
             "ways_back": len({(event["step"], event["from_step"]) for event in _restored_in_place(events)}),
         },
+        mode=_mode(events),
+        copies=newest.get("copies"),
+        alike=newest.get("alike"),
     )
+
+
+def _mode(events: Sequence[Event]) -> str | None:
+    """The mode of most iterations, as `redundancy.mode` has it; None where the log doesn't say."""
+    found = Counter(event["mode"] for event in _of(events, "step") if "mode" in event)
+    return found.most_common(1)[0][0] if found else None
 
 
 def step_ends(events: Iterable[Event]) -> dict[int, float]:

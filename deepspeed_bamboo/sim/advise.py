@@ -1,7 +1,8 @@
 """Which fleet, grid and mode to train with, for a deadline or a budget: a choice among simulated options. Pure.
 
 An option is simulated with many seeds. What it promises is a quantile of those runs: with a confidence of 90 %, the
-hours and dollars that nine of ten runs stay within. A run that did not finish takes for ever.
+hours and dollars that nine of ten runs stay within. A run that did not finish takes for ever. Of so few runs that the
+share is all of them, nothing else is said.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from .errors import ScenarioError
 
-__all__ = ["Advice", "Goal", "Option", "Outcome", "outcome_of", "recommend"]
+__all__ = ["Advice", "Goal", "Option", "Outcome", "in_words", "outcome_of", "recommend"]
 
 
 @dataclass(frozen=True)
@@ -21,19 +22,25 @@ class Option:
 
     Attributes:
         mode: `lazy`, `eager` or `off` (redundancy.mode) on spot machines, or `on-demand`.
-        pipelines: of the grid.
-        stages: of the grid.
+        pipelines: of the grid; None where the scenario gives a step time without its grid.
+        stages: likewise.
         machines: wanted at any time.
     """
 
     mode: str
-    pipelines: int
-    stages: int
+    pipelines: int | None
+    stages: int | None
     machines: int
+
+    @property
+    def grid(self) -> str:
+        """Pipelines x stages, or a dash."""
+        return f"{self.pipelines} x {self.stages}" if self.pipelines is not None else "-"
 
     def __str__(self) -> str:
         kind = "on-demand" if self.mode == "on-demand" else f"spot, redundancy {self.mode}"
-        return f"{self.machines} machines ({kind}), grid {self.pipelines} x {self.stages}"
+        grid = f"grid {self.grid}" if self.pipelines is not None else "the grid of the scenario's step time"
+        return f"{self.machines} machines ({kind}), {grid}"
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,7 @@ class Outcome:
         dollars: likewise.
         mean_dollars: over the runs that finish; infinite if none does.
         finished: share of runs that finish.
+        runs: hours and dollars of each; infinite if it does not finish.
     """
 
     option: Option
@@ -75,6 +83,7 @@ class Outcome:
     dollars: float
     mean_dollars: float
     finished: float
+    runs: tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
@@ -100,8 +109,8 @@ def outcome_of(option: Option, runs: Sequence[tuple[float, float, bool]], *, con
         runs: hours, dollars and whether it finished, one a seed; at least one.
         confidence: see Goal.
     """
-    hours = sorted(one if finished else math.inf for one, _, finished in runs)
-    dollars = sorted(one if finished else math.inf for _, one, finished in runs)
+    found = tuple((one, cost) if finished else (math.inf, math.inf) for one, cost, finished in runs)
+    hours, dollars = (sorted(values) for values in zip(*found, strict=True))
     paid = [one for one in dollars if math.isfinite(one)]
     return Outcome(
         option,
@@ -109,19 +118,33 @@ def outcome_of(option: Option, runs: Sequence[tuple[float, float, bool]], *, con
         _within(dollars, confidence),
         math.fsum(paid) / len(paid) if paid else math.inf,
         len(paid) / len(runs),
+        found,
     )
 
 
 def _within(ordered: Sequence[float], share: float) -> float:
     """The least value that at least so large a share of rising values does not exceed."""
-    return ordered[max(0, math.ceil(share * len(ordered) - 1e-9) - 1)]
+    return ordered[_needed(share, len(ordered)) - 1]
+
+
+def _needed(share: float, count: int) -> int:
+    """How many of so many runs make up a share."""
+    return max(1, math.ceil(share * count - 1e-9))
+
+
+def in_words(confidence: float, *, count: int) -> str:
+    """Of so many runs the share that is asked for; all of them where so few can't tell it from all."""
+    if _needed(confidence, count) < count:
+        return f"{100 * confidence:g}% of the runs"
+    return "the one run" if count == 1 else f"all {count} runs"
 
 
 def recommend(outcomes: Iterable[Outcome], goal: Goal, *, shown: int = 4) -> Advice:
     """The best option that keeps the goal.
 
     With a deadline that is the cheapest one in time; with a budget alone the fastest one within it; with neither the
-    cheapest. Equal ones: the fewer machines. Costs are those that the asked share of runs stays within.
+    cheapest. Equal ones: the fewer machines. Then the mode that needs the
+    least. Costs are those that the asked share of runs stays within.
 
     Raises:
         ScenarioError: there is nothing to choose from.
@@ -136,18 +159,35 @@ def recommend(outcomes: Iterable[Outcome], goal: Goal, *, shown: int = 4) -> Adv
     return Advice(kept[0], _reason(kept, goal), tuple(kept[1 : 1 + shown]))
 
 
-def _rank(outcome: Outcome, goal: Goal) -> tuple[float, float, int, str]:
+# Of equal ones first what needs the least besides: eager needs more memory than lazy, and off whole replicas.
+_MODES = ("on-demand", "lazy", "off", "eager")
+_ALIKE = 0.01  # of hours or dollars: less is no difference that simulated runs could tell
+
+
+def _costs(outcome: Outcome, goal: Goal) -> tuple[float, float]:
+    """What is to be least, and what decides between equal ones."""
     fastest_first = goal.budget_dollars is not None and goal.deadline_hours is None
-    costs = (outcome.hours, outcome.dollars) if fastest_first else (outcome.dollars, outcome.hours)
-    return (*costs, outcome.option.machines, str(outcome.option))
+    return (outcome.hours, outcome.dollars) if fastest_first else (outcome.dollars, outcome.hours)
+
+
+def _rank(outcome: Outcome, goal: Goal) -> tuple[float, float, int, int, str]:
+    option = outcome.option
+    return (*_costs(outcome, goal), option.machines, _MODES.index(option.mode), str(option))
 
 
 def _shortfall(outcome: Outcome, goal: Goal) -> float:
-    """By how much the option misses the goal: 1 or less if it keeps it; infinite if too few runs finish."""
+    """By how much the option misses the goal: 1 or less if it keeps it; infinite if too few runs finish.
+
+    A run keeps the goal if it keeps deadline and budget, so the asked share of runs keeps both.
+    """
     if not math.isfinite(outcome.hours):
         return math.inf
-    asked = ((outcome.hours, goal.deadline_hours), (outcome.dollars, goal.budget_dollars))
-    return max((has / limit for has, limit in asked if limit is not None), default=0.0)
+    limits = (goal.deadline_hours, goal.budget_dollars)
+    misses = (
+        max((has / limit for has, limit in zip(run, limits, strict=True) if limit is not None), default=0.0)
+        for run in outcome.runs
+    )
+    return _within(sorted(misses), goal.confidence)
 
 
 def _asked(goal: Goal) -> str:
@@ -159,25 +199,39 @@ def _asked(goal: Goal) -> str:
     return " ".join(parts) or "done at all"
 
 
+def _share(outcome: Outcome, goal: Goal) -> str:
+    return in_words(goal.confidence, count=len(outcome.runs))
+
+
+def _promise(outcome: Outcome, goal: Goal) -> str:
+    """What the asked share of runs stays within: hours by one share, and dollars by one that may be another."""
+    share, count = _share(outcome, goal), len(outcome.runs)
+    again = f"{100 * goal.confidence:g}% " if _needed(goal.confidence, count) < count else ""
+    return f"{share} took at most {outcome.hours:.1f} h, and {again}cost at most ${outcome.dollars:.0f}"
+
+
 def _reason(kept: Sequence[Outcome], goal: Goal) -> str:
-    best, share = kept[0], f"{goal.confidence:.0%}"
+    best, share = kept[0], _share(kept[0], goal)
     superlative = "fastest" if goal.budget_dollars is not None and goal.deadline_hours is None else "cheapest"
-    which = f"Of the {len(kept)} options that are {_asked(goal)} in {share} of the runs it is the {superlative}"
+    which = f"Of the {len(kept)} options that are {_asked(goal)} in {share} it is the {superlative}"
     if len(kept) == 1:
-        which = f"It is the only option that is {_asked(goal)} in {share} of the runs"
-    text = f"{which}: {share} of the runs take at most {best.hours:.1f} h and ${best.dollars:.0f}."
+        which = f"It is the only option that is {_asked(goal)} in {share}"
+    text = f"{which}: {_promise(best, goal)}."
     if len(kept) > 1:
         text += f" The next one, {kept[1].option}, takes {kept[1].hours:.1f} h and ${kept[1].dollars:.0f}."
+        alike = [one for one in kept[1:] if _costs(one, goal)[0] <= (1.0 + _ALIKE) * _costs(best, goal)[0]]
+        if alike:
+            named = "; ".join(str(one.option) for one in alike)
+            text += f" Within {_ALIKE:.0%}, which such runs don't tell apart, are: {named}."
     return text
 
 
 def _nothing(nearest: Outcome, goal: Goal) -> str:
+    share = _share(nearest, goal)
     if not math.isfinite(nearest.hours):
-        return (
-            f"No option finishes in {goal.confidence:.0%} of the runs; ask for more machines, a smaller grid, or a "
-            "longer limit (run.limit_hours)."
-        )
+        more = "ask for more machines, a smaller grid, or a longer limit (run.limit_hours)"
+        return f"No option finishes in {share}; {more}."
     return (
-        f"No option is {_asked(goal)} in {goal.confidence:.0%} of the runs. The nearest, {nearest.option}, takes "
-        f"{nearest.hours:.1f} h and ${nearest.dollars:.0f}; allow that, or offer more machines or other grids."
+        f"No option is {_asked(goal)} in {share}. Of the nearest, {nearest.option}, {_promise(nearest, goal)}; allow "
+        "that, or offer more machines or other grids."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import TypeVar
@@ -107,7 +108,7 @@ def _progress(job: Job, ledger: Ledger, checkpoint_seconds: float, memory_second
 
 def _on_demand(job: Job, ledger: Ledger) -> Policy:
     spec = _given(job.scenario.policies.on_demand)
-    step = round(spec.step_milliseconds)
+    step = math.ceil(spec.step_milliseconds)
     return OnDemandPolicy(_progress(job, ledger, 0), ledger, machines=spec.machines, step_milliseconds=step)
 
 

@@ -25,14 +25,15 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from ..options import file_path, filled, number
-from .build import available_policies
+from .build import OWN_POLICIES, available_policies
 from .bulk_report import compared_with_undisturbed, said_of_bulk_losses
+from .clock import hours
 from .console import print_whole, table_console
 from .errors import ScenarioError, SimulationError
 from .jobs import Job, build_job
 from .machines import Change, MachineEvent
-from .measured import with_measurements
-from .own import how_timed, said_of_costs
+from .measured import said_of_measurements, with_measurements
+from .own import how_timed, said_of_costs, said_of_its_profile
 from .predict import (
     counts_by_interval,
     fitting_history,
@@ -41,14 +42,17 @@ from .predict import (
     require_statsmodels,
 )
 from .report import as_json, never_trained, print_table
+from .results import Summary
 from .rivals import RIVAL_COSTS, with_rival_costs
 from .runner import run_seeds
 from .scenario import Scenario, load_preset, load_scenario, preset_names, validated
 from .traces import Trace, read_trace, segment
 
-__all__ = ["add_parser", "main", "progress_bar", "scenario_of", "write_text"]
+__all__ = ["add_parser", "check_counts", "main", "progress_bar", "scenario_of", "write_text"]
 
 _FAILURE = 2
+_HORIZONS = "5,8,12"
+_MOST_RUNS = 100_000
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -85,6 +89,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy", metavar="NAME", type=filled, action="append", help="repeatable; default: the preset's, or all"
     )
     what.add_argument("--seeds", metavar="N", type=int, default=1, help="runs with the seeds 1 to N (default 1)")
+    what.add_argument("--steps", metavar="N", type=int, help="steps to completion, in place of the preset's")
+    what.add_argument(
+        "--parameters", metavar="N", type=int, help="of the model, in place of the preset's: moves, memory"
+    )
     what.add_argument("--duration-hours", metavar="H", type=number, help="default: to completion, or the trace's end")
     what.add_argument("--window", choices=("wall", "training"), help="all of the run, or first to last step (see docs)")
     what.add_argument("--value", choices=("ratio_of_means", "mean_of_ratios"), help="which of them `value` is")
@@ -98,9 +106,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     machines.add_argument("--segment", metavar="FROM-TO", type=filled, help="hours of the trace, for example 1.5-2.5")
     predictors = parser.add_argument_group("predictors of availability, instead of policies")
     predictors.add_argument("--predictors", action="store_true", help="their mean absolute errors on --trace")
-    predictors.add_argument(
-        "--horizons", metavar="N,N", type=filled, default="5,8,12", help="minutes ahead (default 5,8,12)"
-    )
+    predictors.add_argument("--horizons", metavar="N,N", type=filled, help=f"minutes ahead (default {_HORIZONS})")
     out = parser.add_argument_group("results")
     out.add_argument(
         "--json", metavar="FILE", type=filled, help="write the results as JSON; - is standard output, without a table"
@@ -128,6 +134,7 @@ def _run(arguments: argparse.Namespace) -> int:
             columns = shutil.get_terminal_size().columns
             print(textwrap.fill(text, columns, subsequent_indent="  ", break_on_hyphens=False))
         return 0
+    _check_predictors(arguments)
     if arguments.predictors:
         return _compare_predictors(arguments, console)
     if arguments.plot:
@@ -136,8 +143,8 @@ def _run(arguments: argparse.Namespace) -> int:
         require_matplotlib()
     scenario, folder = scenario_of(arguments)
     trace = _trace(arguments)
-    _check_counts(arguments)
-    _check_trace_options(arguments)
+    check_counts(arguments)
+    _check_trace_options(arguments, scenario)
     job = build_job(scenario, trace=trace, folder=folder)
     policies = arguments.policy or ([scenario.policy] if scenario.policy else available_policies(scenario))
     seeds = range(1, arguments.seeds + 1)
@@ -145,6 +152,8 @@ def _run(arguments: argparse.Namespace) -> int:
         summaries = run_seeds(job, policies=policies, seeds=seeds, processes=arguments.jobs, report=report)
     bulk = list(compared_with_undisturbed(job, summaries, seeds=seeds))
     repairs = list(trace.repairs) if trace else []
+    notes = [] if trace is None else [*_unused(trace, capacity=scenario.market.capacity), *_after_the_trace(job, trace)]
+    notes += _after_the_prices(job, summaries)
     about: dict[str, Any] = {
         "preset": arguments.preset,
         "scenario": str(arguments.scenario) if arguments.scenario else None,
@@ -152,8 +161,8 @@ def _run(arguments: argparse.Namespace) -> int:
         "segment": arguments.segment,
         "seeds": arguments.seeds,
         "repairs": repairs,
-        "notes": never_trained(summaries),
-        "assumed": _assumed(job, policies),
+        "notes": [*never_trained(summaries), *notes],
+        "assumed": _assumed(job, policies, arguments),
         "bulk_losses": [asdict(found) for found in bulk],
     }
     if arguments.json:
@@ -161,8 +170,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json != "-":
         print_table(summaries, title=_title(job, arguments), console=console)
         lines = [*map(said_of_bulk_losses, bulk), *(f"repaired: {repair}" for repair in repairs)]
-        lines += _unused(trace, capacity=job.scenario.market.capacity) if trace is not None else []
-        for line in (*lines, *(f"assumed: {line}" for line in about["assumed"])):
+        for line in (*lines, *notes, *(f"assumed: {line}" for line in about["assumed"])):
             console.print(line, highlight=False)
     if arguments.plot:
         plot_policies(job, policies=policies, seed=1, path=arguments.plot)
@@ -187,15 +195,55 @@ def _unused(trace: Trace, *, capacity: int) -> Iterator[str]:
         )
 
 
+def _after_the_trace(job: Job, trace: Trace) -> Iterator[str]:
+    """A line where a run lasts for longer than the trace, which says nothing of that time."""
+    if job.end_milliseconds > trace.duration_milliseconds:
+        yield (
+            f"the trace ends after {hours(trace.duration_milliseconds):.2f} h, and the run after "
+            f"{hours(job.end_milliseconds):.2f} h: the machines that are there at the trace's end stay to the run's, "
+            "which flatters all policies (--duration-hours)"
+        )
+
+
+def _after_the_prices(job: Job, summaries: Sequence[Summary]) -> Iterator[str]:
+    """A line where the last price of a history stays for some of a run."""
+    last = job.prices.changes[-1]
+    longest = max(run.duration_hours for summary in summaries for run in summary.runs)
+    if job.scenario.market.price_history and hours(last) < longest:
+        yield (
+            f"the last price in {job.scenario.market.price_history} begins at hour {hours(last):.2f} of the run, and "
+            f"stays to its end, hour {longest:.2f}"
+        )
+
+
 def _moment(event: MachineEvent) -> tuple[int, int]:
     return event.at_milliseconds, event.change
 
 
-def _assumed(job: Job, policies: Sequence[str]) -> list[str]:
-    """What the figures of this project's policy rest on, where it is among those simulated."""
-    if not any(policy.startswith("deepspeed-bamboo") for policy in policies):
-        return []
-    return [f"{how_timed(job)}; losses and joins cost what policies.live says; {said_of_costs(job.scenario)}"]
+def _assumed(job: Job, policies: Sequence[str], arguments: argparse.Namespace) -> list[str]:
+    """What the figures rest on: those of this project's policy, where it is among those simulated, and by --profile."""
+    to_completion = job.trace is None and job.scenario.run.duration_hours is None
+    others = any(policy not in OWN_POLICIES or policy.endswith("-off") for policy in policies)
+    given = {"steps": arguments.steps is not None or not to_completion, "parameters": arguments.parameters is not None}
+    found = said_of_measurements(job.scenario, given=given, others=others)
+    if any(policy in OWN_POLICIES for policy in policies):
+        costs = said_of_costs(job.scenario)
+        found.insert(0, f"{how_timed(job)}; losses and joins cost what policies.live says; {costs}")
+        found += said_of_its_profile(job)
+    return [*found, *_of_notices(job, policies)]
+
+
+def _of_notices(job: Job, policies: Sequence[str]) -> Iterator[str]:
+    """A line where machines are warned and policies are simulated that do not listen."""
+    warned = job.scenario.market.notice_seconds > 0
+    if job.trace is not None:
+        warned = any(event.change is Change.NOTICE for event in job.trace.events)
+    deaf = [policy for policy in policies if policy not in (*OWN_POLICIES, "on-demand", "oracle")]
+    if warned and deaf:
+        yield (
+            f"notices are used by this project's policies alone: {', '.join(deaf)} lose a warned machine like any "
+            "other, though with minutes to save or to move they would lose less"
+        )
 
 
 def _compare_predictors(arguments: argparse.Namespace, console: Console) -> int:
@@ -203,7 +251,7 @@ def _compare_predictors(arguments: argparse.Namespace, console: Console) -> int:
     if trace is None:
         raise ScenarioError("--predictors are measured on a trace: give --trace as well")
     try:
-        horizons = [int(part) for part in arguments.horizons.split(",")]
+        horizons = [int(part) for part in (arguments.horizons or _HORIZONS).split(",")]
     except ValueError:
         horizons = [0]
     if min(horizons) < 1:
@@ -230,14 +278,31 @@ def _compare_predictors(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _check_counts(arguments: argparse.Namespace) -> None:
+def _check_predictors(arguments: argparse.Namespace) -> None:
+    """Predictors look at a trace alone, and only they have horizons."""
+    if not arguments.predictors:
+        if arguments.horizons is not None:
+            raise ScenarioError(
+                f"--horizons {arguments.horizons} are of --predictors; give that as well, or leave it out"
+            )
+        return
+    others = ("preset", "scenario", "profile", "rivals", "policy", "steps", "duration_hours", "window", "value", "plot")
+    market = ("parameters", "removal_probability", "bulk_minutes", "capacity")
+    given = [name for name in (*others, *market) if getattr(arguments, name) is not None]
+    if given or arguments.seeds != 1:
+        option = f"--{given[0].replace('_', '-')}" if given else f"--seeds {arguments.seeds}"
+        raise ScenarioError(f"--predictors and {option}: predictors look at the trace alone; leave one of them out")
+
+
+def check_counts(arguments: argparse.Namespace) -> None:
+    """Raises ScenarioError where runs or processes are none, or so many that only a slip of the pen asks for them."""
     for option, value in (("--seeds", arguments.seeds), ("--jobs", arguments.jobs)):
-        if value < 1:
-            raise ScenarioError(f"{option} {value}: at least 1 is needed")
+        if not 1 <= value <= _MOST_RUNS:
+            raise ScenarioError(f"{option} {value}: at least 1 is needed, and at most {_MOST_RUNS}; correct it")
 
 
-def _check_trace_options(arguments: argparse.Namespace) -> None:
-    """A recorded trace leaves nothing to odds, and happens one way."""
+def _check_trace_options(arguments: argparse.Namespace, scenario: Scenario) -> None:
+    """A recorded trace leaves nothing to odds, and happens one way, but for losses of many at once that come on top."""
     if arguments.trace is None:
         return
     if arguments.removal_probability is not None:
@@ -245,7 +310,7 @@ def _check_trace_options(arguments: argparse.Namespace) -> None:
             f"--removal-probability {arguments.removal_probability} and --trace {arguments.trace}: a trace says which "
             "machines go; give one of them"
         )
-    if arguments.seeds > 1:
+    if arguments.seeds > 1 and scenario.market.bulk_minutes is None:
         raise ScenarioError(
             f"--seeds {arguments.seeds} and --trace {arguments.trace}: a trace happens one way, so further runs "
             "would repeat the first; leave --seeds out"
@@ -269,6 +334,8 @@ def scenario_of(arguments: argparse.Namespace) -> tuple[Scenario, Path | None]:
         scenario = with_rival_costs(scenario, arguments.rivals)
     data = scenario.model_dump(exclude_none=True)
     options = (
+        ("--steps", arguments.steps, ("model", "steps")),
+        ("--parameters", arguments.parameters, ("model", "parameters")),
         ("--removal-probability", arguments.removal_probability, ("market", "removal_probability")),
         ("--bulk-minutes", arguments.bulk_minutes, ("market", "bulk_minutes")),
         ("--capacity", arguments.capacity, ("market", "capacity")),

@@ -36,6 +36,10 @@ __all__ = [
 ]
 
 
+_LONGEST_SECONDS = 1e6
+_SECONDS_RULE = f"seconds are from 0 to {_LONGEST_SECONDS:,.0f} (eleven days); measure them again"
+
+
 class ProfileError(ValueError):
     """A profile, or a grid asked of it, breaks a rule; the message says value, rule and remedy."""
 
@@ -100,11 +104,16 @@ class JobProfile:
             raise ProfileError(f"profile {self.name}: reduce_bytes_per_second is not above 0; give it or leave it out")
         if not 0.0 <= self.hidden_fraction <= 1.0:
             raise ProfileError(f"profile {self.name}: hidden_fraction is {self.hidden_fraction}; it lies in [0, 1]")
-        if not self.fixed_seconds >= 0.0 or not (self.handover_seconds or 0.0) >= 0.0:
-            raise ProfileError(f"profile {self.name}: fixed_seconds or handover_seconds is below 0; measure it again")
+        for name in ("fixed_seconds", "handover_seconds"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 <= value <= _LONGEST_SECONDS:
+                raise ProfileError(f"profile {self.name}: {name} is {value}; {_SECONDS_RULE}")
         for index, layer in enumerate(self.layers):
             if min(layer.forward_seconds, layer.backward_seconds, layer.parameters, layer.output_bytes) < 0:
                 raise ProfileError(f"profile {self.name}: layer {index} has a negative value; measure it again")
+            for seconds in (layer.forward_seconds, layer.backward_seconds):
+                if not seconds <= _LONGEST_SECONDS:
+                    raise ProfileError(f"profile {self.name}: layer {index} takes {seconds} s; {_SECONDS_RULE}")
         if not total_micro_batch_seconds(self) > 0:
             raise ProfileError(f"profile {self.name}: its layers take no time at all; measure them again")
 

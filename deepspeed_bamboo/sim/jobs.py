@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class Job:
         prices: of a spot machine.
         trace: instead of the market's odds; capped at the market's capacity.
         profile: what `steps` are made of, if they are not of a table.
+        of_a_job: whether `profile` is what a job has measured of itself.
     """
 
     scenario: Scenario
@@ -45,6 +46,7 @@ class Job:
     prices: Prices | ZonedPrices
     trace: Trace | None = None
     profile: JobProfile | None = None
+    of_a_job: bool = False
 
     @cached_property
     def plain_steps(self) -> StepTimes:
@@ -91,25 +93,30 @@ def build_job(scenario: Scenario, *, trace: Trace | None = None, folder: Path | 
     if trace is not None:
         # A notice only matters if the market gives one: a recorded one is kept as it stands.
         events = tuple(capped(_with_notices(trace.events, market.notice_seconds), capacity=market.capacity))
-        trace = Trace(events, trace.duration_milliseconds, trace.repairs)
+        trace = replace(trace, events=events)
     prices = (
         read_prices(base / market.price_history) if market.price_history else constant_price(market.dollars_per_hour)
     )
+    if trace is not None:
+        prices = prices.since(trace.begins_at_milliseconds)
     if isinstance(prices, ZonedPrices):
         prices.check({event.zone for event in trace.events} if trace is not None else market.zones or ("",))
     if model.profile is not None:
-        profile = _read_profile(base / model.profile)
+        profile, of_a_job = _read_profile(base / model.profile)
         steps: StepTimes = ProfiledSteps(profile, model.samples_per_step, model.most_pipelines)
-        return Job(scenario, steps, redundant_forward_overhead(profile), prices, trace, profile)
+        return Job(scenario, steps, redundant_forward_overhead(profile), prices, trace, profile, of_a_job)
     rows = {Grid(row.pipelines, row.stages): row.milliseconds / MILLISECONDS_PER_SECOND for row in model.table}
     return Job(scenario, StepTable(model.name, rows, model.layers), model.redundancy_overhead, prices, trace)
 
 
-def _read_profile(path: Path) -> JobProfile:
+def _read_profile(path: Path) -> tuple[JobProfile, bool]:
+    """The profile, and whether a job has measured it of itself."""
     try:
         text = text_of(path)
         data = _parsed(text)
-        return measured_profile(data, name=path.name) if is_measured(data) else profile_from_json(text)
+        if is_measured(data):
+            return measured_profile(data, name=path.name), True
+        return profile_from_json(text), False
     except UnreadableError as error:
         raise ScenarioError(f"{path}: {error}; give the path of a profile") from error
     except ProfileError as error:

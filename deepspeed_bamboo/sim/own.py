@@ -26,6 +26,8 @@ __all__ = [
     "planned_grid",
     "profile_of",
     "said_of_costs",
+    "said_of_its_profile",
+    "said_of_state",
 ]
 
 # Of a mean forward, that passes before a tensor is on another worker, where nothing says more (core/measuring.py).
@@ -184,10 +186,32 @@ def how_timed(job: Job) -> str:
 
 
 def said_of_costs(scenario: Scenario) -> str:
-    """In words: whether the costs of losses and joins were measured in a job of the user's own."""
-    if scenario.model.source.startswith(MEASURED):
+    """In words: whether the costs of losses and joins were measured, and in whose job."""
+    if scenario.model.measured is not None:
         return "those that the profile has were measured in your own job, the rest are assumptions"
+    if scenario.model.source.startswith(MEASURED):
+        return f"of these the scenario says: {scenario.model.source.removesuffix('.')}"
     return (
         "these are assumptions, none of them measured on your cluster (`ds_bamboo profile` measures them, --profile "
         "uses them; scripts/sim_validate.py compares the simulation with the engine)"
     )
+
+
+def said_of_its_profile(job: Job) -> list[str]:
+    """In a sentence: that only the times are read of a job's profile that a scenario names."""
+    spec = job.scenario.policies.live
+    if not job.of_a_job or job.scenario.model.measured is not None or spec is None:
+        return []
+    return [
+        f"of {job.scenario.model.profile}, which a job has measured, only its times are read here, and "
+        f"policies.live.lazy_overhead {spec.lazy_overhead:g} is added to them; --profile reads its grid, costs and mode"
+    ]
+
+
+def said_of_state(model: ModelSpec) -> str:
+    """In words: by what mode off survives a loss, if by anything."""
+    if alike(model):
+        return (
+            "each pipeline has the whole state (no bf16, no ZeRO), so mode off survives by replicas in other pipelines"
+        )
+    return "no pipeline has another one's state (bf16 or ZeRO), so mode off survives no loss"

@@ -130,7 +130,7 @@ def plot_comparison(results: Mapping[str, Sequence[Summary]], *, path: Path) -> 
     figure, axes = _subplots(len(results), height=2.6 * len(results))
     for axis, (trace, summaries) in zip(axes, results.items(), strict=True):
         shown = _told_apart([(summary.policy, summary.mean("value")) for summary in summaries])
-        _bars(axis, [(one.policy, one.mean("value"), one.band("value")) for one in summaries], shown)
+        _bars(axis, [(one.policy, one.mean("value"), one.spread("value")) for one in summaries], shown)
         axis.set_title(trace, loc="left", fontsize="small")
     _save(figure, path)
 

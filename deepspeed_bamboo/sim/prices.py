@@ -34,6 +34,12 @@ class Prices:
         """Dollars an hour at a time, in any zone."""
         return self.dollars_per_hour[bisect.bisect_right(self.from_milliseconds, milliseconds) - 1]
 
+    def since(self, milliseconds: int) -> Prices:
+        """The prices from a time on, which is time 0 from now on."""
+        first = bisect.bisect_right(self.from_milliseconds, milliseconds) - 1
+        begins = tuple(max(0, at - milliseconds) for at in self.from_milliseconds[first:])
+        return Prices(begins, self.dollars_per_hour[first:])
+
     def key(self, zone: str) -> str:
         """What machines of a zone have in common with all that cost the same."""
         return ""
@@ -56,6 +62,10 @@ class ZonedPrices:
         if prices is None:
             raise ScenarioError(self.without(zone))
         return prices.at(milliseconds)
+
+    def since(self, milliseconds: int) -> ZonedPrices:
+        """See Prices."""
+        return ZonedPrices(tuple((zone, prices.since(milliseconds)) for zone, prices in self.zones))
 
     def key(self, zone: str) -> str:
         """See Prices."""

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .console import print_whole, width_of
-from .results import Summary
+from .results import LEAST_FOR_BANDS, Summary
 
 __all__ = ["as_json", "never_trained", "print_table"]
 
@@ -52,7 +52,7 @@ def as_json(summaries: Sequence[Summary], *, about: Mapping[str, object]) -> str
 
 
 def print_table(summaries: Sequence[Summary], *, title: str, console: Console) -> None:
-    """One line a policy: means over the seeds; for what people decide by also where nine of ten runs lie.
+    """One line a policy: means over the seeds; for what people decide by also how far runs spread.
 
     A column that has no room is left out, never cut; where even the first ones have none, lines are longer. Below
     the table stands which policies never trained.
@@ -66,10 +66,11 @@ def print_table(summaries: Sequence[Summary], *, title: str, console: Console) -
 
 
 def never_trained(summaries: Sequence[Summary]) -> list[str]:
-    """A sentence for each policy that completed no step in any run, with how many machines it had."""
+    """A sentence for each policy that completed no step in any run, with how many machines it had for how long."""
     return [
-        f"{summary.policy} never trained: it never had enough machines for its grid "
-        f"({summary.mean('instances'):.1f} on average); raise the capacity, or choose a smaller grid"
+        f"{summary.policy} never trained: with {summary.mean('instances'):.1f} machines on average it completed no "
+        f"step in {summary.mean('duration_hours'):.2f} h. Either they are too few for its grid, or a run is too short "
+        "for boot, start and a step: raise the capacity, choose a smaller grid, or let it last longer"
         for summary in summaries
         if not any(run.samples for run in summary.runs)
     ]
@@ -77,8 +78,10 @@ def never_trained(summaries: Sequence[Summary]) -> list[str]:
 
 def _table(summaries: Sequence[Summary], title: str, count: int) -> Table:
     """The table with the first ``count`` columns."""
-    several = len(summaries[0].runs) > 1
-    caption = "in brackets: where nine of ten runs lie" if several else None
+    runs = len(summaries[0].runs)
+    caption = None if runs < 2 else "in brackets: where nine of ten runs lie"
+    if 1 < runs < LEAST_FOR_BANDS:
+        caption = f"in brackets: the least and the most of {runs} runs"
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     table.add_column("policy", no_wrap=True)
     for heading, _, _ in _COLUMNS[:count]:
@@ -91,7 +94,7 @@ def _table(summaries: Sequence[Summary], title: str, count: int) -> Table:
 def _cell(summary: Summary, name: str, form: str) -> str:
     if name == "completed":
         return f"{sum(run.completed for run in summary.runs):.0f}/{len(summary.runs)}"
-    mean, band = summary.mean(name), summary.band(name) if name in _BANDS else None
+    mean, band = summary.mean(name), summary.spread(name) if name in _BANDS else None
     if not math.isfinite(mean):
         return "-"
     # Rich reads square brackets as mark-up unless the first is escaped.

@@ -13,7 +13,11 @@ from .clock import MILLISECONDS_PER_HOUR, hours
 from .engine import Policy
 from .ledger import Mode
 
-__all__ = ["RunResult", "Summary", "interval_95", "summed_up"]
+__all__ = ["LEAST_FOR_BANDS", "RunResult", "Summary", "interval_95", "summed_up"]
+
+
+LEAST_FOR_BANDS = 20
+"""Of so many runs one lies below the 5 % quantile and one above that of 95 %."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,11 @@ class Summary:
         """Between which values nine of ten runs lie: the 5 % and 95 % quantiles, linear between runs; None for one."""
         values = sorted(getattr(run, name) for run in self.runs)
         return None if len(values) < 2 else (_quantile(values, 0.05), _quantile(values, 0.95))
+
+    def spread(self, name: str) -> tuple[float, float] | None:
+        """What to show of the spread: the band, or of fewer than twenty runs, too few for that, least and most."""
+        values = [getattr(run, name) for run in self.runs]
+        return self.band(name) if len(values) >= LEAST_FOR_BANDS or len(values) < 2 else (min(values), max(values))
 
     def as_json(self) -> dict[str, dict[str, float | None]]:
         """Every field of RunResult by name: mean, half its 95 % confidence interval, 5 % and 95 % quantiles.

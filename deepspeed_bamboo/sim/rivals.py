@@ -3,7 +3,9 @@
 - Restart from a checkpoint: 25 s or 300 s. Parcae's model has 21.6 to 28.9 s, and stock DeepSpeed took 26.6 s on one
   machine (docs/results.md); where machines, images and groups have to come up again it is minutes (DLRover: two).
 - Detecting a loss: free, or 3 s for all, a lease as this project's own.
-- Checkpoints: every 60 s, or every 600 s for all, which is this project's default; a delay of 1 s each.
+- Checkpoints: every 60 s, or every 600 s for all, which is this project's default. A delay of 1 s each for
+  checkpoint, varuna and oobleck-like alone; the others and this project make them for nothing.
+- Restarts of this project's own (a fatal loss, machines that mode off takes in) stay at 60 + 14 s, also with `fair`.
 - Proactive migration: 1.6, 7.5 and 9.3 s. Parcae (NSDI'24) has 1.6 s, 4 to 11 s and 5.5 to 13 s; these are the middles.
 - Oobleck- and CheckFree-like reconfiguration: 10 s or 30 s. Assumed.
 - ReCycle-like rerouting: 1 s or 5 s. Assumed.
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from .errors import ScenarioError
 from .jobs import build_job
 from .policies.restarting import best_grid
 from .scenario import Scenario, validated
@@ -30,7 +33,11 @@ _RESTORE = 14.0
 def with_rival_costs(scenario: Scenario, costs: RivalCosts) -> Scenario:
     """The scenario with all rivals in it, charged as said above; this project's own costs stay.
 
-    With `fair` this project's checkpoints are as often as the rivals'.
+    With `fair` this project's checkpoints are as often as the rivals'. What a scenario says of the three added rivals
+    besides these costs stays.
+
+    Raises:
+        ScenarioError: nothing says how many stages the added rivals have.
     """
     fair = costs == "fair"
     data = scenario.model_dump(exclude_none=True)
@@ -40,6 +47,11 @@ def with_rival_costs(scenario: Scenario, costs: RivalCosts) -> Scenario:
     restart = {"restart_seconds": (300.0 if fair else 25.0) - _RESTORE, "restore_seconds": _RESTORE}
     varuna = policies.get("varuna", {})
     stages = varuna.get("stages", policies.get("checkpoint", {}).get("stages"))
+    if stages is None:
+        raise ScenarioError(
+            f"--rivals {costs}: the rivals have as many stages as policies.varuna or policies.checkpoint, and the "
+            "scenario has neither; add one of them"
+        )
     between = {"least_stages": varuna.get("least_stages", stages), "most_stages": varuna.get("most_stages", stages)}
     for name in ("checkpoint", "varuna"):
         if name in policies:
@@ -51,13 +63,12 @@ def with_rival_costs(scenario: Scenario, costs: RivalCosts) -> Scenario:
     if "proactive" in policies:
         migrations = {"intra_stage_seconds": 1.6, "inter_stage_seconds": 7.5, "pipeline_seconds": 9.3}
         policies["proactive"] |= migrations | checkpoints | detect
-    if stages is not None:
-        rollback = {"rollback_seconds": restart["restart_seconds"] + _RESTORE}
-        again = {"reconfigure_seconds": 30.0 if fair else 10.0}
-        policies["oobleck"] = between | again | rollback | checkpoints | detect
-        policies["checkfree"] = between | again | rollback | checkpoints | detect
-        reroute = {"stages": stages, "reroute_seconds": 5.0 if fair else 1.0}
-        policies["recycle"] = reroute | restart | checkpoints | detect
+    rollback = {"rollback_seconds": restart["restart_seconds"] + _RESTORE}
+    again = {"reconfigure_seconds": 30.0 if fair else 10.0}
+    reroute = {"reroute_seconds": 5.0 if fair else 1.0}
+    for name in ("oobleck", "checkfree"):
+        policies[name] = between | policies.get(name, {}) | again | rollback | checkpoints | detect
+    policies["recycle"] = {"stages": stages} | policies.get("recycle", {}) | reroute | restart | checkpoints | detect
     if fair and "live" in policies:
         policies["live"] |= checkpoints
     charged = validated(data, where=f"--rivals {costs}")
@@ -74,5 +85,6 @@ def _on_demand_alike(scenario: Scenario) -> Scenario:
     found = best_grid(steps.plain_steps, machines=on_demand.machines, stages=stages)
     if found is None:
         return scenario
-    same = on_demand.model_copy(update={"step_milliseconds": found[1] * 1000.0})
+    grid, seconds = found
+    same = on_demand.model_copy(update={"step_milliseconds": seconds * 1000.0, "grid": tuple(grid)})
     return scenario.model_copy(update={"policies": scenario.policies.model_copy(update={"on_demand": same})})

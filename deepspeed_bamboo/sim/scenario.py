@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from ..text_files import UnreadableError, json_of, text_of
 from .clock import LONGEST_HOURS
 from .errors import ScenarioError
+from .scenario_text import is_type_tag, merged, said_of
 
 __all__ = [
     "BambooSpec",
@@ -38,13 +39,23 @@ Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Hours = Annotated[float, Field(gt=0.0, le=LONGEST_HOURS)]
 Minutes = Annotated[float, Field(ge=0.1, le=60.0 * LONGEST_HOURS)]
-"""Of a run: ten years at most."""
+_MOST = 1_000_000
 Count = Annotated[int, Field(ge=1)]
+Machines = Annotated[int, Field(ge=1, le=_MOST)]
 DayOfProbabilities = Annotated[tuple[Probability, ...], Field(min_length=24, max_length=24)]
 
 
 class _Spec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="after")
+    def _stages_in_order(self) -> _Spec:
+        least, most = getattr(self, "least_stages", 1), getattr(self, "most_stages", _MOST)
+        if least > most:
+            raise ValueError(
+                f"least_stages {least} is more than most_stages {most}, so no grid fits; correct one of them"
+            )
+        return self
 
 
 class StepRow(_Spec):
@@ -53,6 +64,15 @@ class StepRow(_Spec):
     pipelines: Count
     stages: Count
     milliseconds: Positive
+
+
+class MeasuredSpec(_Spec):
+    """How the job ran that --profile is of, which fills this in; what its log doesn't say is None."""
+
+    mode: Literal["off", "lazy", "eager"] | None = None
+    """What its replicas cost is in the times."""
+    alike: bool | None = None
+    """Whether each pipeline had the whole state of its stages."""
 
 
 class ModelSpec(_Spec):
@@ -73,6 +93,7 @@ class ModelSpec(_Spec):
     """Measured step times, eager FRC included."""
     profile: str | None = None
     """Path of a profile (see sim/cost.py), relative to the scenario's file."""
+    measured: MeasuredSpec | None = None
     most_pipelines: Count = 4
     """With a profile: no more pipelines than this."""
     layers: Annotated[int, Field(ge=0)] = 0
@@ -87,13 +108,17 @@ class ModelSpec(_Spec):
     def _one_source_of_step_times(self) -> ModelSpec:
         if bool(self.table) == (self.profile is not None):
             raise ValueError("a model has a table or a profile, one of them; give one")
+        grids = [(row.pipelines, row.stages) for row in self.table]
+        twice = next((grid for grid in grids if grids.count(grid) > 1), None)
+        if twice is not None:
+            raise ValueError(f"the table has two rows of the grid {twice[0]} x {twice[1]}; keep one of them")
         return self
 
 
 class MarketSpec(_Spec):
     """Machines that come and go by hourly probabilities; a trace takes their place."""
 
-    capacity: Count = 48
+    capacity: Machines = 48
     removal_probability: Probability | DayOfProbabilities = 0.1
     addition_probability: Literal["uniform"] | Probability | DayOfProbabilities = "uniform"
     """`uniform`: each hour of the day's is drawn from [0, 1] for each seed."""
@@ -128,9 +153,19 @@ class RunSpec(_Spec):
 class OnDemandSpec(_Spec):
     """Machines that nobody takes."""
 
-    machines: Count = 32
+    machines: Machines = 32
     dollars_per_hour: Positive = 3.06
     step_milliseconds: Positive
+    grid: tuple[Count, Count] | None = None
+    """Pipelines and stages that the step time is of, for `advise` to name; None: nobody knows."""
+
+    @model_validator(mode="after")
+    def _has_machines_for_its_grid(self) -> OnDemandSpec:
+        if self.grid is not None and self.grid[0] * self.grid[1] > self.machines:
+            raise ValueError(
+                f"the grid {list(self.grid)} is larger than machines, {self.machines}; correct one of them"
+            )
+        return self
 
 
 class CheckpointSpec(_Spec):
@@ -188,7 +223,7 @@ class BambooSpec(_Spec):
     stages: Count
     first_rendezvous_seconds: NonNegative = 30.0
     rendezvous_seconds: NonNegative = 20.0
-    failover_slowdown: Annotated[float, Field(ge=1.0)] = 1.5
+    failover_slowdown: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1.5
     risk_threshold: Probability = 0.05
     checkpoint_seconds: Positive = 600.0
     restore_seconds: NonNegative = 14.0
@@ -198,8 +233,8 @@ class BambooSpec(_Spec):
 class LiveSpec(_Spec):
     """This project's policy. The defaults err towards slower than measured."""
 
-    pipelines: Count
-    stages: Count
+    pipelines: Machines
+    stages: Machines
     redundancy: Literal["eager", "lazy", "off", "auto"] = "lazy"
     """As `redundancy.mode` of the engine. Off: no shadows; a lost coordinate is copied from another pipeline. Auto:
     lazy or eager, whichever costs less of a step; where they are equal eager, which does less again after a loss."""
@@ -257,7 +292,7 @@ class LiveSpec(_Spec):
     """What a transfer takes longer where somebody joins, to whom all is new."""
     coordinate_copy_seconds: NonNegative | None = None
     """What the state of one coordinate takes; None: by its bytes and link_bytes_per_second."""
-    copying_slowdown: Annotated[float, Field(ge=1.0)] = 1.1
+    copying_slowdown: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1.1
     """Of a step while lost shadows are rebuilt in the background."""
     hosting_overhead: NonNegative = 0.05
     """What a step takes longer because workers host more than one coordinate."""
@@ -387,7 +422,7 @@ def parse_scenario(text: str, *, where: str) -> Scenario:
         raise ScenarioError(f"{where}:1: a scenario is a JSON object; put it in braces")
     base = data.pop("preset", None)
     if base is not None:
-        data = _merged(load_preset(str(base)).model_dump(exclude_none=True), data)
+        data = merged(load_preset(str(base)).model_dump(exclude_none=True), data)
     return validated(data, where=where, text=text)
 
 
@@ -396,36 +431,8 @@ def validated(data: dict[str, Any], *, where: str, text: str = "") -> Scenario:
     try:
         return Scenario.model_validate(data)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        path = [str(part) for part in first["loc"] if not _is_type_tag(str(part))]
-        line = _line_of(text, path)
-        at = f"{where}:{line}" if line else where
-        given = "" if first["type"] in ("missing", "value_error") else f" is {first['input']!r}"
-        raise ScenarioError(f"{at}: {'.'.join(path) or 'the scenario'}{given}: {first['msg']}") from error
-
-
-def _is_type_tag(part: str) -> bool:
-    """Pydantic puts the tried type of a union into an error's path; users know no such keys."""
-    return bool(re.search(r"[\[\(]", part)) or part in ("float", "int", "str", "constrained-float")
-
-
-def _line_of(text: str, path: list[str]) -> int:
-    """The line on which the last key of a path stands, searching for its keys in turn; 0 if there is none."""
-    at = 0
-    line = 0
-    for part in path:
-        found = re.compile(rf'"{re.escape(part)}"\s*:').search(text, at)
-        if found is None:
-            continue
-        at = found.end()
-        line = text.count("\n", 0, found.start()) + 1
-    return line
-
-
-def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`over` on top of `base`, key by key in nested objects."""
-    result = dict(base)
-    for key, value in over.items():
-        below = result.get(key)
-        result[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
-    return result
+        said: dict[tuple[str, ...], str] = {}
+        for finding in error.errors(include_url=False):  # of a union's members, the first
+            path = tuple(str(part) for part in finding["loc"] if not is_type_tag(str(part)))
+            said.setdefault(path, said_of(finding, path, model=Scenario, where=where, text=text))
+        raise ScenarioError("; ".join(said.values())) from error

@@ -14,6 +14,7 @@ Its samples may be out of order, which is repaired by sorting; in the two others
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -49,11 +50,13 @@ class Trace:
         events: in order of time; at one instant, in the file's order but additions first.
         duration_milliseconds: to the last line.
         repairs: what had to be put right, in words; empty for a clean file.
+        begins_at_milliseconds: how long after the recording's beginning time 0 is: above 0 for a segment.
     """
 
     events: tuple[MachineEvent, ...]
     duration_milliseconds: int
     repairs: tuple[str, ...] = ()
+    begins_at_milliseconds: int = 0
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,7 @@ def _from_events(lines: list[_Line], parse: Callable[[_Line], MachineEvent]) -> 
             )
         events.append(event)
     _check_presence(lines, events)
+    events = _named_apart(events)
     in_order = sorted(range(len(events)), key=lambda index: (events[index].at_milliseconds, events[index].change))
     return Trace(tuple(events[index] for index in in_order), events[-1].at_milliseconds)
 
@@ -163,6 +167,25 @@ def _check_presence(lines: list[_Line], events: list[MachineEvent]) -> None:
             raise line.error(f"{verb} {event.node} in zone {event.zone}, but it was added in {live[event.node]}")
         if event.change is Change.REMOVE:
             del live[event.node]
+
+
+def _named_apart(events: list[MachineEvent]) -> list[MachineEvent]:
+    """A machine that comes back at the instant at which it goes has another name from then on: additions come first,
+    so it would go after it has come.
+    """
+    taken = {event.node for event in events}
+    now: dict[str, str] = {}
+    gone_at: dict[str, int] = {}
+    named = []
+    for event in events:
+        node = event.node
+        if event.change is Change.ADD and gone_at.get(node) == event.at_milliseconds:
+            now[node] = next(name for n in itertools.count(2) if (name := f"{node}~{n}") not in taken)
+            taken.add(now[node])
+        if event.change is Change.REMOVE:
+            gone_at[node] = event.at_milliseconds
+        named.append(replace(event, node=now.get(node, node)))
+    return named
 
 
 def _from_counts(lines: list[_Line], generator: random.Random) -> Trace:
@@ -211,15 +234,16 @@ def segment(trace: Trace, *, from_hours: float, to_hours: float) -> Trace:
     """The part of a trace between two hours; machines that are there at its start are added at its time 0.
 
     Raises:
-        ScenarioError: the hours are not in order, or lie beyond the trace.
+        ScenarioError: the hours are not in order, or lie beyond the trace, where nobody knows what happened.
     """
     start, end = round(from_hours * MILLISECONDS_PER_HOUR), round(to_hours * MILLISECONDS_PER_HOUR)
     if not 0 <= start < end:
         raise ScenarioError(f"segment {from_hours}-{to_hours}: the hours are in order, from 0; for example 1.5-2.5")
-    if start > trace.duration_milliseconds:
+    if end > trace.duration_milliseconds:
+        last = math.floor(trace.duration_milliseconds / MILLISECONDS_PER_HOUR * 1000) / 1000
+        which = "begins" if start >= trace.duration_milliseconds else "ends"
         raise ScenarioError(
-            f"segment {from_hours}-{to_hours} begins after the trace's end, "
-            f"{trace.duration_milliseconds / MILLISECONDS_PER_HOUR:.2f} h; choose an earlier one"
+            f"segment {from_hours}-{to_hours} {which} after the trace's end, {last:g} h; choose an earlier one"
         )
     live: dict[str, MachineEvent] = {}
     inside: list[MachineEvent] = []
@@ -232,7 +256,7 @@ def segment(trace: Trace, *, from_hours: float, to_hours: float) -> Trace:
             live[event.node] = replace(event, at_milliseconds=0)
         elif event.change is Change.REMOVE:
             del live[event.node]
-    return Trace((*live.values(), *inside), end - start, trace.repairs)
+    return Trace((*live.values(), *inside), end - start, trace.repairs, trace.begins_at_milliseconds + start)
 
 
 def capped(events: Iterable[MachineEvent], *, capacity: int) -> list[MachineEvent]:

@@ -176,6 +176,13 @@ def test_other_numbers_out_of_range_are_refused(capsys: pytest.CaptureFixture[st
         assert f"market.bulk_minutes is {float(minutes)}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["1e10", "-1", "nan"])
+def test_a_pause_that_no_clock_holds_is_refused_at_once(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", f"--pause-seconds={text}", "--", "true"])
+    assert f"{text}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [["drain", "n0", "--deadline-seconds"], ["profile", "x", "--lease-seconds"]])
 def test_no_duration_overflows_a_clock(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -88,3 +88,20 @@ def test_a_slow_worker_is_drained_after_an_outage_of_the_coordinator() -> None:
         if own._asking.ident is not None:
             own._asking.join()
         assert asked == expected
+
+
+def test_the_event_says_how_the_job_runs_that_is_measured() -> None:
+    """By which `simulate` and `advise` know what the times have in them, and who has whose state."""
+    for pipelines, expected in ((1, {"copies": 2}), (2, {"copies": 2, "alike": True})):
+        grid = Grid(pipelines, STAGES)
+        placement = Placement.of(grid, owners=dict.fromkeys(grid, "a"), shadows={}, alike=pipelines > 1, copies=2)
+        own, written = balancing(placement, is_reporter=True), list[dict[str, Any]]()
+        worker: Any = own._worker
+        worker.grid = grid
+        worker.session = SimpleNamespace(config=SimpleNamespace(profile=None))
+        worker.log_event = lambda event, said=written, **fields: said.append({"event": event, **fields})
+        own.take({"stages": {str(stage): [0.1, 0.2] for stage in range(STAGES)}, "handover": 0.0})
+        own._write()
+        [event] = written
+        told = {name: event[name] for name in ("copies", "alike") if name in event}
+        assert event["event"] == "profile" and event["pipelines"] == pipelines and told == expected

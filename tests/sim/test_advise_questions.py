@@ -26,7 +26,7 @@ LAYER = {"forward_seconds": FORWARD, "backward_seconds": BACKWARD, "parameters":
 PROFILE = {"name": "tiny", "layers": [LAYER] * 2, "micro_batch_samples": 1, "link_bytes_per_second": 1e9}
 MODEL = {"name": "tiny", "samples_per_step": SAMPLES, "steps": STEPS, "profile": "profile.json", "parameters": 1}
 MARKET = {"removal_probability": 0.0, "addition_probability": 1.0, "dollars_per_hour": 1.0}
-ON_DEMAND = {"machines": 2, "dollars_per_hour": 2.0, "step_milliseconds": 2700}
+ON_DEMAND = {"machines": 2, "dollars_per_hour": 2.0, "step_milliseconds": 2700, "grid": [1, 2]}
 POLICIES = {
     "live": {"pipelines": 1, "stages": 2, "lazy_overhead": LAZY_OVERHEAD, "start_seconds": 30, "join_seconds": 20},
     "on_demand": ON_DEMAND,

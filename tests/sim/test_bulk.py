@@ -168,6 +168,7 @@ def test_what_is_said_of_them(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert main(["simulate", "--scenario", str(SCENARIO), "--seeds", "1"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "2 to all but one lost at once in each 10 minutes: useful time 0.9" in text
-    assert "were measured in your own job, the rest are assumptions" in text
+    assert "of these the scenario says: measured: scripts/bulk_losses.py" in text
+    assert "of bulk-losses.profile.json, which a job has measured, only its times are read here, and" in text
     assert main(["simulate", "--preset", "bert", "--duration-hours", "1", "--policy", "deepspeed-bamboo"]) == 0
     assert "useful time" not in capsys.readouterr().out

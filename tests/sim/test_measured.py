@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from deepspeed_bamboo.core.timing import Profile
 from deepspeed_bamboo.errors import EventLogError
 from deepspeed_bamboo.eventlog.costs import measured_job
 from deepspeed_bamboo.sim.errors import ScenarioError
-from deepspeed_bamboo.sim.measured import with_measurements
-from deepspeed_bamboo.sim.scenario import load_preset
+from deepspeed_bamboo.sim.measured import said_of_measurements, with_measurements
+from deepspeed_bamboo.sim.own import alike, overhead_of
+from deepspeed_bamboo.sim.scenario import LiveSpec, Scenario, load_preset
 
 STEP = 0.5  # 4 micro-batches through 2 stages of 20 + 40 ms are 5 x 60 ms, and 200 ms more
 PROFILE = {"forward": [0.02, 0.02], "backward": [0.04, 0.04], "speeds": {}, "handover": 0.0}
@@ -55,6 +57,7 @@ MOVES = [
 
 def test_what_an_iteration_takes_besides_its_passes_is_found() -> None:
     found = measured_job(log())
+    assert (found.mode, found.copies, found.alike) == (None, None, None)
     assert found.profile == Profile.from_json(PROFILE)
     assert (found.pipelines, found.micro_batches, found.samples_per_step) == (1, 4, 16)
     assert found.fixed_seconds == pytest.approx(0.2)
@@ -157,6 +160,129 @@ def test_from_a_log_to_advice_with_costs_of_ones_own(tmp_path: Path, capsys: pyt
     assert main([*command, "--policy", "deepspeed-bamboo"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "times of layers from the profile" in text and "measured in your own job" in text
+
+
+def profile_of(folder: Path, *, drop: tuple[str, ...] = (), mode: str | None = None, **said: Any) -> Path:
+    """What the command writes of a job in that mode, whose event `profile` says so much."""
+    files = log()
+    for events in files.values():
+        for event in events:
+            event |= said if event["event"] == "profile" else {} if mode is None else {"mode": mode}
+    found = {name: value for name, value in measured_job(files).to_json().items() if name not in drop}
+    path = folder / "profile.json"
+    path.write_text(json.dumps(found))
+    return path
+
+
+def live_of(scenario: Scenario, **over: Any) -> LiveSpec:
+    assert scenario.policies.live is not None
+    return scenario.policies.live.model_copy(update=over)
+
+
+@pytest.mark.parametrize(
+    ("ran", "lazy", "eager", "two_copies"),
+    [
+        ({}, 0.0, 0.0, 0.08),
+        ({"mode": "lazy", "copies": 1}, 0.0, 0.0, 0.08),
+        ({"mode": "lazy", "copies": 2}, 0.0, 0.0, 0.0),
+        ({"mode": "eager", "copies": 1}, 0.0, 0.0, 0.08),
+        ({"mode": "off", "copies": 1}, 0.08, 0.08, 0.16),
+    ],
+)
+def test_replicas_cost_what_is_not_in_the_measured_times(
+    ran: dict[str, Any], lazy: float, eager: float, two_copies: float, tmp_path: Path
+) -> None:
+    scenario = with_measurements(load_preset("bert"), profile_of(tmp_path, **ran))
+    for redundancy, expected in (("lazy", lazy), ("eager", eager), ("off", 0.0)):
+        assert overhead_of(live_of(scenario, redundancy=redundancy)) == pytest.approx(expected)
+    assert overhead_of(live_of(scenario, copies=2)) == pytest.approx(two_copies)
+
+
+def test_what_eager_costs_more_than_lazy_stays(tmp_path: Path) -> None:
+    given = load_preset("bert")
+    live = given.policies.live
+    assert live is not None
+    dear = live.model_copy(update={"lazy_overhead": 0.05, "eager_overhead": 0.26, "second_overhead": 0.02})
+    given = given.model_copy(update={"policies": given.policies.model_copy(update={"live": dear})})
+    found = live_of(with_measurements(given, profile_of(tmp_path, mode="lazy")))
+    assert (found.lazy_overhead, found.second_overhead) == (0.0, 0.02)
+    assert found.eager_overhead == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("told", "expected"), [(True, True), (False, False), (None, True)])
+def test_whether_pipelines_have_each_others_state_is_the_jobs(
+    told: bool | None, expected: bool, tmp_path: Path
+) -> None:
+    said = {} if told is None else {"alike": told}
+    for precision in ("fp32", "bf16"):
+        given = load_preset("bert")
+        given = given.model_copy(update={"model": given.model.model_copy(update={"precision": precision})})
+        model = with_measurements(given, profile_of(tmp_path, **said)).model
+        assert alike(model) is (expected if told is not None else precision == "fp32")
+        lines = said_of_measurements(given.model_copy(update={"model": model}), given={}, others=False)
+        assert (f"model.precision {precision}" in lines[0]) is (told is None)
+
+
+def test_advice_by_a_profile_says_what_is_not_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job in mode off with ZeRO, of which the preset knows neither steps nor parameters."""
+    path = profile_of(tmp_path, mode="off", alike=False)
+    command = ["advise", "--preset", "bert", "--profile", str(path), "--seeds", "1", "--grids", "2x2", "--json", "-"]
+    assert main([*command, "--machines", "4", "--steps", "500"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assumed = found["assumptions"]
+    assert "Assumed: 500 steps;" in assumed and "(--steps)" not in assumed
+    assert "no pipeline has another one's state (bf16 or ZeRO), so mode off survives no loss" in assumed
+    assert "the job ran in mode off; its replicas would add 8.0%, which is not measured" in assumed
+    assert "the profile doesn't say, and the preset or scenario does: 340,000,000 parameters (--parameters" in assumed
+    assert found["not_looked_at"] == ["on-demand, since the preset's step time is of another model"]
+    hours = {one["option"]["mode"]: one["hours"] for one in found["options"]}
+    assert hours["off"] < hours["lazy"]
+    assert main([*command, "--machines", "4", "--modes", "lazy"]) == 0
+    assert "does: 22,194 steps (--steps), 340,000,000 parameters" in json.loads(capsys.readouterr().out)["assumptions"]
+    assert main([*command, "--machines", "4", "--modes", "lazy", "--parameters", "1000"]) == 0
+    told = json.loads(capsys.readouterr().out)["assumptions"]
+    assert "--parameters" not in told and "policies.live.state_memory_bytes 8e+09 (state that" in told
+
+
+def test_who_keeps_no_replicas_pays_for_measured_ones_and_it_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for mode, words in (
+        ("lazy", "the job ran in mode lazy: what its replicas cost is in the measured times"),
+        (None, "the profile doesn't say in which mode the job ran, so in lazy: what its"),
+        ("off", "the job ran in mode off; its replicas would add 8.0%"),
+    ):
+        command = ["simulate", "--preset", "bert", "--profile", str(profile_of(tmp_path, mode=mode, alike=True))]
+        for policy, is_said in (("varuna", True), ("deepspeed-bamboo-off", True), ("deepspeed-bamboo", mode == "off")):
+            assert main([*command, "--duration-hours", "1", "--policy", policy, "--json", "-"]) == 0
+            assumed = json.loads(capsys.readouterr().out)["assumed"]
+            assert any(line.startswith(words) for line in assumed) is is_said
+            assert not any("(--steps)" in line for line in assumed)
+    assert main([*command, "--steps", "0"]) == 2
+    assert "option --steps: model.steps is 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"fixed_seconds": float("inf")}, "fixed_seconds is inf; seconds are from 0 to 1,000,000"),
+        ({"fixed_seconds": float("nan")}, "fixed_seconds is nan"),
+        ({"handover": -1.0}, "handover_seconds is -1.0"),
+        ({"forward": [1e308, 1e308]}, "layer 0 takes 1e+308 s"),
+        ({"backward": [float("nan"), 0.1]}, "layer 0 takes nan s"),
+        ({"pipelines": True}, "pipelines is True; it is a whole number from 1"),
+        ({"micro_batches": 2.7}, "micro_batches is 2.7; it is a whole number from 1"),
+        ({"samples_per_step": 0}, "samples_per_step is 0"),
+        ({"mode": "hope"}, "model.measured.mode is 'hope'"),
+        ({"costs": {"copying_slowdown": float("inf")}}, "copying_slowdown is inf"),
+    ],
+)
+def test_figures_that_make_no_sense_are_named(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    path = profile_of(tmp_path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ScenarioError, match=re.escape(words)) as caught:
+        with_measurements(load_preset("bert"), path)
+    assert str(path) in str(caught.value)
 
 
 def test_a_file_that_is_no_measurement_is_refused(tmp_path: Path) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from deepspeed_bamboo.sim.build import available_policies
+from deepspeed_bamboo.sim.errors import ScenarioError
 from deepspeed_bamboo.sim.jobs import Job, build_job
 from deepspeed_bamboo.sim.results import RunResult
 from deepspeed_bamboo.sim.rivals import RIVAL_COSTS, with_rival_costs
 from deepspeed_bamboo.sim.runner import run_one
-from deepspeed_bamboo.sim.scenario import load_preset
+from deepspeed_bamboo.sim.scenario import load_preset, validated
 
 from .common import machines, recorded
 
@@ -76,3 +77,19 @@ def test_rerouting_slows_down_until_somebody_comes() -> None:
     samples = [result("recycle-like", "generous", *changes).samples for changes in ([], lost[:1], [*lost, *back], lost)]
     assert samples[0] > samples[2] > samples[3]
     assert samples[1] > 0.99 * samples[0]
+
+
+def test_rivals_need_to_know_their_stages_and_keep_what_a_scenario_says_of_them() -> None:
+    data = load_preset("bert").model_dump(exclude_none=True)
+    own = {"least_stages": 4, "most_stages": 6}
+    data["policies"] |= {"oobleck": {**own, "stall_seconds": 9.0}, "recycle": {"stages": 3}}
+    policies = with_rival_costs(validated(data, where="test"), "fair").policies
+    assert policies.oobleck is not None and policies.checkfree is not None and policies.recycle is not None
+    found = policies.oobleck
+    assert (found.least_stages, found.most_stages, found.stall_seconds) == (4, 6, 9.0)
+    assert (found.reconfigure_seconds, policies.recycle.stages, policies.recycle.reroute_seconds) == (30.0, 3, 5.0)
+    assert (policies.checkfree.least_stages, policies.checkfree.most_stages) == (8, 24)
+    for name in ("varuna", "checkpoint"):
+        del data["policies"][name]
+    with pytest.raises(ScenarioError, match=r"--rivals fair: .* policies.varuna or policies.checkpoint"):
+        with_rival_costs(validated(data, where="test"), "fair")

@@ -14,10 +14,11 @@ from deepspeed_bamboo.sim.jobs import build_job
 from deepspeed_bamboo.sim.machines import Change, MachineEvent
 from deepspeed_bamboo.sim.predict import counts_by_interval
 from deepspeed_bamboo.sim.prices import read_prices
+from deepspeed_bamboo.sim.runner import run_seeds
 from deepspeed_bamboo.sim.scenario import load_preset
 from deepspeed_bamboo.sim.traces import Trace, capped, read_trace, segment
 
-from .common import machines, published_trace, recorded
+from .common import machines, preset_job, published_trace, recorded
 
 
 def read(tmp_path: Path, text: str) -> Trace:
@@ -118,7 +119,52 @@ def test_a_segment_begins_with_those_that_are_there() -> None:
     assert part.duration_milliseconds == 3_600_000
 
 
-@pytest.mark.parametrize("hours", [(2.0, 1.0), (-1.0, 1.0), (5.0, 6.0)])
+def test_a_machine_that_comes_back_at_the_instant_at_which_it_goes_lives_on_under_another_name(tmp_path: Path) -> None:
+    """In the order of the file: it is there again, and goes when its second life ends."""
+    trace = read(tmp_path, "0,add,a\n0,add,a~2\n1000,remove,a\n1000,add,a\n5000,remove,a\n5000,add,a\n9000,remove,a\n")
+    assert trace.events == tuple(
+        machines(
+            (0, "add", "a"), (0, "add", "a~2"), (1, "add", "a~3"), (1, "remove", "a"),
+            (5, "add", "a~4"), (5, "remove", "a~3"), (9, "remove", "a~4"),
+        )
+    )  # fmt: skip
+    for form in ("1000,remove,a\n1000,add,a\n", "", "1000,remove,a\n2000,add,a\n"):
+        whole = read(tmp_path, f"0,add,a\n0,add,b\n{form}36000000,remove,b\n")
+        assert counts_by_interval(whole, interval_seconds=3600)[:10] == [2] * 10
+        assert len(segment(whole, from_hours=1, to_hours=2).events) == 2
+        [found] = run_seeds(
+            preset_job("bert", trace=whole, market__dollars_per_hour=1.0), policies=["oracle"], seeds=[1]
+        )
+        for name, expected in (("machine_hours", 20.0), ("cost_dollars", 20.0), ("instances", 2.0)):
+            assert found.mean(name) == pytest.approx(expected, abs=0.001)
+
+
+def test_one_name_in_the_zoned_form_comes_back_in_another_zone(tmp_path: Path) -> None:
+    head = "seconds,change,node,zone\n0,add,a,x\n1,notice,a,x\n"
+    trace = read(tmp_path, f"{head}1.0001,remove,a,x\n1.0002,add,a,y\n2,notice,a,y\n3,remove,a,y\n")
+    assert trace.events[1:] == tuple(
+        machines(
+            (1, "notice", "a", "x"), (1.001, "add", "a~2", "y"), (1.001, "remove", "a", "x"),
+            (2, "notice", "a~2", "y"), (3, "remove", "a~2", "y"),
+        )
+    )  # fmt: skip
+
+
+def test_the_hours_of_a_segment_are_billed_at_their_own_prices(tmp_path: Path) -> None:
+    trace = recorded(machines((0, "add", "a", "x"), (7200, "add", "b", "x")), hours=2)
+    for head, zone in (("seconds,dollars_per_hour", ""), ("seconds,dollars_per_hour,zone", ",x")):
+        lines = [f"{line}{zone}" for line in ("0,1.0", "3600,2.0", "5400,4.0")]
+        (tmp_path / "prices.csv").write_text("\n".join([head, *lines]))
+        for start, end, dollars in ((0.0, 1.0, 1.0), (1.0, 1.4, 0.8), (1.25, 1.75, 1.5), (1.5, 2.0, 2.0)):
+            part = segment(
+                segment(trace, from_hours=start / 2, to_hours=2), from_hours=start / 2, to_hours=end - start / 2
+            )
+            job = preset_job("bert", trace=part, market__price_history=str(tmp_path / "prices.csv"))
+            [found] = run_seeds(job, policies=["oracle"], seeds=[1])
+            assert found.mean("cost_dollars") == pytest.approx(dollars)
+
+
+@pytest.mark.parametrize("hours", [(2.0, 1.0), (-1.0, 1.0), (5.0, 6.0), (2.0, 2.1), (1.0, 15.0)])
 def test_segments_outside_the_trace_are_refused(hours: tuple[float, float]) -> None:
     with pytest.raises(ScenarioError, match="segment"):
         segment(recorded(machines((0, "add", "a")), hours=2), from_hours=hours[0], to_hours=hours[1])

@@ -253,8 +253,11 @@ class Balancing:
         if self._written == known:
             return
         self._written = known
-        batch = {"pipelines": self._worker.grid.pipelines, "micro_batches": self._worker.micro_batches}
-        self._worker.log_event("profile", **profile.to_json(), **batch)
+        grid, placement = self._worker.grid, self._worker.placement
+        batch = {"pipelines": grid.pipelines, "micro_batches": self._worker.micro_batches, "copies": placement.copies}
+        # With one pipeline nobody asks whether pipelines have each other's state.
+        alike = {"alike": placement.alike} if grid.pipelines > 1 else {}
+        self._worker.log_event("profile", **profile.to_json(), **batch, **alike)
         path = self._worker.session.config.profile
         if path is None:
             return

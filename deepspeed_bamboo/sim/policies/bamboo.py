@@ -180,7 +180,7 @@ class BambooPolicy(Policy):
         self._status = _Status.RUNNING
         self.ledger.enter(now, Mode.RUNNING)
         seconds = self._steps.grid_seconds(self._grid)
-        self.progress.start(now, round(seconds * MILLISECONDS_PER_SECOND))
+        self.progress.start(now, max(1, round(seconds * MILLISECONDS_PER_SECOND)))
         self.wants_step_end = True
 
     def _assign(self) -> None:
