@@ -37,6 +37,11 @@ def check_settings(subject: Subject) -> Iterator[Finding]:
         )
     if subject.settings:
         yield from _batch_findings(subject)
+        if subject.workers is None and subject.on_cpu and (subject.stages or subject.settings.get(_BATCH)):
+            yield warning(
+                "nothing says how many workers there will be: whether batch and memory fit them was not looked at",
+                "give --hostfile FILE with a line NAME slots=N for each machine",
+            )
 
 
 def _grid_findings(subject: Subject) -> Iterator[Finding]:
