@@ -35,12 +35,24 @@ def text_of(path: Path) -> str:
 
 
 def json_of(text: str) -> Any:
-    """The value of a JSON text. Raises UnreadableError for all that Python's reader trips over."""
+    """The value of a JSON text. Raises UnreadableError for all that Python's reader trips over, and for a key that is
+    there twice, of which it would take the last."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_unique)
+    except UnreadableError:
+        raise
     except json.JSONDecodeError as error:
         raise UnreadableError(f"not JSON ({error.msg}, line {error.lineno})", line=error.lineno) from error
     except ValueError as error:  # a number of thousands of digits
         raise UnreadableError(f"not JSON ({str(error).partition(';')[0]})") from error
     except RecursionError as error:
         raise UnreadableError(f"not JSON ({_TOO_DEEP})") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in found if keys.count(key) > 1)
+        raise UnreadableError(f"{twice!r} is there more than once in one object, and only one can count; keep one")
+    return found

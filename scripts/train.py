@@ -35,6 +35,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed_bamboo.config.section import SECTION, load_deepspeed_settings
 from deepspeed_bamboo.eventlog.files import merge_event_files
 from deepspeed_bamboo.eventlog.run_log import RunLog
+from deepspeed_bamboo.eventlog.runs import run_name
 from deepspeed_bamboo.models import half_precision
 from deepspeed_bamboo.models.batches import BatchShape, StepBatches
 from deepspeed_bamboo.models.catalog import MODELS, DataPaths, Model, model_named
@@ -150,6 +151,13 @@ def build_batches(arguments: argparse.Namespace, model: Model, engine: Any) -> S
     return of_pipeline(engine.grid.get_data_parallel_id())
 
 
+def _run_of_stock() -> str:
+    """A name for a run of DeepSpeed's own engine, the same on all ranks; collective."""
+    names: list[Any] = [run_name("stock", time_seconds=time.time())]
+    torch.distributed.broadcast_object_list(names, src=0)
+    return str(names[0])
+
+
 def train(
     engine: Any,
     *,
@@ -161,7 +169,7 @@ def train(
 
     ``between_steps`` is called before each step.
     """
-    log = RunLog(engine, directory=arguments.event_log, barrier=dist.barrier)
+    log = RunLog(engine, directory=arguments.event_log, barrier=dist.barrier, run=_run_of_stock)
     loss: float | None = None
     with Progress(total=arguments.steps, first=engine.global_steps) as progress:
         while engine.global_steps < arguments.steps and not getattr(engine, "finished", False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -232,13 +233,55 @@ def test_drain_and_stop_ask_the_job(
     where = ["--job", "busy", "--deepspeed_config", str(settings)]
     assert main(["drain", "b", *where, "--deadline-seconds", "45"]) == 0
     assert job.draining()["b"].deadline_seconds == 45.0
+    assert main(["drain", "bb", *where, "--cancel"]) == 1
+    assert "node 'bb' of job 'busy' is not to be left; those that are: b" in capsys.readouterr().err
+    assert list(job.draining()) == ["b"]
     assert main(["drain", "b", *where, "--cancel"]) == 0
     assert job.draining() == {}
+    assert main(["drain", "b", *where, "--cancel"]) == 1
+    assert "is not to be left; none is" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["drain", "b", *where, "--cancel", "--deadline-seconds", "45"])
+    assert "not allowed with argument" in capsys.readouterr().err
     assert main(["drain", "x", *where]) == 1
     assert "no node 'x' takes part in job 'busy'; its nodes are a, b, c, d" in capsys.readouterr().err
     assert main(["stop", *where]) == 0
     assert job.stop_requested() == "ds_bamboo stop"
     assert "next iteration boundary. A script that looks at engine.finished" in capsys.readouterr().out
+
+
+def test_a_drain_of_the_last_node_says_that_there_is_none_to_move_to(
+    job: JobCoordinator, server: PrivateEtcd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--job", "busy", "--endpoints", str(server.endpoint)]
+    for node in "abc":
+        assert main(["drain", node, *where]) == 0
+        assert "will be left at the next iteration boundary" in capsys.readouterr().out
+    assert main(["drain", "d", *where]) == 0
+    assert "node d is to be left, but the job has no other node to move to" in capsys.readouterr().out
+
+
+def test_a_job_that_nobody_runs_can_not_be_asked_for_anything(
+    server: PrivateEtcd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its machines are gone. The next one that comes begins it anew, and reads no request of before."""
+    with contextlib.closing(EtcdStore([server.endpoint])) as store:
+        dead = JobCoordinator(store, job="dead")
+        dead.propose(first_epoch(WORKERS, stages=3), expected=None)
+        where = ["--job", "dead", "--endpoints", str(server.endpoint)]
+        for command in (["stop"], ["drain", "a"]):
+            assert main([*command, *where]) == 1
+            said = capsys.readouterr()
+            assert "nobody runs job 'dead' now" in said.err and "ds_bamboo fleet down" in said.err and not said.out
+        assert dead.stop_requested() is None and dead.draining() == {}
+        dead.clean_up()
+
+
+def test_a_loss_that_is_no_number_is_null_in_json(job: JobCoordinator, server: PrivateEtcd) -> None:
+    job.publish_status({"worker": "a-0-0", "t": time.time(), "step": 3, "loss": math.nan, "seconds": math.inf})
+    found = look(job).to_json()
+    json.dumps(found, allow_nan=False)
+    assert (found["progress"]["loss"], found["progress"]["seconds"], found["progress"]["step"]) == (None, None, 3)
 
 
 def test_a_job_that_starts_says_which_slots_it_waits_for_and_ends_at_once(
@@ -372,6 +415,20 @@ def test_a_checkpoint_that_failed_does_not_hide_the_last_good_one() -> None:
     assert [event["step"] for event in (job.status() or {})["events"]] == [2, 4]
     teller.close()
     store.close()
+
+
+def test_the_last_checkpoint_is_shown_however_much_has_happened_since(job: JobCoordinator) -> None:
+    teller = StatusTeller(job, worker="a-0-0")
+    saved = {"action": "saved", "path": "p", "last_step": 1, "interval_seconds": 1e-9}
+    teller.note("checkpoint", step=2, reporter=True, fields=saved)
+    for step in range(3, 20):
+        teller.note("reconfigured", step=step, reporter=True, fields={"reason": f"joined: w{step}", "seconds": 0.1})
+    teller.note("step", step=20, reporter=True, fields={"loss": 1.0, "seconds": 0.1})
+    await_status(job, step=20)
+    teller.close()
+    found = look(job)
+    assert found.checkpoint is not None and (found.checkpoint.step, found.checkpoint.overdue) == (1, True)
+    assert [event["step"] for event in found.events] == [2, *range(12, 20)]
 
 
 def test_watching_outlives_an_outage_of_an_external_etcd(job: JobCoordinator, server: PrivateEtcd) -> None:

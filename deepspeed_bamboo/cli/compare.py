@@ -35,6 +35,9 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compare as ``arguments`` say; returns 0 when all is as it should be. Raises EventLogError."""
     reference, other = load_run(arguments.reference), load_run(arguments.other)
+    for name, summary in zip(arguments.names, (reference, other), strict=True):
+        for line in read(summary, name=name):
+            print(line)
     for line in curves(reference, other, names=tuple(arguments.names)):
         print(line)
     print()
@@ -51,10 +54,22 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
+def read(summary: RunSummary, *, name: str) -> Iterator[str]:
+    """Which run of its log this is, and which it continues; nothing where events name no run."""
+    if not summary.parts:
+        return
+    text = f"{name}: run {summary.parts[-1]}"
+    if len(summary.parts) > 1:
+        text += f", which continues {', '.join(reversed(summary.parts[:-1]))}"
+    if summary.runs > len(summary.parts):
+        text += f"; its log has {summary.runs} runs, and this is the newest"
+    yield from textwrap.wrap(text, _LINE_WIDTH, subsequent_indent="    ")
+
+
 def curves(reference: RunSummary, other: RunSummary, *, names: tuple[str, ...]) -> Iterator[str]:
     """Both loss curves as lines of text, one per step, with bars to the same scale."""
     steps = sorted({*reference.losses, *other.losses})
-    highest = max([*reference.losses.values(), *other.losses.values()], default=1.0)
+    highest = max([*reference.losses.values(), *other.losses.values()], default=0.0)
     failed = {failover.step: failover for failover in other.failovers}
     column = 9 + _BAR_WIDTH
     yield f"step  {names[0]:<{column}}{names[1]:<{column}}"
@@ -100,7 +115,7 @@ def _shown(lost: Sequence[str]) -> str:
 def _curve_cell(loss: float | None, *, highest: float) -> str:
     if loss is None:
         return "-"
-    filled = round(_BAR_WIDTH * loss / highest) if 0 <= loss <= highest < float("inf") else 0
+    filled = round(_BAR_WIDTH * loss / highest) if 0 <= loss <= highest < float("inf") and highest > 0 else 0
     return f"{loss:<7.4f} {'#' * filled}"
 
 

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from deepspeed_bamboo.cli.asking import agreed
@@ -32,11 +31,13 @@ from deepspeed_bamboo.cloud.fleet_spec import FleetSpec, creating_calls, read_fl
 from deepspeed_bamboo.cloud.price_history import price_history
 from deepspeed_bamboo.errors import BambooError, ConfigError
 from deepspeed_bamboo.options import at_least_one, at_most_a_day, file_path, filled, positive
+from deepspeed_bamboo.sim.console import print_whole, table_console
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.cli.job_view import JobView
     from deepspeed_bamboo.coordination import EtcdGuard
 
+_NOT_COUNTED = "machines that ended more than about an hour ago, which EC2 no longer lists"
 _BOOT_HOURS = 0.1  # younger machines may be on their way into the job
 
 
@@ -51,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     up = verbs.add_parser("up", help="make the fleet of a spec, or resize it if it exists")
     up.add_argument("spec", metavar="FILE", type=file_path, help="the fleet as JSON; see configs/fleet/aws.json")
-    up.add_argument("--dry-run", action="store_true", help="print every call without making it")
+    up.add_argument("--dry-run", action="store_true", help="print the calls that make a new fleet, and make none")
     up.add_argument("--keep-surplus", action="store_true", help="let machines above the spec's number run on")
     up.set_defaults(run=run_up)
     status = verbs.add_parser(
@@ -125,6 +126,7 @@ def run_up(arguments: argparse.Namespace) -> int:
         now = time.time()
         for call in creating_calls(spec, since_seconds=now):
             print(call)
+        print(_where_it_lives(spec, keeps=arguments.keep_surplus))
         print(f"UserData is, in base64:\n{user_data(spec, since_seconds=now)}")
         print(_ceiling(spec, region=arguments.region, machines=spec.machines))
         return 0
@@ -145,6 +147,15 @@ def run_up(arguments: argparse.Namespace) -> int:
     ends = _command("down", spec, region=arguments.region)
     print(f"fleet {spec.name} is {made}; `{shown}` shows its machines, and `{ends}` ends them")
     return 0
+
+
+def _where_it_lives(spec: FleetSpec, *, keeps: bool) -> str:
+    """What `up` does instead of the calls that make a fleet, in words. AWS is not asked whether that is so."""
+    surplus = "lets machines above that run on" if keeps else "ends machines above that at once"
+    return (
+        f"where a fleet {spec.name} lives already, `up` makes none of these calls: by modify_fleet it asks for "
+        f"{spec.machines} machines and {surplus}, or refuses where the spec differs in more"
+    )
 
 
 def _of_resizing(spec: FleetSpec, status: FleetStatus, *, keeps: bool) -> str:
@@ -203,7 +214,8 @@ def run_status(arguments: argparse.Namespace) -> int:
         dollars = {"dollars_per_hour": status.dollars_per_hour, "dollars_so_far": status.dollars_so_far}
         missing = {"running": status.running, "without_price": status.without_price, "why_missing": why}
         without_part = {"without_part": count, "perhaps_without_part": idle}
-        print(json.dumps({**dataclasses.asdict(status), **dollars, **missing, **without_part}, indent=1))
+        told = {**dataclasses.asdict(status), **dollars, "not_counted": _NOT_COUNTED, **missing, **without_part}
+        print(json.dumps(told, indent=1))
         return 0
     _print(arguments.name, status)
     if why is not None:
@@ -306,7 +318,8 @@ def run_down(arguments: argparse.Namespace) -> int:
     if not _agreed(arguments, "End them all?"):
         return 1
     control.down(arguments.name)
-    print(f"fleet {arguments.name} is ending; it has cost about ${status.dollars_so_far:.2f}{_unpriced(status)}")
+    cost = f"its machines have cost about ${status.dollars_so_far:.2f}{_unpriced(status)}, without {_NOT_COUNTED}"
+    print(f"fleet {arguments.name} is ending; {cost}")
     return 0
 
 
@@ -327,12 +340,11 @@ def _print(name: str, status: FleetStatus) -> None:
     for one in status.machines:
         price = "?" if one.dollars_per_hour is None else f"{one.dollars_per_hour:.3f}"
         table.add_row(one.instance, one.instance_type, one.zone, one.state, f"{one.hours:.2f}", price)
-    console = Console()
-    console.print(table)
-    console.print(
+    console = table_console()
+    print_whole(table, console)
+    print(
         f"${status.dollars_per_hour:.2f} an hour, ${status.dollars_so_far:.2f} so far, at today's spot prices"
-        + _unpriced(status),
-        highlight=False,
+        f"{_unpriced(status)}, and without {_NOT_COUNTED}"
     )
 
 

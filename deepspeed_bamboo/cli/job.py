@@ -23,6 +23,11 @@ _STOPS_TRAINING = (
     "will end at the next iteration boundary. A script that looks at engine.finished leaves its loop there and runs "
     "the code after it; any other script ends there"
 )
+_LEFT = "will be left at the next iteration boundary"
+_ALL_LEFT = (
+    "is to be left, but the job has no other node to move to: it trains on here until one joins. Start its command on "
+    "another machine, or end it with ds_bamboo stop"
+)
 _STOPS_START = "has not started to train, so it ends now (with exit code 1)"
 _ELSEWHERE = "For a job that uses your own etcd give --endpoints or --deepspeed_config"
 
@@ -63,13 +68,14 @@ def add_parser(subparsers: Any) -> None:
     drain.add_argument("node", type=filled, metavar="NODE", help="the node, as ds_bamboo status calls it")
     add_job_options(drain)
     _add_yes(drain)
-    drain.add_argument(
+    how = drain.add_mutually_exclusive_group()
+    how.add_argument(
         "--deadline-seconds",
         type=seconds,
         metavar="S",
         help="when the node will be gone (default: no hurry)",
     )
-    drain.add_argument("--cancel", action="store_true", help="withdraw the request")
+    how.add_argument("--cancel", action="store_true", help="withdraw the request")
     drain.set_defaults(run=run_drain)
 
     stop = subparsers.add_parser(
@@ -105,28 +111,48 @@ def run_status(arguments: argparse.Namespace) -> int:
 
 
 def run_drain(arguments: argparse.Namespace) -> int:
-    """Request or take back the drain of a node. Raises NoSuchJobError for one that has no part in the job."""
+    """Request or take back the drain of a node. Raises NoSuchJobError for one that has no part in the job.
+
+    To take back is to name one that is to be left.
+    """
     with opened_job(arguments) as coordinator:
         _confirm(arguments, f"leave node {arguments.node} of job {coordinator.job}")
+        job, draining = coordinator.job, coordinator.draining()
         if arguments.cancel:
+            if arguments.node not in draining:
+                those = f"those that are: {', '.join(sorted(draining))}" if draining else "none is"
+                raise NoSuchJobError(f"node {arguments.node!r} of job {job!r} is not to be left; {those}")
             coordinator.cancel_drain(arguments.node)
-            print(f"job {coordinator.job}: node {arguments.node} may stay")
+            print(f"job {job}: node {arguments.node} may stay")
             return 0
-        agents, members = coordinator.agents().values(), coordinator.members().values()
-        nodes = sorted({agent.node for agent in agents} | {member.node for member in members})
+        nodes = _nodes(coordinator)
         if arguments.node not in nodes:
             raise NoSuchJobError(
-                f"no node {arguments.node!r} takes part in job {coordinator.job!r}; its nodes are {', '.join(nodes)}"
+                f"no node {arguments.node!r} takes part in job {job!r}; its nodes are {', '.join(sorted(nodes))}"
             )
         coordinator.request_drain(arguments.node, deadline_seconds=arguments.deadline_seconds, reason="ds_bamboo drain")
-        print(f"job {coordinator.job}: node {arguments.node} will be left at the next iteration boundary")
+        print(f"job {job}: node {arguments.node} {_LEFT if nodes - {*draining, arguments.node} else _ALL_LEFT}")
     return 0
 
 
+def _nodes(coordinator: JobCoordinator) -> set[str]:
+    """The nodes on which the job runs. Raises NoSuchJobError where nobody runs it, who would read a request."""
+    agents, members = coordinator.agents().values(), coordinator.members().values()
+    nodes = {agent.node for agent in agents} | {member.node for member in members}
+    if not nodes:
+        raise NoSuchJobError(
+            f"nobody runs job {coordinator.job!r} now, so nobody would read this request; a machine that starts its "
+            "command again (ds_bamboo run, a fleet) continues it. End those machines (ds_bamboo fleet down), or ask "
+            "again once the job is there"
+        )
+    return nodes
+
+
 def run_stop(arguments: argparse.Namespace) -> int:
-    """Request the end of the job."""
+    """Request the end of the job. Raises NoSuchJobError where nobody runs it."""
     with opened_job(arguments) as coordinator:
         _confirm(arguments, f"end job {coordinator.job}")
+        _nodes(coordinator)
         trains = coordinator.peek_epoch() is not None
         coordinator.request_stop("ds_bamboo stop")
         print(f"job {coordinator.job}: {_STOPS_TRAINING if trains else _STOPS_START}")

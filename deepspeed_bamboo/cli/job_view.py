@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -140,11 +141,21 @@ class JobView:
         return self.progress_seconds > max(_LONG_SECONDS, _LONG_STEPS * usual)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as a value that ``json`` can write."""
+        """All of it, as a value that ``json`` can write: None for a number that is none, such as a loss that is nan."""
         found = asdict(self)
         if self.checkpoint is not None:
             found["checkpoint"]["overdue"] = self.checkpoint.overdue
-        return {**found, "mode": self.mode, "slow": self.slow, "stands_still": self.stands_still}
+        whole = {**found, "mode": self.mode, "slow": self.slow, "stands_still": self.stands_still}
+        return {name: _finite(value) for name, value in whole.items()}
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with None in the place of each number that JSON has no text for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(part) for name, part in value.items()}
+    return tuple(map(_finite, value)) if isinstance(value, list | tuple) else value
 
 
 def look(coordinator: JobCoordinator) -> JobView:

@@ -62,6 +62,13 @@ def read_profile(path: Path, grid: Grid) -> Profile:
     return profile
 
 
+def measured_micro_batches(path: Path) -> int | None:
+    """Of a step in each pipeline, where the profile in ``path`` says so. Raises ConfigError."""
+    found = _read_json(path, remedy="give a file of ds_bamboo profile")
+    count = found.get("micro_batches") if isinstance(found, dict) else None
+    return count if type(count) is int and count >= 1 else None
+
+
 def _read(path: Path, *, remedy: str) -> str:
     try:
         return text_of(path)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, get_args
 from deepspeed_bamboo.cli.node_files import read_placement, read_profile, read_sites
 from deepspeed_bamboo.cli.plan_memory import HEADING as MEMORY_HEADING
 from deepspeed_bamboo.cli.plan_memory import LEGEND as MEMORY_LEGEND
-from deepspeed_bamboo.cli.plan_memory import answer, asked_for, memory_rows, too_little
+from deepspeed_bamboo.cli.plan_memory import answer, asked_for, memory_rows, micro_batches, too_little
 from deepspeed_bamboo.cli.plan_times import HEADING, legend, loss_times
 from deepspeed_bamboo.cli.text_layout import wrapped
 from deepspeed_bamboo.config.section import RedundancyConfig, RedundancyMode
@@ -77,7 +77,10 @@ def add_parser(subparsers: _SubParsers) -> None:
         help="measured times, in a file that a job with bamboo.profile wrote",
     )
     parser.add_argument(
-        "--micro-batches", type=int, default=8, metavar="M", help="of an iteration, for its time (default: 8)"
+        "--micro-batches",
+        type=int,
+        metavar="M",
+        help="of an iteration, for its time (default: as --config says, or the job that --profile is of, else 8)",
     )
     _add_memory(parser)
     parser.add_argument("--write", type=file_path, metavar="FILE", help="write the placement as JSON, for --current")
@@ -116,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         grid = _grid(args)
+        args.micro_batches, origin = _micro_batches(args)
         current = read_placement(args.current) if args.current is not None else None
         sites = read_sites(args.nodes)
         profile = Profile.even(grid.stages) if args.profile is None else read_profile(args.profile, grid)
@@ -139,10 +143,7 @@ def run(args: argparse.Namespace) -> int:
         rows = list(memory_rows(decision.placement, memory, micro_batches=args.micro_batches))
         print("\n".join(["", *_table(MEMORY_HEADING, rows), "", *MEMORY_LEGEND]))
         print(answer(decision.placement, memory, micro_batches=args.micro_batches))
-    measured = args.profile is not None
-    times = loss_times(decision.placement, decision.sites, profile, micro_batches=args.micro_batches, measured=measured)
-    if times_of_losses := list(times):
-        print("\n".join(["", *_table(HEADING, times_of_losses), "", *legend(measured=measured)]))
+    _print_times(args, decision, profile, memory, origin)
     fatal = _fatal(decision)
     if fatal:
         text = f"not survived: the loss of {', or of '.join(fatal)} (exit code {_EXIT_FATAL})"
@@ -150,8 +151,48 @@ def run(args: argparse.Namespace) -> int:
     return _EXIT_FATAL if fatal else 0
 
 
+def _print_times(
+    args: argparse.Namespace, decision: Decision | Balanced, profile: Profile, memory: Memory | None, origin: str
+) -> None:
+    """What each loss costs in time. ``origin``: where the number of micro-batches is from."""
+    measured = args.profile is not None
+
+    def later(left: Sequence[WorkerSite], after: Placement) -> Placement | None:
+        if args.mode == "off":  # no stage moves for speed there
+            return None
+        found = balance(
+            after.grid,
+            left,
+            profile=profile,
+            micro_batches=args.micro_batches,
+            current=after,
+            alike=args.zero == 0,
+            memory=memory,
+            copies=args.copies,
+        )
+        return (
+            found.placement
+            if memory is None or memory.fits(found.placement, micro_batches=args.micro_batches)
+            else None
+        )
+
+    times = list(
+        loss_times(
+            decision.placement,
+            decision.sites,
+            profile,
+            micro_batches=args.micro_batches,
+            measured=measured,
+            later=later,
+        )
+    )
+    if times:
+        of = wrapped(f"with {args.micro_batches} micro-batches in an iteration ({origin})", _COLUMNS)
+        print("\n".join(["", *_table(HEADING, times), "", *legend(measured=measured), *of]))
+
+
 def _grid(args: argparse.Namespace) -> Grid:
-    """The grid that is asked for. Raises ValueError for one that would take hours, and for no micro-batches."""
+    """The grid that is asked for. Raises ValueError for one that would take hours."""
     grid = Grid(args.pipelines, args.stages)
     count = grid.pipelines * grid.stages  # len() takes no larger ones
     if count > _MOST_COORDINATES:
@@ -159,9 +200,15 @@ def _grid(args: argparse.Namespace) -> Grid:
             f"--pipelines {grid.pipelines} and --stages {grid.stages} are {count} coordinates, and at most "
             f"{_MOST_COORDINATES} can be planned; give fewer"
         )
-    if not 1 <= args.micro_batches <= _MOST_MICRO_BATCHES:
-        raise ValueError(f"--micro-batches {args.micro_batches}: give a number from 1 to {_MOST_MICRO_BATCHES}")
     return grid
+
+
+def _micro_batches(args: argparse.Namespace) -> tuple[int, str]:
+    """Of an iteration, and where the number is from. Raises ValueError for none, and for very many."""
+    count, origin = micro_batches(args)
+    if not 1 <= count <= _MOST_MICRO_BATCHES:
+        raise ValueError(f"--micro-batches {count}: give a number from 1 to {_MOST_MICRO_BATCHES}")
+    return count, origin
 
 
 def _decided(

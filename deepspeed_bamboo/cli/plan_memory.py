@@ -8,20 +8,22 @@ from dataclasses import replace
 from typing import Any
 
 from deepspeed_bamboo.cli.doctor import model_facts
+from deepspeed_bamboo.cli.node_files import measured_micro_batches
 from deepspeed_bamboo.config.sections import is_on, section_problems
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.core.placing.holding import Memory
 from deepspeed_bamboo.doctor.memory import bytes_each
+from deepspeed_bamboo.doctor.settings import BATCH_SIZES, batch_of
 from deepspeed_bamboo.doctor.subject import ModelFacts
 from deepspeed_bamboo.elastic.settings_source import settings_in
 from deepspeed_bamboo.errors import ConfigError
 
 HEADING = ("worker", "stages", "shadows", "state", "of shadows", "activations", "together")
 _MIB, _GIB = 1 << 20, 1 << 30
-_MICRO_BATCH_SIZE = "train_micro_batch_size_per_gpu"
 _HALF = 0.5
 _HALVINGS = 6
 _MOST_SAMPLES = 1_000_000
+_ASSUMED = 8
 
 
 def estimate(
@@ -30,15 +32,42 @@ def estimate(
     """Bytes by stage: parameters, gradients and optimizer state, and what a micro-batch's forward keeps."""
     each = bytes_each(settings, pipelines)
     half = any(is_on(settings, name) for name in ("bf16", "fp16"))
-    given = settings.get(_MICRO_BATCH_SIZE)
-    if given is not None and not (type(given) is int and 1 <= given <= _MOST_SAMPLES):
-        raise ConfigError(f"{_MICRO_BATCH_SIZE} is {given!r}; write a whole number from 1 to {_MOST_SAMPLES}")
-    samples = (given or 1) * (_HALF if half else 1.0)
+    samples = batch_in(settings, pipelines=pipelines)[0] * (_HALF if half else 1.0)
     return Memory(
         tuple(round(count * each) for count in model.stage_parameters),
         tuple(round(kept * samples) for kept in model.stage_activations),
         room or {},
     )
+
+
+def batch_in(settings: Mapping[str, Any], *, pipelines: int) -> tuple[int, int]:
+    """Samples of a micro-batch and micro-batches of a step, as DeepSpeed takes ``settings``. Raises ConfigError."""
+    sizes = {name: settings[name] for name in BATCH_SIZES if settings.get(name) is not None}
+    for name, value in sizes.items():
+        if not (type(value) is int and 1 <= value <= _MOST_SAMPLES):
+            raise ConfigError(f"{name} is {value!r}; write a whole number from 1 to {_MOST_SAMPLES}")
+    batch = batch_of(sizes, pipelines)
+    if batch is None:
+        whole, micro, steps = BATCH_SIZES
+        raise ConfigError(
+            f"{', '.join(f'{name} {value}' for name, value in sizes.items())} do not fit --pipelines {pipelines}; "
+            f"{whole} must be {micro} x {steps} x {pipelines}: leave one of them out"
+        )
+    return batch
+
+
+def micro_batches(args: argparse.Namespace) -> tuple[int, str]:
+    """Micro-batches of a step, and where the number is from: the option, the configuration, the profile, or assumed.
+
+    Raises ConfigError.
+    """
+    if args.micro_batches is not None:
+        return args.micro_batches, "--micro-batches"
+    if args.config is not None and args.model is not None:
+        samples, count = batch_in(settings_in(args.config), pipelines=args.pipelines)
+        return count, f"{args.config}, with micro-batches of {samples} samples"
+    found = None if args.profile is None else measured_micro_batches(args.profile)
+    return (_ASSUMED, "assumed") if found is None else (found, str(args.profile))
 
 
 def asked_for(args: argparse.Namespace, workers: Iterable[WorkerId]) -> Memory | None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from deepspeed_bamboo.core.placement import Placement
-from deepspeed_bamboo.core.placing.balance import balance
 from deepspeed_bamboo.core.placing.sites import Sites, WorkerSite
 from deepspeed_bamboo.core.timing import Profile, iteration_seconds
 
@@ -14,10 +13,19 @@ _MOST_LOSSES = 32
 
 
 def loss_times(
-    placement: Placement, sites: Sites, profile: Profile, *, micro_batches: int, measured: bool
+    placement: Placement,
+    sites: Sites,
+    profile: Profile,
+    *,
+    micro_batches: int,
+    measured: bool,
+    later: Callable[[Sequence[WorkerSite], Placement], Placement | None],
 ) -> Iterator[tuple[str, ...]]:
     """A row of HEADING for every worker that hosts something: multiples of an undisturbed iteration, and seconds where
-    the profile is ``measured``. None for more than a few dozen workers, which would take long."""
+    the profile is ``measured``. None for more than a few dozen workers, which would take long.
+
+    ``later``: where stages go at the boundary on the workers that are left; None: they stay.
+    """
     busy = [worker for worker in sites.workers if placement.hosted_by(worker)]
     now = iteration_seconds(placement, profile, micro_batches=micro_batches)
 
@@ -36,8 +44,9 @@ def loss_times(
             yield lost, hosted, "FATAL", "FATAL"
             continue
         until = iteration_seconds(after, profile, micro_batches=micro_batches)
-        later = balance(placement.grid, left, profile=profile, micro_batches=micro_batches, current=after)
-        yield lost, hosted, shown(until), shown(min(until, later.seconds))
+        found = later(left, after)
+        best = until if found is None else iteration_seconds(found, profile, micro_batches=micro_batches)
+        yield lost, hosted, shown(until), shown(min(until, best))
 
 
 def legend(*, measured: bool) -> tuple[str, ...]:

@@ -26,13 +26,12 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("log", type=file_path, help="event log directory of a run")
     parser.add_argument("--output", type=file_path, metavar="FILE", help="default: standard output")
-    lease = CoordinatorConfig().lease_seconds
+    usual = CoordinatorConfig().lease_seconds
     parser.add_argument(
         "--lease-seconds",
         type=seconds,
-        default=lease,
         help="coordinator.lease_seconds: until a machine that vanishes is known to be lost, where in the log only "
-        f"processes died, which is known at once (default: {lease:g})",
+        f"processes died, which is known at once (default: {usual:g}, where the log has a loss)",
     )
     parser.set_defaults(run=run)
 
@@ -58,11 +57,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def of_vanished_machines(found: MeasuredJob, *, lease_seconds: float) -> MeasuredJob:
-    """With no less until a loss is known than a machine takes that vanishes: on a spot market those are lost."""
-    if found.costs.get("detect_seconds", lease_seconds) >= lease_seconds:
+def of_vanished_machines(found: MeasuredJob, *, lease_seconds: float | None) -> MeasuredJob:
+    """With no less until a loss is known than a machine takes that vanishes: on a spot market those are lost.
+
+    ``lease_seconds``: None where nobody has given it. Then a log without losses says nothing of it.
+    """
+    measured = found.costs.get("detect_seconds")
+    if measured is None and lease_seconds is None:
         return found
-    return replace(found, costs={**found.costs, "detect_seconds": lease_seconds})
+    least = CoordinatorConfig().lease_seconds if lease_seconds is None else lease_seconds
+    return replace(found, costs={**found.costs, "detect_seconds": max(least, measured or 0.0)})
 
 
 def said(found: MeasuredJob) -> str:
@@ -73,12 +77,23 @@ def said(found: MeasuredJob) -> str:
     if ways_back:
         parts.append(f"{_counted('time', ways_back)} that survivors went back in place")
     lacking = [_plural(name) for name, number in counts.items() if not number]
-    text = f"{found.pipelines} x {len(found.profile.forward)} stages, {found.micro_batches} micro-batches"
+    text = _run_said(found)
+    text += f"{found.pipelines} x {len(found.profile.forward)} stages, {found.micro_batches} micro-batches"
     if parts:
         text += f"; measured: {', '.join(parts)}"
     if lacking:
         text += f"; no {' and no '.join(lacking)} in this log, so their costs stay what the scenario assumes"
     return text + "."
+
+
+def _run_said(found: MeasuredJob) -> str:
+    if not found.run:
+        return ""
+    text = f"run {found.run}"
+    if found.runs > 1:
+        text += f", one of {found.runs} in the log; "
+        text += f"{_counted('newer run', found.newer)} ended too early" if found.newer else "the newest"
+    return f"{text}: "
 
 
 def _plural(name: str) -> str:

@@ -26,6 +26,7 @@ from deepspeed_bamboo.core.verify import verify
 from deepspeed_bamboo.options import file_path
 
 _MOST_PASSES = 100_000
+_MOST_SLOTS = 2_000_000  # of all passes: each is a letter of what is printed
 
 if TYPE_CHECKING:
     _SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -92,7 +93,13 @@ def run(args: argparse.Namespace) -> int:
             args.trace.write_text(json.dumps(trace))
         if args.picture is not None:
             _draw_picture(shown, args.picture)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        option = "--trace" if args.trace is not None and error.filename == str(args.trace) else "--picture"
+        named = args.trace if option == "--trace" else args.picture
+        print(f"ds_bamboo schedule: {option} {named}: can't be written ({error.strerror}); give another path",
+              file=sys.stderr)  # fmt: skip
+        return 2
+    except ValueError as error:
         print(f"ds_bamboo schedule: {error}", file=sys.stderr)
         return 2
     print("\n".join(shown.lines))
@@ -115,6 +122,12 @@ def _scenario(args: argparse.Namespace) -> _Shown:
         raise ValueError(
             f"{grid.pipelines} x {grid.stages} stages with {args.micro_batches} micro-batches are {passes} passes, and "
             f"at most {_MOST_PASSES} can be drawn; give fewer"
+        )
+    slots = passes * (args.forward_slots + args.backward_slots)
+    if slots > _MOST_SLOTS:
+        raise ValueError(
+            f"{passes} passes with --forward-slots {args.forward_slots} and --backward-slots {args.backward_slots} are "
+            f"{slots} slots, and at most {_MOST_SLOTS} can be drawn; give fewer: what counts is how they compare"
         )
     workers = [f"w{rank}" for rank in range(len(grid))]
     # Without shadows a stage lives on in another pipeline only, and there only where pipelines hold the same.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from deepspeed_bamboo.config.messages import describe
 from deepspeed_bamboo.errors import ConfigError
@@ -23,6 +24,33 @@ _USER_DATA_BYTES = 16_384  # EC2's limit
 _LATEST_SECONDS = 9_999_999_999.0
 
 
+def _filled(value: str) -> str:
+    if not value.strip():
+        raise ValueError(f"{value!r} names nothing; write what is meant")
+    return value
+
+
+def _absolute(value: str) -> str:
+    if not value.startswith("/"):
+        raise ValueError(f"{value!r} is no absolute path, and machines begin in /; write the whole path, from / on")
+    return value
+
+
+def _literal(values: dict[str, str]) -> dict[str, str]:
+    for name, value in values.items():
+        if _EXPANDED.search(value):
+            raise ValueError(
+                f"{name} is {value!r}, but values are taken as they stand: no variable, command or ~ in them is "
+                f"expanded; write out what is meant, such as the whole {name}, or set it in the command"
+            )
+    return values
+
+
+_EXPANDED = re.compile(r"\$[A-Za-z_{(]|`|(^|:)~")
+_Text = Annotated[str, AfterValidator(_filled)]
+_Variables = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str]
+
+
 class FleetSpec(BaseModel):
     """The input of ``ds_bamboo fleet up``."""
 
@@ -31,44 +59,45 @@ class FleetSpec(BaseModel):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]{0,62}$")]
     """Of the fleet: letters, digits and hyphens, at most 63."""
 
-    machines: Annotated[int, Field(ge=1, le=10_000)]
+    machines: Annotated[int, Field(ge=1, le=10_000, strict=True)]
     """How many the fleet keeps."""
 
-    instance_types: Annotated[tuple[str, ...], Field(min_length=1)]
+    instance_types: Annotated[tuple[_Text, ...], Field(min_length=1)]
     """Alike in GPU and memory; the more there are, the fewer interruptions."""
 
-    subnets: Annotated[tuple[str, ...], Field(min_length=1)]
+    subnets: Annotated[tuple[_Text, ...], Field(min_length=1)]
     """One for each zone that machines may be in."""
 
-    image_id: str
+    image_id: _Text
     """AMI that has the driver, Python and this package."""
 
-    command: str
+    command: _Text
     """The job's command; each machine runs it in ``directory`` by ``ds_bamboo run``, which repeats it while machines
     are missing. So ``ds_bamboo`` has to be on the image's PATH, or on one in ``environment``."""
 
-    directory: str = "/opt/train"
+    directory: Annotated[str, AfterValidator(_absolute)] = "/opt/train"
     """Where the command runs, the same on all machines."""
 
-    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = {}
-    """Variables of the command. No secrets: whoever may describe the launch template reads them."""
+    environment: Annotated[_Variables, AfterValidator(_literal)] = {}
+    """Variables of the command, as they stand: a PATH is written out as a whole. No secrets: whoever may describe the
+    launch template reads them."""
 
-    max_dollars_per_machine_hour: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    max_dollars_per_machine_hour: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None = None
     """The most to pay for one machine an hour, not for the fleet; null: up to the on-demand price."""
 
-    security_groups: tuple[str, ...] = ()
+    security_groups: tuple[_Text, ...] = ()
     """Ids. Workers of one job must reach each other on all ports."""
 
-    instance_profile: str | None = None
+    instance_profile: _Text | None = None
     """Name of the IAM instance profile, with rights to the checkpoints' bucket."""
 
-    key_name: str | None = None
+    key_name: _Text | None = None
     """SSH key pair, if any."""
 
-    disk_gigabytes: Annotated[int, Field(ge=8, le=16_384)] = 100
+    disk_gigabytes: Annotated[int, Field(ge=8, le=16_384, strict=True)] = 100
     """Root disk of each machine."""
 
-    region: str | None = None
+    region: _Text | None = None
     """AWS region; null: as boto3 finds it."""
 
 

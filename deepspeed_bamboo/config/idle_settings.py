@@ -24,9 +24,8 @@ def idle_settings(config: BambooConfig) -> Iterator[str]:
         yield from _idle_checkpoints(config)
         yield from _idle_redundancy(config)
         if config.notices.source == "none":
-            yield from _idle(
-                config.notices, "notices", ("poll_seconds",), 'source "none" asks nobody; set another source'
-            )
+            names = ("poll_seconds", *(("rebalance",) if config.notices.rebalance == "drain" else ()))
+            yield from _idle(config.notices, "notices", names, 'source "none" asks nobody; set another source')
 
 
 def _idle_checkpoints(config: BambooConfig) -> Iterator[str]:
@@ -55,6 +54,13 @@ def _idle_redundancy(config: BambooConfig) -> Iterator[str]:
         yield from _idle(config, "", ("policy_interval_seconds",), why)
     if redundancy.losses_per_hour is not None and mode != "auto":
         yield from _idle(redundancy, "redundancy", ("losses_per_hour",), f'mode is {mode!r}; set mode to "auto"')
+    if mode in ("off", "lazy"):
+        why = f'mode is {mode!r}, in which nothing is computed for shadows ahead of a loss; set mode to "eager"'
+        usual = type(redundancy).model_fields["offload"].default
+        names = ("memory_limit_gigabytes", *(("offload",) if redundancy.offload != usual else ()))
+        yield from _idle(redundancy, "redundancy", names, why)
+    if mode == "off" and config.debug_check_shadows:
+        yield from _idle(config, "", ("debug_check_shadows",), "mode is 'off' and keeps no shadows; set another mode")
     if redundancy.overlap and mode not in ("eager", "auto"):
         yield from _idle(redundancy, "redundancy", ("overlap",), f'mode is {mode!r}; set mode to "eager"')
 

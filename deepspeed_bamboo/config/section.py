@@ -194,7 +194,7 @@ class TopologyConfig(Section):
     restart_seconds: Seconds = 5.0
     """How long after the first loss of a slot its worker is replaced; twice as long after each further one."""
 
-    wait_for_machines_seconds: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 300.0
+    wait_for_machines_seconds: Annotated[float, Field(ge=0.0, le=1_000_000, allow_inf_nan=False)] = 300.0
     """How long the agents of a job with ``checkpoint.dir`` stay where nobody is left who can train. Slots that replace
     their workers, and machines that come meanwhile, start anew from the newest checkpoint; 0: the job ends at once."""
 
@@ -256,7 +256,7 @@ class CheckpointConfig(Section):
     dir: Location | None = None
     """A directory that all machines see, or s3://bucket/prefix, for this training alone; null: none are written."""
 
-    interval_minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
+    interval_minutes: Annotated[float, Field(gt=0, le=16_000, allow_inf_nan=False)] = 10.0
     """Time between checkpoints."""
 
     keep: Annotated[int, Field(ge=1, le=1000)] = 2

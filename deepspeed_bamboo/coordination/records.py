@@ -110,7 +110,7 @@ class EpochRecord:
     ``waits_seconds``: how long agents wait for machines where nobody is left who can train, to start workers anew from
     the store; 0: the job ends then. ``generation``: of the workers that began the training, or began it anew.
     ``stores``: checkpoints are written to a store. ``roster``: who starts anew now. An epoch without members says that
-    agents wait, with a roster that workers start.
+    agents wait, with a roster that workers start. ``run``: what event logs call this start of the job.
     """
 
     number: int
@@ -126,6 +126,7 @@ class EpochRecord:
     generation: int = 0
     roster: Roster | None = None
     stores: bool = False
+    run: str = ""
 
     @property
     def trains(self) -> bool:
@@ -151,6 +152,7 @@ class EpochRecord:
             **({"waits_seconds": self.waits_seconds} if self.waits_seconds else {}),
             **({"generation": self.generation} if self.generation else {}),
             **({"stores": True} if self.stores else {}),
+            **({"run": self.run} if self.run else {}),
             **({} if self.roster is None else {"roster": self.roster.to_json()}),
         }
 
@@ -170,6 +172,7 @@ class EpochRecord:
             generation=int(value.get("generation", 0)),
             roster=None if value.get("roster") is None else Roster.from_json(value["roster"]),
             stores=bool(value.get("stores", False)),
+            run=value.get("run", ""),
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from deepspeed_bamboo.device_queues import queue_problems
 from deepspeed_bamboo.doctor.finding import Finding, warning
-from deepspeed_bamboo.doctor.subject import Subject
+from deepspeed_bamboo.doctor.subject import VISIBLE, Subject
 
 _GIB = 1 << 30
 _MUCH_USED_SHARE = 0.1
@@ -22,9 +22,13 @@ def check_gpus(subject: Subject) -> Iterator[Finding]:
     """Checks that there are as many GPUs as the host file says, all alike and empty."""
     if subject.on_cpu:
         return
-    gpus = subject.machine.gpus()
+    gpus = subject.gpus
     if gpus is None:
         yield Finding("nvidia-smi fails", "run it by hand and repair the driver")
+        return
+    if not gpus and subject.environment.get(VISIBLE) is not None and subject.machine.gpus():
+        chosen = subject.environment[VISIBLE]
+        yield Finding(f"{VISIBLE} is {chosen!r}, which hides all GPUs", f"unset {VISIBLE}, or name GPUs that are there")
         return
     if not gpus:
         yield Finding("there is no GPU (nvidia-smi not found)", "use a machine with GPUs, or set DS_ACCELERATOR=cpu")
@@ -32,22 +36,27 @@ def check_gpus(subject: Subject) -> Iterator[Finding]:
     slots = own_slots(subject)
     if slots is not None and slots > len(gpus):
         yield Finding(
-            f"the host file gives this machine {slots} slots, and it has {len(gpus)} GPUs",
+            f"the host file gives this machine {slots} slots, and it has {len(gpus)} GPUs{_chosen(subject)}",
             f"write slots={len(gpus)}, or share GPUs on purpose",
         )
-    kinds = sorted({gpu.name for gpu in gpus})
+    kinds = sorted({gpu.name for gpu in gpus.values()})
     if len(kinds) > 1:
         yield warning(
             f"the GPUs differ: {', '.join(kinds)}",
             "use GPUs of one kind: other kinds may add in another order, and then runs with and without losses differ",
         )
-    for number, gpu in enumerate(gpus):
+    for number, gpu in gpus.items():
         if gpu.used_bytes > _MUCH_USED_SHARE * gpu.memory_bytes:
             used, there = gpu.used_bytes / _GIB, gpu.memory_bytes / _GIB
             yield warning(
                 f"GPU {number} has {used:.1f} of {there:.1f} GiB in use already",
                 "end what runs there (nvidia-smi names it): after a loss a worker needs room for two stages",
             )
+
+
+def _chosen(subject: Subject) -> str:
+    chosen = subject.environment.get(VISIBLE)
+    return "" if chosen is None else f" that {VISIBLE} names ({chosen})"
 
 
 def check_nccl_settings(subject: Subject) -> Iterator[Finding]:

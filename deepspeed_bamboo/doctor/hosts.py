@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from deepspeed_bamboo.doctor.finding import Finding, warning
+from deepspeed_bamboo.doctor.gpus import own_slots
 from deepspeed_bamboo.doctor.subject import Subject
 
+_SHOWN = 4
 _OWN_TO_A_MACHINE = ("/tmp", "/dev/shm", "/var/tmp", "/run")
 
 
@@ -26,6 +28,12 @@ def check_hosts(subject: Subject) -> Iterator[Finding]:
     if unknown:
         yield Finding(
             f"{', '.join(unknown)}: unknown on this machine", "correct the host file, or make the names known (DNS)"
+        )
+    elif subject.hosts and own_slots(subject) is None:
+        shown = ", ".join(sorted(names)[:_SHOWN]) + ("" if len(names) <= _SHOWN else " and others")
+        yield warning(
+            f"the host file names {shown}, and none of them is this machine ({subject.machine.host_name()})",
+            "if it is to take part, correct its name there; else run this command on those that are",
         )
     for address, same in by_address.items():
         if len(same) > 1:

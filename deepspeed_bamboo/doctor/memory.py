@@ -18,13 +18,13 @@ _ROOM_FOR_ACTIVATIONS_SHARE = 0.2
 
 def check_memory(subject: Subject) -> Iterator[Finding]:
     """Where the model is known: parameters, gradients and optimizer state, without activations."""
-    gpus = None if subject.on_cpu else subject.machine.gpus()
+    gpus = None if subject.on_cpu else subject.gpus
     if subject.model is None or subject.grid is None or not gpus:
         return
     mode = subject.section.redundancy.mode
     copies = subject.section.redundancy.copies
     needed = state_bytes(subject, shadows=0 if mode == _SHADOWLESS else copies)
-    there = min(gpu.memory_bytes for gpu in gpus)
+    there = min(gpu.memory_bytes for gpu in gpus.values())
     amounts = ", ".join(
         f"{name} {state_bytes(subject, shadows=shadows) / _GIB:.1f} GiB"
         for name, shadows in (("off", 0), ("lazy, eager, auto and full", 1), ("copies: 2", 2))[: 1 + copies]

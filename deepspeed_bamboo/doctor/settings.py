@@ -10,7 +10,8 @@ from deepspeed_bamboo.doctor.finding import Finding, warning
 from deepspeed_bamboo.doctor.subject import Subject
 from deepspeed_bamboo.errors import ConfigError
 
-_BATCH, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_BATCH, _MICRO, _STEPS = BATCH_SIZES
 
 
 def check_settings(subject: Subject) -> Iterator[Finding]:
@@ -36,6 +37,11 @@ def check_settings(subject: Subject) -> Iterator[Finding]:
         )
     if subject.settings:
         yield from _batch_findings(subject)
+        if subject.workers is None and subject.on_cpu and (subject.stages or subject.settings.get(_BATCH)):
+            yield warning(
+                "nothing says how many workers there will be: whether batch and memory fit them was not looked at",
+                "give --hostfile FILE with a line NAME slots=N for each machine",
+            )
 
 
 def _grid_findings(subject: Subject) -> Iterator[Finding]:
@@ -86,18 +92,26 @@ def _batch_findings(subject: Subject) -> Iterator[Finding]:
 
 def micro_batches_of(settings: Mapping[str, Any], *, pipelines: int) -> int | None:
     """Of a step in each pipeline, by a DeepSpeed configuration; None where it gives no such number."""
-    sizes = {name: settings[name] for name in (_BATCH, _MICRO, _STEPS) if settings.get(name) is not None}
+    sizes = {name: settings[name] for name in BATCH_SIZES if settings.get(name) is not None}
     if not sizes or any(not isinstance(value, int) or value < 1 for value in sizes.values()):
         return None
     return _micro_batches(sizes, pipelines)
 
 
 def _micro_batches(sizes: Mapping[str, Any], pipelines: int) -> int | None:
-    """Of a step in each pipeline, as DeepSpeed fills in what is missing; None: there is no such number."""
-    if _BATCH not in sizes:
-        return int(sizes.get(_STEPS, 1))
+    batch = batch_of(sizes, pipelines)
+    return None if batch is None else batch[1]
+
+
+def batch_of(sizes: Mapping[str, int], pipelines: int) -> tuple[int, int] | None:
+    """Samples of a micro-batch, and micro-batches of a step in each pipeline, as DeepSpeed fills in what is missing.
+
+    ``sizes``: those of BATCH_SIZES that are there. None: they don't fit together.
+    """
     micro = sizes.get(_MICRO)
+    if _BATCH not in sizes:
+        return micro or 1, int(sizes.get(_STEPS, 1))
     steps = sizes.get(_STEPS, 1 if micro is None else max(1, sizes[_BATCH] // (micro * pipelines)))
     if micro is None:
         micro = max(1, sizes[_BATCH] // (steps * pipelines))
-    return int(steps) if micro * steps * pipelines == sizes[_BATCH] else None
+    return (int(micro), int(steps)) if micro * steps * pipelines == sizes[_BATCH] else None

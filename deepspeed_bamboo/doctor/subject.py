@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,13 +11,14 @@ from typing import Any
 
 from deepspeed_bamboo.config.section import BambooConfig
 from deepspeed_bamboo.core.seating import logical_grid
-from deepspeed_bamboo.doctor.machine import Machine
+from deepspeed_bamboo.doctor.machine import Gpu, Machine
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.text_files import UnreadableError, text_of
 
 _HOST = re.compile(r"(\S+)\s+slots=([0-9]+)")
 _SLOT_DIGITS = 4  # of one machine
 _SHOWN = 200
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,28 @@ class Subject:
         return self.environment.get("DS_ACCELERATOR") == "cpu"
 
     @property
+    def gpus(self) -> dict[int, Gpu] | None:
+        """Those that a job here would use, by number; None where they can't be asked.
+
+        DeepSpeed's launcher goes by CUDA_VISIBLE_DEVICES, and CUDA takes its numbers up to the first that is none. Of
+        names in place of numbers nothing is known but how many there are.
+        """
+        found = self.machine.gpus()
+        chosen = self.environment.get(VISIBLE)
+        if found is None or chosen is None:
+            return None if found is None else dict(enumerate(found))
+        parts = [part.strip() for part in chosen.split(",") if part.strip()]
+        if any(not part.lstrip("-").isdigit() for part in parts):
+            return dict(list(enumerate(found))[: len(parts)])
+        there = itertools.takewhile(lambda number: 0 <= number < len(found), map(int, parts))
+        return {number: found[number] for number in there}
+
+    @property
     def workers(self) -> int | None:
         """How many there will be; None where nothing says so."""
         if self.hosts:
             return sum(host.slots for host in self.hosts)
-        gpus = None if self.on_cpu else self.machine.gpus()
+        gpus = None if self.on_cpu else self.gpus
         return len(gpus) if gpus else None
 
     @property

@@ -12,6 +12,7 @@ from deepspeed_bamboo.core.grid import Coordinate, Grid
 from deepspeed_bamboo.core.placement import Placement
 from deepspeed_bamboo.core.timing import Profile, iteration_seconds
 from deepspeed_bamboo.errors import EventLogError
+from deepspeed_bamboo.eventlog.runs import runs_in
 
 Event = Mapping[str, Any]
 
@@ -33,6 +34,9 @@ class MeasuredJob:
         mode: of redundancy, in most iterations: what its replicas cost is in the times. None: the log doesn't say.
         copies: shadows of each stage.
         alike: whether each pipeline had the whole state of its stages: not with bf16 or ZeRO. With one pipeline None.
+        run: the name of the run in the log that was read; empty where events have none.
+        runs: how many the log has.
+        newer: how many of them are newer than this one, and too short.
     """
 
     profile: Profile
@@ -45,6 +49,9 @@ class MeasuredJob:
     mode: str | None = None
     copies: int | None = None
     alike: bool | None = None
+    run: str = ""
+    runs: int = 1
+    newer: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """What `bamboo.profile` has, and the rest beside it."""
@@ -58,11 +65,12 @@ class MeasuredJob:
             "costs": dict(self.costs),
             "counts": dict(self.counts),
             **{name: value for name, value in known.items() if value is not None},
+            "run": self.run,
         }
 
 
 def measured_job(files: Mapping[str, Sequence[Event]]) -> MeasuredJob:
-    """The measurements of the newest run in a log.
+    """The measurements of the newest run in a log that was long enough.
 
     Args:
         files: the events of each worker, by the name of its file.
@@ -70,15 +78,17 @@ def measured_job(files: Mapping[str, Sequence[Event]]) -> MeasuredJob:
     Raises:
         EventLogError: the log has no event `profile`, or no step: the job was too short, or older than that event.
     """
-    everything = sorted((event for events in files.values() for event in events), key=lambda event: event["t"])
-    run = everything[-1].get("run") if everything else None
-    events = [event for event in everything if event.get("run") == run]
-    told = [event for event in events if event["event"] == "profile"]
-    if not told:
+    runs = runs_in(files)
+    newer, run = next(
+        ((newer, run) for newer, run in enumerate(reversed(runs)) if _of(run.events, "profile")), (0, None)
+    )
+    if run is None:
         raise EventLogError(
             "the log has no event `profile`, which a job writes once the times of all stages are known, after some "
             "iterations; let the job run for longer, and set bamboo.event_log"
         )
+    events = run.events
+    told = _of(events, "profile")
     newest = told[-1]
     # One that is told while somebody comes or goes has what others waited for in it.
     usual = median(event.get("handover", 0.0) for event in told)
@@ -100,6 +110,9 @@ def measured_job(files: Mapping[str, Sequence[Event]]) -> MeasuredJob:
         mode=_mode(events),
         copies=newest.get("copies"),
         alike=newest.get("alike"),
+        run=run.name,
+        runs=len(runs),
+        newer=newer,
     )
 
 
@@ -175,11 +188,17 @@ def _loss_costs(events: Sequence[Event]) -> dict[str, float]:
 
 
 _WAY_BACK = {"memory": "in_place_seconds", "store": "restore_seconds"}
+ANEW = "workers start anew"
+"""The reason in the event ``restored`` of a worker that has no survivors."""
+
+
+def _is_in_place(event: Event) -> bool:
+    """Whether it is the event of a survivor that went back in its process, and not of a worker that started anew."""
+    return event.get("source") in _WAY_BACK and "seconds" in event and event.get("reason") != ANEW
 
 
 def _restored_in_place(events: Iterable[Event]) -> list[Event]:
-    """Events of survivors that went back in their processes; those of workers that started anew have no time."""
-    return [event for event in _of(events, "restored") if event.get("source") in _WAY_BACK and "seconds" in event]
+    return [event for event in _of(events, "restored") if _is_in_place(event)]
 
 
 def _way_back_costs(events: Sequence[Event]) -> dict[str, float]:
@@ -195,9 +214,9 @@ def _way_back_costs(events: Sequence[Event]) -> dict[str, float]:
             redone.setdefault(worker, []).append(event["t"])
             continue
         steps = [t for t in redone.pop(worker, []) if t >= event["t"] - event.get("seconds", 0.0)]
-        name = _WAY_BACK.get(event.get("source", ""))
-        if name is None or "seconds" not in event:
+        if not _is_in_place(event):
             continue
+        name = _WAY_BACK[event["source"]]
         begun = event["t"] - event["seconds"]
         each = (steps[-1] - steps[0]) / (len(steps) - 1) if len(steps) > 1 else 0.0
         loading = max(0.0, steps[0] - each - begun) if len(steps) > 1 else event["seconds"]

@@ -94,11 +94,12 @@ class EventLog:
     ) -> None:
         """``directory``: made if missing; None keeps recent events in memory only.
 
-        ``worker``: names the file; one that exists is continued. ``run``: put into every line, so that
-        runs that share a directory can be told apart. Raises ConfigError for a directory that can't be used.
+        ``worker``: names the file; one that exists is continued. ``run``: put into every line from then on, so
+        that runs that share a directory can be told apart: all workers of a run give the same, once they know it.
+        Raises ConfigError for a directory that can't be used.
         """
         self._worker = worker
-        self._run = run
+        self.run = run
         self._clock = clock
         self._lock = threading.Lock()
         self._recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_KEPT_IN_MEMORY)
@@ -106,16 +107,11 @@ class EventLog:
         self.path = None if directory is None else Path(directory) / event_file_name(worker)
         self._descriptor = None if self.path is None else self._open(self.path)
 
-    @property
-    def run(self) -> str | None:
-        """The run that every line names, or None."""
-        return self._run
-
     def log(self, event: str, *, epoch: int, step: int, **fields: Any) -> None:
         """Append one event. Raises ValueError for an event not in EVENTS, TypeError for a value JSON can't hold."""
         if event not in EVENTS:
             raise ValueError(f"unknown event {choose_from(event, EVENTS)}")
-        run = {} if self._run is None else {"run": self._run}
+        run = {} if self.run is None else {"run": self.run}
         head = {"t": self._clock(), "worker": self._worker, **run, "epoch": epoch, "step": step, "event": event}
         record = {**head, **fields}
         line = json.dumps(record, default=_plain) + "\n"

@@ -18,15 +18,24 @@ class RunLog:
     """A training loop calls this around ``engine.train_batch``. Every worker has one."""
 
     def __init__(
-        self, engine: Any, *, directory: str | os.PathLike[str] | None, barrier: Callable[[], object] | None = None
+        self,
+        engine: Any,
+        *,
+        directory: str | os.PathLike[str] | None,
+        barrier: Callable[[], object] | None = None,
+        run: Callable[[], str] | None = None,
     ) -> None:
         """``directory``: where events go when the engine logs none itself; None: nowhere.
 
         ``barrier``: waits for all workers, used at the end with an engine that offers none.
+        ``run``: returns a name for this run, the same on all workers; called where the engine logs nothing itself.
         """
         self._engine = engine
         self._barrier = barrier
-        self._own = None if hasattr(engine, "log_event") else EventLog(directory, f"rank{engine.global_rank}")
+        self._own: EventLog | None = None
+        if not hasattr(engine, "log_event"):
+            named = None if run is None else run()
+            self._own = EventLog(directory, f"rank{engine.global_rank}", run=named)
         self._seen = 0
 
     @property

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from deepspeed_bamboo.errors import EventLogError
 from deepspeed_bamboo.eventlog.files import MERGED_NAME, merge_events, read_events, read_worker_files
+from deepspeed_bamboo.eventlog.runs import newest_training, runs_in
 
 PAUSE_PARTS = ("detect", "abort", "regroup", "recompute", "total")
 
@@ -28,18 +29,24 @@ class FailoverSummary:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One run: losses by step, its end, and its failovers in order."""
+    """One run: losses by step, its end, and its failovers in order.
+
+    ``parts``: the names of the runs that these are of, where a later one continued those before; ``runs``: how many
+    there are in the log.
+    """
 
     losses: Mapping[int, float]
     final_step: int | None  # None: the run did not finish
     digest: str | None
     failovers: tuple[FailoverSummary, ...]
+    parts: tuple[str, ...] = ()
+    runs: int = 1
 
     @property
     def fall(self) -> float:
-        """By which share the loss fell from the first to the last step: 0.3 is 30 %."""
+        """By which share the loss fell from the first to the last step: 0.3 is 30 %; 0 where the first is 0."""
         steps = sorted(self.losses)
-        return 1 - self.losses[steps[-1]] / self.losses[steps[0]] if steps else 0.0
+        return 1 - self.losses[steps[-1]] / self.losses[steps[0]] if steps and self.losses[steps[0]] else 0.0
 
     def to_json(self) -> dict[str, Any]:
         """A value that ``json`` can write."""
@@ -47,21 +54,30 @@ class RunSummary:
 
 
 def load_run(directory: str | os.PathLike[str]) -> RunSummary:
-    """The summary of the newest run whose event log is ``directory``. Raises EventLogError when it has none.
+    """The summary of the newest run whose event log is ``directory``, with the steps of those that it continues.
 
     The workers' files count. A merged file may be of an earlier run, and counts only where there is no other.
+    Raises EventLogError when there is no run, and as newest_training does.
     """
     folder = Path(directory)
     files = read_worker_files(folder)
     if not files and (folder / MERGED_NAME).exists():
-        return summarize(read_events(folder / MERGED_NAME, as_written=True))
+        files = {MERGED_NAME: read_events(folder / MERGED_NAME, as_written=True)}
     if not files:
         raise EventLogError(
             f"there is no event log in {folder}; name the directory that bamboo.event_log named in that run"
         )
-    newest = max((event for events in files.values() for event in events), key=lambda event: event["t"], default={})
-    run = newest.get("run")
-    return summarize(merge_events({name: [e for e in found if e.get("run") == run] for name, found in files.items()}))
+    runs = runs_in(files)
+    parts = newest_training(runs)
+    merged = [merge_events(run.files) for run in parts]
+    end = summarize(merged[-1] if merged else ())
+    return replace(
+        summarize(event for events in merged for event in events),
+        final_step=end.final_step,
+        digest=end.digest,
+        parts=tuple(run.name for run in parts if run.name),
+        runs=len(runs),
+    )
 
 
 def summarize(events: Iterable[Mapping[str, Any]]) -> RunSummary:
@@ -95,17 +111,22 @@ def differences(reference: RunSummary, other: RunSummary) -> list[str]:
     return found
 
 
-def _failovers(events: Iterable[Mapping[str, Any]]) -> tuple[FailoverSummary, ...]:
-    """One per epoch: of all survivors' reports the one of a worker that took over, or else the longest."""
-    reports: dict[int, Mapping[str, Any]] = {}
-    faults = [event for event in events if event["event"] == "fault"]
+def _failovers(events: Sequence[Mapping[str, Any]]) -> tuple[FailoverSummary, ...]:
+    """One per epoch of each run: of all survivors' reports the one of a worker that took over, or else the longest."""
+    order: dict[object, int] = {}
+    reports: dict[tuple[int, int], Mapping[str, Any]] = {}
     for event in events:
+        number = order.setdefault(event.get("run"), len(order))
         if event["event"] != "failover":
             continue
-        best = reports.get(event["epoch"])
+        best = reports.get((number, event["epoch"]))
         if best is None or _weight(event) > _weight(best):
-            reports[event["epoch"]] = event
-    return tuple(_failover(report, faults=faults) for _, report in sorted(reports.items()))
+            reports[number, event["epoch"]] = event
+    faults = [event for event in events if event["event"] == "fault"]
+    return tuple(
+        _failover(report, faults=[fault for fault in faults if fault.get("run") == report.get("run")])
+        for _, report in sorted(reports.items())
+    )
 
 
 def _failover(report: Mapping[str, Any], *, faults: Iterable[Mapping[str, Any]]) -> FailoverSummary:

@@ -15,6 +15,7 @@ from typing import Any
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.errors import ConfigError
+from deepspeed_bamboo.eventlog.costs import ANEW
 from deepspeed_bamboo.protocol import REACHED
 from deepspeed_bamboo.runtime.catching_up import CatchingUp, ScriptParts
 from deepspeed_bamboo.runtime.checkpoint.automatic import AutomaticCheckpoints
@@ -101,7 +102,7 @@ class RestoredJob(CatchingUp):
             again = f"{steps} step is" if steps == 1 else f"{steps} steps are"
             tell_once(self._worker, f"nobody was left after {before} steps; {again} done again")
             fields = {"from_step": reached, "source": STORE, "redone": steps, "workers": [], "seconds": seconds}
-            self._worker.session.log("restored", step=before, reason="workers start anew", **fields)
+            self._worker.session.log("restored", step=before, reason=ANEW, **fields)
 
     def enter(self, *, counts_by_itself: bool) -> None:
         """The script has shown how it counts. Raises ConfigError where nobody can know which data it has now."""

@@ -15,7 +15,7 @@ import pytest
 
 from deepspeed_bamboo.cli.asking import agreed
 from deepspeed_bamboo.cli.main import build_parser, main
-from deepspeed_bamboo.cli.plan_memory import asked_for, estimate
+from deepspeed_bamboo.cli.plan_memory import asked_for, batch_in, estimate
 from deepspeed_bamboo.config.requirements import settings_problems
 from deepspeed_bamboo.config.sections import zero_stage
 from deepspeed_bamboo.doctor.losses import check_losses
@@ -150,6 +150,51 @@ def test_what_deepspeed_takes_besides_objects_is_taken() -> None:
 def test_a_micro_batch_has_samples(value: object) -> None:
     with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu is .*; write a whole number from 1"):
         estimate(MODEL, {"train_micro_batch_size_per_gpu": value}, pipelines=1)
+
+
+def test_the_batch_is_filled_in_as_deepspeed_does() -> None:
+    """64 samples in 2 pipelines, of 2 micro-batches each: 16 in each, whether that is written out or not."""
+    given = {"train_batch_size": 64, "gradient_accumulation_steps": 2}
+    written = {**given, "train_micro_batch_size_per_gpu": 16}
+    assert batch_in(given, pipelines=2) == batch_in(written, pipelines=2) == (16, 2)
+    assert estimate(MODEL, given, pipelines=2).activations == (16, 16)
+    assert batch_in({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}, pipelines=2) == (4, 8)
+    assert batch_in({}, pipelines=2) == (1, 1)
+    with pytest.raises(ConfigError, match="train_batch_size 7, .* do not fit --pipelines 2; train_batch_size must be"):
+        batch_in({"train_batch_size": 7, "gradient_accumulation_steps": 2}, pipelines=2)
+
+
+def test_plan_says_where_its_micro_batches_are_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nodes, profile = tmp_path / "nodes.csv", tmp_path / "profile.json"
+    nodes.write_text("worker,node\na,1\nb,2\nc,3\n")
+    passes = {"forward": [1.0, 1.0], "backward": [2.0, 2.0], "speeds": {}, "handover": 0.0}
+    profile.write_text(json.dumps({**passes, "pipelines": 1, "micro_batches": 4}))
+    grid = ["plan", "--nodes", str(nodes), "--pipelines", "1", "--stages", "2"]
+    for options, said in (
+        ([], "with 8 micro-batches in an iteration (assumed)"),
+        (["--profile", str(profile)], f"with 4 micro-batches in an iteration ({profile})"),
+        (["--profile", str(profile), "--micro-batches", "3"], "with 3 micro-batches in an iteration (--micro-batches)"),
+    ):
+        assert main([*grid, *options]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert said in shown
+        if options:  # the row of a: both stages on one worker, then on two again; 3 s each and the pipeline's fill
+            count = int(said.split()[1])
+            assert f"({3 * 2 * count:.3g} s)" in shown and f"({3 * (count + 1):.3g} s)" in shown
+
+
+def test_in_mode_off_no_stage_moves_after_a_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = tmp_path / "nodes.csv"
+    nodes.write_text("worker,node\n" + "".join(f"w{n},n{n}\n" for n in range(8)))
+    grid = ["plan", "--nodes", str(nodes), "--pipelines", "2", "--stages", "4", "--zero", "0"]
+    rows = {}
+    for mode in ("off", "lazy"):
+        main([*grid, "--mode", mode])
+        lines = capsys.readouterr().out.splitlines()
+        start = next(number for number, line in enumerate(lines) if line.startswith("loss of worker"))
+        rows[mode] = [line.split() for line in lines[start + 1 : start + 9]]
+    assert all(row[-1] == row[-2] and float(row[-1]) > 1 for row in rows["off"]), rows
+    assert any(float(row[-1]) < float(row[-2]) for row in rows["lazy"]), rows
 
 
 @pytest.mark.parametrize(

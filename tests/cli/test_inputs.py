@@ -153,3 +153,17 @@ def test_a_missing_field_is_named_without_the_whole_file(tmp_path: Path) -> None
     with pytest.raises(ConfigError) as caught:
         read_fleet_spec(_file(tmp_path, '{"name": "gpt", "command": "COMMAND"}'))
     assert "fleet.machines is missing" in str(caught.value) and "COMMAND" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--forward-slots", "1000000000"], "are 4000000008 slots, and at most 2000000 can be drawn; give fewer"),
+        (["--trace", "/proc/nope/trace.json"], "--trace /proc/nope/trace.json: can't be written (No such file"),
+    ],
+)
+def test_a_schedule_that_can_not_be_drawn_or_written_is_refused(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["schedule", "--stages", "2", "--micro-batches", "2", *options]) == 2
+    assert words in capsys.readouterr().err

@@ -224,6 +224,18 @@ def test_the_start_script_repeats_while_machines_are_wanting(tmp_path: Path) -> 
         ({"machine": 3}, "unknown key fleet.machine; did you mean 'machines'"),
         ({"environment": {"a-b": "c"}}, "fleet.environment"),
         ({"command": "x" * 20_000}, "more than 16384 bytes"),
+        ({"command": ""}, "fleet.command: '' names nothing; write what is meant"),
+        ({"image_id": " "}, "fleet.image_id: ' ' names nothing"),
+        ({"instance_types": ["g5.xlarge", ""]}, "fleet.instance_types: '' names nothing"),
+        ({"region": ""}, "fleet.region: '' names nothing"),
+        ({"directory": "relative"}, "fleet.directory: 'relative' is no absolute path"),
+        ({"directory": ""}, "fleet.directory: '' is no absolute path"),
+        ({"machines": True}, "fleet.machines: True must be a valid integer"),
+        ({"disk_gigabytes": "100"}, "fleet.disk_gigabytes: '100' must be a valid integer"),
+        ({"max_dollars_per_machine_hour": True}, "fleet.max_dollars_per_machine_hour: True must be a valid number"),
+        ({"environment": {"PATH": "/opt/venv/bin:$PATH"}}, "PATH is '/opt/venv/bin:$PATH', but values are taken as"),
+        ({"environment": {"A": "b", "WHERE": "~/data"}}, "WHERE is '~/data', but"),
+        ({"environment": {"NOW": "$(date)"}}, "NOW is '$(date)', but"),
     ],
 )
 def test_what_is_wrong_with_a_spec_is_named(change: dict[str, Any], words: str) -> None:
@@ -232,12 +244,25 @@ def test_what_is_wrong_with_a_spec_is_named(change: dict[str, Any], words: str) 
     assert words in str(caught.value)
 
 
+def test_numbers_and_texts_as_they_are_written_are_taken() -> None:
+    spec = spec_in(["subnet-1"], max_dollars_per_machine_hour=1, environment={"PRICE": "5$ a~b", "EMPTY": ""})
+    assert (spec.max_dollars_per_machine_hour, spec.environment["PRICE"]) == (1, "5$ a~b")
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.json"
+    path.write_text(EXAMPLE.read_text().replace('"machines": 6,', '"machines": 6, "machines": 60,'))
+    with pytest.raises(ConfigError, match="'machines' is there more than once in one object, and only one can count"):
+        read_fleet_spec(path)
+
+
 def test_a_dry_run_prints_every_call_and_makes_none(ec2: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fleet", "up", str(EXAMPLE), "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "the fleet costs $3.60 an hour at most (6 machines of $0.6)" in shown
     assert "ec2.create_launch_template" in shown and "ec2.create_fleet" in shown
     assert f"ds_bamboo run -- bash -c '{read_fleet_spec(EXAMPLE).command}'" in shown  # the start script as text
+    assert "where a fleet gpt lives already, `up` makes none of these calls: by modify_fleet" in shown
     assert ec2.describe_fleets()["Fleets"] == []
 
 
@@ -254,7 +279,11 @@ def test_the_command_asks_before_it_spends_or_ends(
     assert main(["fleet", "status", "gpt", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["running"] == 3
     assert main(["fleet", "status", "gpt"]) == 0
-    assert "3 of 3 machines" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert (
+        "3 of 3 machines" in shown and "so far, at today's spot prices, and without machines that ended more" in shown
+    )
+    assert all(one.instance in shown for one in FleetControl(ec2).status("gpt").machines), "no id is cut"
     assert main(["fleet", "down", "gpt"]) == 1
     assert FleetControl(ec2).status("gpt").running == 3
     assert main(["fleet", "down", "gpt", "--yes"]) == 0

@@ -26,6 +26,7 @@ from deepspeed_bamboo.doctor import coordinator
 from deepspeed_bamboo.doctor.examination import examine
 from deepspeed_bamboo.doctor.finding import Finding
 from deepspeed_bamboo.doctor.machine import Gpu, ThisMachine
+from deepspeed_bamboo.doctor.settings import check_settings
 from deepspeed_bamboo.doctor.software import NEEDED
 from deepspeed_bamboo.doctor.subject import Host, ModelFacts, Subject, read_hosts
 from deepspeed_bamboo.errors import ConfigError
@@ -238,6 +239,33 @@ FAULTS: dict[str, tuple[dict[str, Any], bool, str, str]] = {
         "deepspeed is 0.19.9, and",
         "pip install 'deepspeed==0.19.8'",
     ),
+    "30 an old lock of what jobs of the plugin never build": (
+        {"machine": FakeMachine(locks=((Path("/cache/py311_cpu/deepspeed_shm_comm/lock"), 7200.0),))},
+        False,
+        "deepspeed_shm_comm/lock is 120 min old: jobs of this plugin don't build that",
+        "rm /cache/py311_cpu/deepspeed_shm_comm/lock",
+    ),
+    "31 fewer GPUs chosen than slots": (
+        {"environment": {"CUDA_VISIBLE_DEVICES": "0,1"}},
+        True,
+        "4 slots, and it has 2 GPUs that CUDA_VISIBLE_DEVICES names (0,1)",
+        "slots=2",
+    ),
+    "32 no GPU chosen": (
+        {"environment": {"CUDA_VISIBLE_DEVICES": ""}},
+        True,
+        "CUDA_VISIBLE_DEVICES is '', which hides all GPUs",
+        "unset CUDA_VISIBLE_DEVICES",
+    ),
+    "33 a host file without this machine": (
+        {
+            "machine": FakeMachine(names={f"n{number}": f"10.0.0.{number + 1}" for number in (1, 2, 3, 4)}),
+            "hosts": tuple(Host(f"n{number}", 4) for number in (1, 2, 3, 4)),
+        },
+        False,
+        "none of them is this machine (n0.cluster)",
+        "correct its name there",
+    ),
 }
 
 
@@ -408,6 +436,22 @@ def test_this_machine_looks_at_the_secret_file(tmp_path: Path, mode: int, proble
     file.chmod(mode)
     found = ThisMachine().secret_problem({"BAMBOO_SECRET_FILE": str(file)})
     assert found is None if problem is None else problem in (found or "")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "numbers"),
+    [(None, [0, 1, 2, 3]), ("2,3", [2, 3]), ("1,9,2", [1]), ("-1", []), ("GPU-a,GPU-b", [0, 1]), (" 3 ", [3])],
+)
+def test_the_gpus_are_those_that_a_job_would_use(chosen: str | None, numbers: list[int]) -> None:
+    seen = subject(environment={} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}, hosts=())
+    assert list(seen.gpus or {}) == numbers
+    assert seen.workers == (len(numbers) or None)
+
+
+def test_where_nothing_says_how_many_workers_there_are_that_is_said() -> None:
+    given = subject(environment={"DS_ACCELERATOR": "cpu"}, hosts=(), stages=2)
+    assert any("nothing says how many workers" in finding.what for finding in check_settings(given))
+    assert not list(check_settings(subject(environment={"DS_ACCELERATOR": "cpu"}, stages=2)))
 
 
 def test_host_files(tmp_path: Path) -> None:

@@ -53,6 +53,13 @@ def test_with_stock_the_script_logs_steps_itself(tmp_path: Path) -> None:
         assert (finished["event"], finished["step"], finished["digest"]) == ("finished", 7, None)
 
 
+def test_with_stock_every_line_names_the_run_that_the_script_gives(tmp_path: Path) -> None:
+    log = RunLog(StockEngine(0), directory=tmp_path, run=lambda: "stock@1")
+    log.step(6, loss=0.5, samples=8, seconds=0.1)
+    assert log.run == "stock@1"
+    assert [event["run"] for event in read_events(tmp_path / "events-rank0.jsonl")] == ["stock@1"]
+
+
 def test_with_bamboo_the_engine_logs_and_the_script_adds_the_end(tmp_path: Path) -> None:
     engine = BambooEngine()
     log = RunLog(engine, directory=tmp_path)

@@ -98,6 +98,8 @@ def test_both_workers_are_killed_while_their_agents_live(
     check(found, whole)
     assert set(found[0].exit_codes.values()) == {0}
     check_restored(found[2], after=3)
+    (run,) = {event.get("run") for event in found[2]}
+    assert run and "@20" in run, "one start of the job, one run"
 
 
 @pytest.mark.sweep

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deepspeed_bamboo.errors import ConfigError
+from deepspeed_bamboo.eventlog.files import read_worker_files
+from deepspeed_bamboo.eventlog.runs import runs_in
 from tests.runtime.jobs import JobResult, Jobs
 from tests.runtime.scenarios import Training, build, train_late_with_joiners, train_with_joiners
 from tests.runtime.test_losses import BF16, CHECKED, CLIPPED, FP16, ZERO
@@ -32,8 +35,9 @@ def check_equal(result: JobResult, expected: JobResult) -> None:
     assert result.common("digest") == expected.common("digest")
 
 
-def test_two_join_after_two_were_lost(jobs: Jobs) -> None:
-    training = Training("rejoin-1x4", 4, steps=8, faults=[kill(1, 0, 1, "backward", 1), kill(2, 0, 3, "forward", 2)])
+def test_two_join_after_two_were_lost(jobs: Jobs, tmp_path: Path) -> None:
+    faults = [kill(1, 0, 1, "backward", 1), kill(2, 0, 3, "forward", 2)]
+    training = Training("rejoin-1x4", 4, steps=8, faults=faults, bamboo={"event_log": str(tmp_path)})
     expected = undisturbed(jobs, training, world=4)
     result = jobs.run(train_with_joiners, world=4, joining=2, joining_after_deaths=2, training=training, waits={"4": 2})
     assert result.survivors == [0, 2, 4, 5], result.transcript()
@@ -42,6 +46,9 @@ def test_two_join_after_two_were_lost(jobs: Jobs) -> None:
     assert result.values[4]["first"] == 5
     # The event says how many stages' states came: the one that it hosts now, and a shadow.
     assert [result.values[rank]["received"] for rank in (4, 5)] == [[2], [2]]
+    whole, disturbed = runs_in(read_worker_files(tmp_path))
+    assert whole.name and len(whole.files) == 4, "each start is a run, though files are continued"
+    assert set(disturbed.files) == {f"events-w{rank}.jsonl" for rank in range(6)}, "and who joins belongs to it"
 
 
 def test_joiners_fit_in_where_messages_are_used_ahead_and_shadows_step_late(jobs: Jobs) -> None:

@@ -18,6 +18,8 @@ def test_the_line_of_who_took_over_and_the_jobs_event_name_the_same_pause(jobs: 
     assert result.codes == [0, 0, -9], result.transcript()
     lines = [line for file in tmp_path.glob("events-*.jsonl") for line in file.read_text().splitlines()]
     events = [json.loads(line) for line in lines]
+    (run,) = {event.get("run") for event in events}
+    assert run and "@20" in run, "all workers name the same run"
     (loss,) = [event for event in events if event["event"] == "loss_of_node"]
     (taker,) = [event for event in events if event["event"] == "failover" and event["taken_over"]]
     assert loss["worker"] != taker["worker"], "another worker reports"

@@ -35,7 +35,7 @@ class Ended:
 
 def train(server: ForkServer, folder: Path, *arguments: str) -> Ended:
     """Run the script alone on one worker; its event log is ``folder``/events."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     configuration, output = folder / "deepspeed.json", folder / "output"
     configuration.write_text(json.dumps(SETTINGS))
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -77,8 +77,10 @@ def test_it_trains_reports_and_logs(fork_server: ForkServer, tmp_path: Path, tex
     (problem,) = differences(summary, again)
     assert problem.startswith("neither run has a digest")
 
-    other = train(fork_server, tmp_path / "three", "--data", str(text), "--dropout", "0.1", "--tied", "--seed", "5")
-    assert summary_of(other, tmp_path / "three").losses != summary.losses
+    other = train(fork_server, tmp_path / "two", "--data", str(text), "--dropout", "0.1", "--tied", "--seed", "5")
+    newest = summary_of(other, tmp_path / "two")
+    assert sorted(newest.losses) == list(range(STEPS)) and newest.losses != summary.losses
+    assert newest.runs == 2 and newest.parts > again.parts, "the second run in the same folder"
 
 
 @pytest.mark.parametrize(

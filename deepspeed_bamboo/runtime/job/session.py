@@ -127,6 +127,8 @@ class WorkerSession:
         self.interruption = Interruption(on_wait=self.pulse.waits)
         self.faults = FaultScript.of_job(config.faults)
         self.events = EventLog(config.event_log, identity.worker)
+        # Who comes later belongs to the run that there is; the others are given its name with their first epoch.
+        self._name_run(with_retries(coordinator.peek_epoch, interruption=self.interruption))
         self.past = PastResults(coordinator)
         self._status = StatusTeller(coordinator, worker=identity.worker, past=self.past)
         self.works = LongWorks(coordinator, worker=identity.worker)
@@ -225,13 +227,18 @@ class WorkerSession:
 
     def log(self, event: str, *, step: int, **fields: Any) -> None:
         """Write an event to this worker's event log; what onlookers want to know is also published."""
+        record = self.interruption.active
+        self._name_run(record)
         self.events.log(event, epoch=self.interruption.epoch, step=step, **fields)
         if event == "step":
             self.pulse.stepped(step + 1)
             self.past.note_loss(step, fields.get("loss"))
-        record = self.interruption.active
         reports = record is not None and reporter(record.members) == self.worker
         self._status.note(event, step=step, reporter=reports, fields=fields)
+
+    def _name_run(self, record: EpochRecord | None) -> None:
+        if record is not None and record.run:
+            self.events.run = record.run
 
     def strike(self, fault: Fault, *, step: int) -> None:
         """Carry out a scripted fault on this process: the signal reaches it before this returns (or never).

@@ -97,9 +97,13 @@ def period_seconds(age_seconds: float) -> float:
 
 
 def _newest(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of ``events``, which are in order, that are shown: the newest, and the last losses."""
+    """Those of ``events``, which are in order, that are shown: the newest, the last losses, and the last checkpoint.
+
+    By that one the screen says that the next is overdue, however much has happened since.
+    """
     losses = [index for index, event in enumerate(events) if event["event"] == _LOSS][-_KEPT_LOSSES:]
-    shown = {*range(len(events))[-_KEPT:], *losses}
+    saved = [n for n, event in enumerate(events) if event["event"] == _PERIODIC and event.get("action") == "saved"][-1:]
+    shown = {*range(len(events))[-_KEPT:], *losses, *saved}
     return [event for index, event in enumerate(events) if index in shown]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from deepspeed_bamboo.core.job_facts import JobFacts
 from deepspeed_bamboo.core.peers import peers_of, tensor_peers
 from deepspeed_bamboo.core.placement import Placement, WorkerId
 from deepspeed_bamboo.errors import BambooError, ConfigError
+from deepspeed_bamboo.eventlog.runs import run_name
 from deepspeed_bamboo.runtime.comm.all_gather import agree
 from deepspeed_bamboo.runtime.comm.epoch_monitor import PeerLostError
 from deepspeed_bamboo.runtime.iteration.data_streams import DataStreams
@@ -177,6 +178,7 @@ def _first_epoch(worker: Worker, *, order: tuple[WorkerId, ...], alike: bool) ->
     """The epoch with which workers in this ``order`` begin, the same on each. In a start anew it follows the last."""
     session = worker.session
     before = session.with_retries(session.coordinator.epoch)
+    now_seconds = time.time()
     return EpochRecord(
         number=0 if before is None or before.trains else before.number + 1,
         members=order,
@@ -187,11 +189,12 @@ def _first_epoch(worker: Worker, *, order: tuple[WorkerId, ...], alike: bool) ->
         reason=START,
         lost=(),
         proposer=session.worker,
-        time_seconds=time.time(),
+        time_seconds=now_seconds,
         goes_back=session.config.goes_back,
         waits_seconds=0.0 if is_standalone(os.environ) else session.config.waits_seconds,
         generation=session.coordinator.own_generation,
         stores=session.config.checkpoint.dir is not None,
+        run=run_name(session.identity.job, time_seconds=now_seconds) if before is None else before.run,
     )
 
 
@@ -223,12 +226,13 @@ def _build_initial_shadows(
         unlike = unlike if problem is None else (*unlike, f"the optimizer of worker {session.worker}: {problem}")
         found = agree(unlike, links=worker.links, **everybody, label="start/alike")
         refuse_unlike(worker, [text for other in order for text in found[other]])
-        own = _paths(session.config), built.recounts(), built.streams.claim(), _sparse_layers(worker)
+        own = _paths(session.config), built.recounts(), built.streams.claim(), _sparse_layers(worker), record.run
         told = agree(own, links=worker.links, **everybody, label="start/told")
         refuse_sparse(worker, [layer for other in order for layer in told[other][3]])
         _say_where_paths_differ(worker, {other: its[0] for other, its in told.items()})
         _say_what_recounts(worker, {other: its[1] for other, its in told.items()})
         built.streams.learn({other: its[2] for other, its in told.items()}, placement=placement)
+        record = replace(record, run=told[order[0]][4])
         if order[0] == session.worker:
             session.coordinator.publish_facts(common.to_json())
         expected = record.number - 1 if record.number else None
