@@ -210,8 +210,7 @@ class BambooElasticAgent(LocalElasticAgent):
     # -- the loop ----------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        if self._boot.host_pid or self._slot.local_rank == 0:
-            self._mailbox.put(_LOOK)
+        self._mailbox.put(_LOOK)
         self._mailbox.put(_FEEL)
         self._compact_later()
         self._perform(self._supervisor.start())
@@ -336,7 +335,13 @@ class BambooElasticAgent(LocalElasticAgent):
             self._mailbox.put(decisions.CoordinatorGone("the agent of rank 0, which ran the job's etcd, was killed"))
 
     def _look_after_coordinator(self, registration: Registration) -> None:
-        """Give up on the job's own etcd after a while; that of the user may come back at any time. One says so."""
+        """Give up on the job's own etcd after a while; that of the user may come back at any time. One says so.
+
+        And leave a job that has ended, or was started anew, while this machine was cut off.
+        """
+        if registration.displaced is not None:
+            self._mailbox.put(decisions.CoordinatorGone(registration.displaced))
+            return
         seconds = registration.cut_off_for_seconds()
         if self._boot.host_pid and seconds > _COORDINATOR_SECONDS:
             endpoints = ", ".join(self._boot.endpoints)
