@@ -40,12 +40,13 @@ from deepspeed_bamboo.elastic.error_report import ErrorReport
 from deepspeed_bamboo.elastic.hang_watch import Hang, HangWatch
 from deepspeed_bamboo.elastic.leftovers import WorkerSessions, remove_shared_memory
 from deepspeed_bamboo.elastic.mailbox import Mailbox
-from deepspeed_bamboo.elastic.messenger import Messenger
+from deepspeed_bamboo.elastic.messenger import Messenger, forget_past_drain
 from deepspeed_bamboo.elastic.notices import NodeNotices
 from deepspeed_bamboo.elastic.outage import OutageNews, once_it_answers
 from deepspeed_bamboo.elastic.outcome import FINISHED, LEFT, NOT_YET, SlotNote
 from deepspeed_bamboo.elastic.processes import DeathWatch
 from deepspeed_bamboo.elastic.rendezvous import LauncherRendezvous
+from deepspeed_bamboo.elastic.rules import Entry
 from deepspeed_bamboo.elastic.slot import Slot, generation_of
 from deepspeed_bamboo.elastic.starting import QuietLogs, WorkerStarter
 from deepspeed_bamboo.elastic.supervisor import Supervisor
@@ -144,10 +145,14 @@ class BambooElasticAgent(LocalElasticAgent):
         launcher = next(iter(self._settings.launchers), 0)
         record = AgentRecord(self._slot.rank, self._slot.node, os.getpid(), own_machine(), launcher)
         lease_seconds = self._settings.lease_seconds
-        registration = once_it_answers(
-            lambda: self._coordinator.register_agent(record, lease_seconds=lease_seconds),
-            within_seconds=_REGISTER_SECONDS,
-        )
+        joins = self._settings.rules.entry is Entry.JOIN
+
+        def register() -> Registration:
+            if joins:
+                forget_past_drain(self._coordinator, self._slot.node)
+            return self._coordinator.register_agent(record, lease_seconds=lease_seconds)
+
+        registration = once_it_answers(register, within_seconds=_REGISTER_SECONDS)
         self._registration = registration
         self._hooks.on_registered()
         self._messenger = Messenger(
