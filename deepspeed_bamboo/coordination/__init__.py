@@ -3,6 +3,7 @@
 from deepspeed_bamboo.coordination.connect import connect
 from deepspeed_bamboo.coordination.endpoints import Endpoint, parse_endpoints
 from deepspeed_bamboo.coordination.errors import (
+    AnotherRun,
     CoordinationError,
     CoordinatorUnavailable,
     EndpointError,
@@ -23,6 +24,7 @@ from deepspeed_bamboo.coordination.store import Entry, KeyValueStore, Snapshot, 
 __all__ = [
     "DEFAULT_PREFIX",
     "AgentRecord",
+    "AnotherRun",
     "Change",
     "CoordinationError",
     "CoordinatorUnavailable",

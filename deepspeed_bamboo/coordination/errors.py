@@ -5,7 +5,8 @@ CoordinationError (BambooError)
 ├── LeaseExpired              the lease of a key no longer exists
 ├── NoEpoch                   a loss was reported before the job had its first epoch
 ├── ServerStartError          the job's own etcd did not come up
-└── JobNameTaken              a live job already uses this name on these endpoints
+├── JobNameTaken              a live job already uses this name on these endpoints
+└── AnotherRun                the run of the job that this process is of has ended
 EndpointError (ConfigError)   the text of an endpoint or of a job name is malformed
 """
 
@@ -95,6 +96,10 @@ class ServerStartError(CoordinationError):
 
 class JobNameTaken(CoordinationError):
     """Another live job uses this name under the same prefix of the same store."""
+
+
+class AnotherRun(CoordinationError):
+    """The job ended while this process was cut off, and may have been started anew: its keys are not for this one."""
 
 
 class EndpointError(ConfigError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -16,6 +15,7 @@ from deepspeed_bamboo.coordination.keys import jobs_root
 from deepspeed_bamboo.coordination.losing import fatal_loss, starting_anew, waiting, without_lost
 from deepspeed_bamboo.coordination.records import AgentRecord, Change, EpochRecord, Member, Roster
 from deepspeed_bamboo.coordination.registration import Registration
+from deepspeed_bamboo.coordination.run import new_run
 from deepspeed_bamboo.coordination.shared_registration import SharedRegistration, conditions_for
 from deepspeed_bamboo.coordination.store import KeyValueStore
 from deepspeed_bamboo.coordination.values import GENERATION, encode, member_of, member_text
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_PREFIX = "/deepspeed_bamboo"
 _KEPT_SECONDS = 86_400.0
 _CLEANING_SECONDS = 10.0
-_PIECE_LETTERS = 400_000  # etcd takes values of up to 1.5 MB, and JSON may write a letter as several
 
 
 class JobCoordinator(JobNews):
@@ -69,6 +68,7 @@ class JobCoordinator(JobNews):
         registration = self._shared(
             member.worker, joining=member.joining, lease_seconds=lease_seconds, in_charge=in_charge
         )
+        self._run.check()
         registration.enter(member_text(member, generation=self._own_generation or 0))
         registration.start()
         return registration
@@ -101,12 +101,14 @@ class JobCoordinator(JobNews):
         self._store.delete(self._keys.member(worker))
 
     def register_agent(self, agent: AgentRecord, *, lease_seconds: float) -> Registration:
-        """Make a slot's agent known for as long as it lives; it always may come back after an outage."""
+        """Make a slot's agent known for as long as it lives; it may come back after an outage, into the same run."""
+        self._run.check()
         return Registration(
             self._store,
             key=self._keys.agent(agent.rank),
             value=encode(agent.to_json()),
             lease_seconds=lease_seconds,
+            may_return=self._run.check,
         )
 
     def agents(self) -> dict[int, AgentRecord]:
@@ -116,6 +118,7 @@ class JobCoordinator(JobNews):
 
     def mark_ended(self, worker: WorkerId, info: dict[str, Any]) -> None:
         """Record that ``worker`` ended its script without an error, so that its absence is no loss."""
+        self._run.check()
         self._store.put(self._keys.ended(worker), encode(info))
 
     def ended(self) -> dict[WorkerId, dict[str, Any]]:
@@ -128,7 +131,8 @@ class JobCoordinator(JobNews):
         """The current epoch, or None before the first.
 
         Puts back the newest epoch this process knows of when the store has lost it (an etcd that
-        came back without its data): what all had agreed on stays agreed on.
+        came back without its data): what all had agreed on stays agreed on. Raises AnotherRun when the job has ended
+        since, and may have been started anew.
         """
         return self._read_epoch()[0]
 
@@ -204,42 +208,6 @@ class JobCoordinator(JobNews):
         """Have the workers of ``roster`` start, if ``current``, in which agents wait, is still the epoch."""
         self.propose(starting_anew(current, roster, proposer=proposer), expected=current.number)
 
-    def hand_in_report(self, epoch_number: int, worker: WorkerId, report: dict[str, Any]) -> None:
-        """Write the report of ``worker`` at the start of an epoch, for :meth:`reports`. Watches do not deliver it."""
-        self._store.put(self._keys.report(epoch_number, worker), encode(report))
-
-    def reports(self, epoch_number: int) -> dict[WorkerId, dict[str, Any]]:
-        """The reports of that epoch so far, by worker."""
-        return dict(self._read.children(self._keys.reports(epoch_number), "report"))
-
-    def publish_progress(self, epoch_number: int, name: str, value: dict[str, Any]) -> None:
-        """Publish something about the start of an epoch to all watchers. ``name`` is one that a worker could have."""
-        self._store.put(self._keys.progress(epoch_number, name), encode(value))
-
-    def progress(self, epoch_number: int) -> dict[str, dict[str, Any]]:
-        """What was published for that epoch so far, by name."""
-        return dict(self._read.children(self._keys.all_progress(epoch_number), "progress"))
-
-    def publish_long(self, epoch_number: int, name: str, value: dict[str, Any]) -> None:
-        """Publish a value of any length for that epoch, in pieces. :meth:`watch` does not deliver it."""
-        text = encode(value)
-        pieces = [text[start : start + _PIECE_LETTERS] for start in range(0, len(text), _PIECE_LETTERS)]
-        for number, piece in enumerate(pieces):
-            key = self._keys.long_value(epoch_number, name, number)
-            self._store.put(key, encode({"text": piece, "of": len(pieces)}))
-
-    def long_value(self, epoch_number: int, name: str) -> dict[str, Any] | None:
-        """What was published under that name; None where some is missing."""
-        first = self._read.one(self._keys.long_value(epoch_number, name, 0), "piece")
-        if first is None:
-            return None
-        # One by one: together they may be more than an answer may have.
-        rest = [self._read.one(self._keys.long_value(epoch_number, name, n), "piece") for n in range(1, first["of"])]
-        if any(piece is None or piece["of"] != first["of"] for piece in rest):
-            return None
-        whole: dict[str, Any] = json.loads("".join(piece["text"] for piece in (first, *rest)))
-        return whole
-
     def report_suspicion(self, epoch_number: int, *, reporter: WorkerId, suspect: WorkerId, reason: str) -> None:
         """Tell the agents that ``reporter`` cannot reach ``suspect``. A hint, not a loss: they look themselves."""
         key = self._keys.suspicion(epoch_number, suspect=suspect, reporter=reporter)
@@ -275,7 +243,7 @@ class JobCoordinator(JobNews):
 
     def record_start(self, *, slots: int, salt: str = "", proof: str = "") -> None:
         """The job begins now, with so many slots. ``salt`` and ``proof`` are public, see ``trust/secret.py``."""
-        value = {"time_seconds": time.time(), "slots": slots, "salt": salt, "proof": proof}
+        value = {"time_seconds": time.time(), "slots": slots, "salt": salt, "proof": proof, **new_run()}
         self._store.compare_and_swap(self._keys.started, encode(value), revision=0)
         self.reserve_ranks(slots)
 
@@ -336,6 +304,7 @@ class JobCoordinator(JobNews):
             live += [f"worker {worker}" for worker in self.members()]
             if live:
                 raise JobNameTaken(f"a job named {self.job!r} is running ({', '.join(live)}); {remedy}")
+            self._forget_run()
             self._delete_everything()
             self._store.delete(self._keys.last_end)
             yield
@@ -361,8 +330,7 @@ class JobCoordinator(JobNews):
     def clean_up(self) -> None:
         """Remove the job's keys, except for how it ended, which is kept for a day. Two may do so in turn."""
         end = self.end()
-        with self._lock:
-            self._latest = None
+        self._forget_run()
         self._delete_everything()
         if end is not None:
             lease = self._store.grant_lease(_KEPT_SECONDS)
@@ -373,6 +341,11 @@ class JobCoordinator(JobNews):
         self._store.close()
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _forget_run(self) -> None:
+        self._run.forget()
+        with self._lock:
+            self._latest = None
 
     def _delete_everything(self) -> None:
         self._store.delete_prefix(self._keys.root)
@@ -395,15 +368,19 @@ class JobCoordinator(JobNews):
         return generation or 0, revision
 
     def _read_epoch(self) -> tuple[EpochRecord | None, int]:
-        """The current epoch and the revision to swap it at, after putting back a lost one."""
+        """The current epoch and the revision to swap it at, after putting back a lost one of the same run."""
         while True:
+            self._run.check()
             record, revision = self._read.with_revision(self._keys.epoch, "epoch")
             newest = self._remember(record)
             if newest is None or (record is not None and record.number >= newest.number):
                 return record, revision
             # Fails when it was no loss: another thread has heard of the newest epoch since the entry was read.
-            if self._store.compare_and_swap(self._keys.epoch, encode(newest.to_json()), revision=revision):
+            value, guard = encode(newest.to_json()), self._run.unclaimed
+            if self._store.compare_and_swap(self._keys.epoch, value, revision=revision, guard=guard):
                 logger.warning("the coordinator had lost epoch %d of job %s; put it back", newest.number, self.job)
+            else:
+                self._run.wait_for_claim()
 
     def _remember(self, record: EpochRecord | None) -> EpochRecord | None:
         """Note ``record`` if it is newer than what is known; returns the newest known."""

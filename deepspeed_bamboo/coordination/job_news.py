@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from deepspeed_bamboo.coordination.keys import JobKeys
 from deepspeed_bamboo.coordination.records import Drain, EndedJob, JobFailure
+from deepspeed_bamboo.coordination.run import OwnRun
 from deepspeed_bamboo.coordination.store import KeyValueStore
 from deepspeed_bamboo.coordination.values import Reader, encode
 from deepspeed_bamboo.core.placement import WorkerId
+
+_PIECE_LETTERS = 400_000  # etcd takes values of up to 1.5 MB, and JSON may write a letter as several
 
 
 class JobNews:
@@ -22,6 +26,43 @@ class JobNews:
         self._store = store
         self._read = Reader(store)
         self._keys = JobKeys(prefix=prefix, job=job)
+        self._run = OwnRun(store, self._keys, job=job)
+
+    def hand_in_report(self, epoch_number: int, worker: WorkerId, report: dict[str, Any]) -> None:
+        """Write the report of ``worker`` at the start of an epoch, for :meth:`reports`. Watches do not deliver it."""
+        self._store.put(self._keys.report(epoch_number, worker), encode(report))
+
+    def reports(self, epoch_number: int) -> dict[WorkerId, dict[str, Any]]:
+        """The reports of that epoch so far, by worker."""
+        return dict(self._read.children(self._keys.reports(epoch_number), "report"))
+
+    def publish_progress(self, epoch_number: int, name: str, value: dict[str, Any]) -> None:
+        """Publish something about the start of an epoch to all watchers. ``name`` is one that a worker could have."""
+        self._store.put(self._keys.progress(epoch_number, name), encode(value))
+
+    def progress(self, epoch_number: int) -> dict[str, dict[str, Any]]:
+        """What was published for that epoch so far, by name."""
+        return dict(self._read.children(self._keys.all_progress(epoch_number), "progress"))
+
+    def publish_long(self, epoch_number: int, name: str, value: dict[str, Any]) -> None:
+        """Publish a value of any length for that epoch, in pieces. :meth:`watch` does not deliver it."""
+        text = encode(value)
+        pieces = [text[start : start + _PIECE_LETTERS] for start in range(0, len(text), _PIECE_LETTERS)]
+        for number, piece in enumerate(pieces):
+            key = self._keys.long_value(epoch_number, name, number)
+            self._store.put(key, encode({"text": piece, "of": len(pieces)}))
+
+    def long_value(self, epoch_number: int, name: str) -> dict[str, Any] | None:
+        """What was published under that name; None where some is missing."""
+        first = self._read.one(self._keys.long_value(epoch_number, name, 0), "piece")
+        if first is None:
+            return None
+        # One by one: together they may be more than an answer may have.
+        rest = [self._read.one(self._keys.long_value(epoch_number, name, n), "piece") for n in range(1, first["of"])]
+        if any(piece is None or piece["of"] != first["of"] for piece in rest):
+            return None
+        whole: dict[str, Any] = json.loads("".join(piece["text"] for piece in (first, *rest)))
+        return whole
 
     def publish_whereabouts(self, worker: WorkerId, where: dict[str, Any]) -> None:
         """Publish the call in which ``worker`` has waited for long. :meth:`watch` does not deliver it."""
@@ -90,6 +131,7 @@ class JobNews:
 
     def fail(self, failure: JobFailure) -> bool:
         """Record why the job ends. The first failure stands; False when there was one already."""
+        self._run.check()
         return self._put_first(self._keys.failure, "failure", failure.to_json())
 
     def failure(self) -> JobFailure | None:
@@ -99,6 +141,7 @@ class JobNews:
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Record that the job is complete. The first summary stands."""
+        self._run.check()
         self._put_first(self._keys.finished, "finished", summary)
 
     def finished(self) -> dict[str, Any] | None:

@@ -5,26 +5,43 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
-from deepspeed_bamboo.coordination.errors import CoordinationError, CoordinatorUnavailable, LeaseExpired
+from deepspeed_bamboo.coordination.errors import AnotherRun, CoordinationError, CoordinatorUnavailable, LeaseExpired
 from deepspeed_bamboo.coordination.store import KeyValueStore
 
 logger = logging.getLogger(__name__)
 _RETRY_SECONDS = 0.1
 _JOIN_SECONDS = 1.0
 _ATTEMPTS = 5
+# Of a longer time between two tries the rest is none of the store's: this process, or its machine, stood still.
+_LONGEST_TRY_SECONDS = 3.0
 
 
 class Registration:
     """Holds ``key`` under a lease that is renewed three times in its length, for an agent.
 
     While the store cannot be reached nothing is concluded. When it can be reached again and the lease is gone the key
-    is written again: everybody's lease may be gone then, which is no reason for anybody to leave. Workers' keys are
-    kept by :class:`~deepspeed_bamboo.coordination.shared_registration.SharedRegistration`.
+    is written again: everybody's lease may be gone then, which is no reason for anybody to leave. Not if the job has
+    ended meanwhile: then ``displaced`` has the reason, and nothing is kept any more. Workers' keys
+    are kept by :class:`~deepspeed_bamboo.coordination.shared_registration.SharedRegistration`.
     """
 
-    def __init__(self, store: KeyValueStore, *, key: str, value: str, lease_seconds: float) -> None:
-        """Write the key and begin to keep it. Raises CoordinatorUnavailable, or LeaseExpired, when that fails."""
+    def __init__(
+        self,
+        store: KeyValueStore,
+        *,
+        key: str,
+        value: str,
+        lease_seconds: float,
+        may_return: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Write the key and begin to keep it. Raises CoordinatorUnavailable, or LeaseExpired, when that fails.
+
+        ``may_return`` raises AnotherRun when the key must not come back.
+        """
+        self.displaced: str | None = None
+        self._may_return = may_return
         self._store = store
         self._key = key
         self._value = value
@@ -32,6 +49,8 @@ class Registration:
         self._stopped = threading.Event()
         self._touched = time.monotonic()
         self._settled = float("-inf")
+        self._tried = self._touched
+        self._failed_seconds = 0.0  # since the last answer
         self._enter()
         self._thread = threading.Thread(target=self._keep, name="bamboo-registration", daemon=True)
         self._thread.start()
@@ -48,8 +67,8 @@ class Registration:
         return now - self._settled
 
     def cut_off_for_seconds(self) -> float:
-        """How long ago the store last answered."""
-        return time.monotonic() - self._touched
+        """For how long the store was asked in vain. A time in which nobody asked is not counted."""
+        return self._failed_seconds
 
     def withdraw(self) -> None:
         """Remove the key now and stop keeping it. May be called twice.
@@ -79,8 +98,12 @@ class Registration:
         while not self._stopped.wait(pause):
             try:
                 self._renew()
+            except AnotherRun as error:
+                self.displaced = str(error)
+                return
             except CoordinatorUnavailable as error:
                 logger.info("%s not renewed: %s", self._key, error)
+                self._count_failure()
                 pause = _RETRY_SECONDS
                 continue
             except CoordinationError as error:
@@ -88,6 +111,11 @@ class Registration:
                 pause = _RETRY_SECONDS
                 continue
             pause = self._lease_seconds / 3
+
+    def _count_failure(self) -> None:
+        now = time.monotonic()
+        self._failed_seconds += min(now - self._tried, _LONGEST_TRY_SECONDS)
+        self._tried = now
 
     def _patience_seconds(self) -> float:
         """The longest time between two renewals that is no interruption (normal is a third of the lease)."""
@@ -97,7 +125,8 @@ class Registration:
         now = time.monotonic()
         if interrupted or now - self._touched > self._patience_seconds():
             self._settled = now
-        self._touched = now
+        self._touched = self._tried = now
+        self._failed_seconds = 0.0
 
     def _renew(self) -> None:
         """Renew or come back."""
@@ -105,6 +134,7 @@ class Registration:
             self._touch(interrupted=False)
             return
         self._touch(interrupted=True)  # first: whoever sees the key there again must see the interruption, too
+        self._may_return()
         self._enter()
         logger.info("%s registered again after its lease was gone", self._key)
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deepspeed_bamboo.coordination.errors import CoordinationError, CoordinatorUnavailable, LeaseExpired
+from deepspeed_bamboo.coordination.errors import AnotherRun, CoordinationError, CoordinatorUnavailable, LeaseExpired
 from deepspeed_bamboo.coordination.records import EpochRecord
 from deepspeed_bamboo.coordination.store import KeyValueStore
 from deepspeed_bamboo.core.placement import WorkerId
@@ -154,6 +154,10 @@ class SharedRegistration:
             pause = _RETRY_SECONDS
             try:
                 stays = self._renew()
+            except AnotherRun as error:
+                logger.warning("%s not entered again: %s", self._key, error)
+                self.lost.set()  # the key may be another one's by now, so it is left alone
+                return
             except CoordinatorUnavailable as error:
                 logger.info("%s not renewed: %s", self._key, error)
                 continue

@@ -40,12 +40,13 @@ from deepspeed_bamboo.elastic.error_report import ErrorReport
 from deepspeed_bamboo.elastic.hang_watch import Hang, HangWatch
 from deepspeed_bamboo.elastic.leftovers import WorkerSessions, remove_shared_memory
 from deepspeed_bamboo.elastic.mailbox import Mailbox
-from deepspeed_bamboo.elastic.messenger import Messenger
+from deepspeed_bamboo.elastic.messenger import Messenger, forget_past_drain
 from deepspeed_bamboo.elastic.notices import NodeNotices
 from deepspeed_bamboo.elastic.outage import OutageNews, once_it_answers
 from deepspeed_bamboo.elastic.outcome import FINISHED, LEFT, NOT_YET, SlotNote
 from deepspeed_bamboo.elastic.processes import DeathWatch
 from deepspeed_bamboo.elastic.rendezvous import LauncherRendezvous
+from deepspeed_bamboo.elastic.rules import Entry
 from deepspeed_bamboo.elastic.slot import Slot, generation_of
 from deepspeed_bamboo.elastic.starting import QuietLogs, WorkerStarter
 from deepspeed_bamboo.elastic.supervisor import Supervisor
@@ -144,10 +145,14 @@ class BambooElasticAgent(LocalElasticAgent):
         launcher = next(iter(self._settings.launchers), 0)
         record = AgentRecord(self._slot.rank, self._slot.node, os.getpid(), own_machine(), launcher)
         lease_seconds = self._settings.lease_seconds
-        registration = once_it_answers(
-            lambda: self._coordinator.register_agent(record, lease_seconds=lease_seconds),
-            within_seconds=_REGISTER_SECONDS,
-        )
+        joins = self._settings.rules.entry is Entry.JOIN
+
+        def register() -> Registration:
+            if joins:
+                forget_past_drain(self._coordinator, self._slot.node)
+            return self._coordinator.register_agent(record, lease_seconds=lease_seconds)
+
+        registration = once_it_answers(register, within_seconds=_REGISTER_SECONDS)
         self._registration = registration
         self._hooks.on_registered()
         self._messenger = Messenger(
@@ -210,8 +215,7 @@ class BambooElasticAgent(LocalElasticAgent):
     # -- the loop ----------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        if self._boot.host_pid or self._slot.local_rank == 0:
-            self._mailbox.put(_LOOK)
+        self._mailbox.put(_LOOK)
         self._mailbox.put(_FEEL)
         self._compact_later()
         self._perform(self._supervisor.start())
@@ -336,7 +340,13 @@ class BambooElasticAgent(LocalElasticAgent):
             self._mailbox.put(decisions.CoordinatorGone("the agent of rank 0, which ran the job's etcd, was killed"))
 
     def _look_after_coordinator(self, registration: Registration) -> None:
-        """Give up on the job's own etcd after a while; that of the user may come back at any time. One says so."""
+        """Give up on the job's own etcd after a while; that of the user may come back at any time. One says so.
+
+        And leave a job that has ended, or was started anew, while this machine was cut off.
+        """
+        if registration.displaced is not None:
+            self._mailbox.put(decisions.CoordinatorGone(registration.displaced))
+            return
         seconds = registration.cut_off_for_seconds()
         if self._boot.host_pid and seconds > _COORDINATOR_SECONDS:
             endpoints = ", ".join(self._boot.endpoints)

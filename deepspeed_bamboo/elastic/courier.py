@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deepspeed_bamboo.coordination import CoordinationError, CoordinatorUnavailable
+from deepspeed_bamboo.coordination import AnotherRun, CoordinationError, CoordinatorUnavailable
 
 logger = logging.getLogger(__name__)
 _RETRY_SECONDS = 0.05
@@ -59,6 +59,9 @@ class Courier:
                 if time.monotonic() > deadline:
                     logger.warning("%s: given up, %s", errand.name, error)
                     break
+            except AnotherRun as error:  # the agent leaves, as its registration finds the same
+                logger.warning("%s: dropped, %s", errand.name, error)
+                return
             except CoordinationError:
                 logger.exception("%s failed", errand.name)
                 break

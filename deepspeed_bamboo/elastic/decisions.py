@@ -48,7 +48,7 @@ class LauncherGone:
 
 @dataclass(frozen=True)
 class CoordinatorGone:
-    """The job's own etcd is gone for good; without it the workers can't agree on anything."""
+    """The job's own etcd is gone for good, or knows of another run; without it the workers can't agree on anything."""
 
     reason: str
 

@@ -38,6 +38,25 @@ _JUDGING_SECONDS = 0.05
 _JUDGE_ELSEWHERE_SECONDS = 1.0  # its key stays for the time of its lease, even if it was killed with its worker
 
 
+def forget_past_drain(coordinator: JobCoordinator, node: str) -> None:
+    """Withdraw a request to leave ``node`` that is none for whoever comes there now.
+
+    The machine was gone before the job had left it, and its deadline is over. Names of machines stay in many places.
+    """
+    drain = coordinator.draining().get(node)
+    if drain is None or drain.deadline_seconds is None:
+        return
+    if time.time() - drain.time_seconds > drain.deadline_seconds and not _takes_part(coordinator, node):
+        coordinator.cancel_drain(node)
+
+
+def _takes_part(coordinator: JobCoordinator, node: str) -> bool:
+    """Whether the job has a worker on ``node``. The key of one that was lost may still be there."""
+    epoch = coordinator.peek_epoch()
+    there = [member.worker for member in coordinator.members().values() if member.node == node]
+    return any(epoch is None or worker in epoch.members for worker in there)
+
+
 class Messenger:
     """Two couriers: one for who is lost, which may have to wait for the end of an outage, one for how it ends."""
 
@@ -247,7 +266,7 @@ class Messenger:
 
     def _forget_drain(self, node: str) -> None:
         """Of several agents of the node the last one finds nobody there."""
-        if not any(member.node == node for member in self._coordinator.members().values()):
+        if not _takes_part(self._coordinator, node):
             self._coordinator.cancel_drain(node)
 
     def _fail(self, failure: JobFailure) -> None:

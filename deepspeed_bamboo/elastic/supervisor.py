@@ -213,7 +213,7 @@ class Supervisor(AnewSlot):
             return self._join_if_due()
         actions: list[Action] = []
         if self._slot.local_rank == 0:
-            actions = [Say(of_drain(drain))]
+            actions = [Say(of_drain(drain, comes=self._rules.entry is Entry.JOIN and self._own is Own.WAITING))]
         if self._own is Own.RUNNING and self._joining and not self._was_member:
             self._own = Own.ENDING  # it has nothing that others need, and will be given nothing any more
             actions.append(EndWorker())
@@ -439,5 +439,6 @@ class Supervisor(AnewSlot):
         else:
             return []
         self._left = True
-        forget = [ForgetDrain(self._slot.node)] if self._draining and self._own is Own.LOST else []
+        unused = self._own in (Own.WAITING, Own.LOST)
+        forget = [ForgetDrain(self._slot.node)] if self._draining and unused else []
         return [*forget, Leave(code)]

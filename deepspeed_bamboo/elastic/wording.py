@@ -36,10 +36,11 @@ def of_early_end(suspect: WorkerId, *, reporter: WorkerId, reason: str) -> str:
     )
 
 
-def of_drain(drain: Drain) -> str:
-    """A node will be left."""
+def of_drain(drain: Drain, *, comes: bool = False) -> str:
+    """A node will be left. ``comes``: it just wants to join, and the request was there before."""
     time = "" if drain.deadline_seconds is None else f" within {drain.deadline_seconds:.0f} s"
-    return f"node {drain.node} is being left{time}: {drain.reason}"
+    remedy = f"; to have it join, withdraw that: ds_bamboo drain --cancel {drain.node}" if comes else ""
+    return f"node {drain.node} is being left{time}: {drain.reason}{remedy}"
 
 
 def numbered(noun: str, numbers: Iterable[int]) -> str:

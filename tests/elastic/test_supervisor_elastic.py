@@ -252,7 +252,7 @@ def test_a_worker_that_stands_by_leaves_a_node_that_is_to_be_left() -> None:
 
 
 def test_slots_without_a_worker_leave_a_node_that_is_to_be_left() -> None:
-    assert joining(Entry.STANDBY, RESYNC).handle(drain()) == [Leave(0)]
+    assert joining(Entry.STANDBY, RESYNC).handle(drain()) == [ForgetDrain("n"), Leave(0)]
     assert restarting(WorkerExited(OWN, -9, ""), epoch(OWN)).handle(drain()) == [ForgetDrain("n"), Leave(0)]
     assert training().handle(drain("another")) == []
 
