@@ -74,7 +74,7 @@ class RestoredJob(CatchingUp):
         self._tag, self._as_restored = tag, self._touched()
         self._seeded(state)
         position.loss = float(state.get("loss", math.nan))
-        worker.session.past.take(state.get(PAST, {}))
+        worker.session.past.take(state.get(PAST, {}), published=False)
         self._several, self._ended = bool(state.get(SEVERAL)), bool(state.get(ENDED, True))
         if self._stored is not None:
             self._stored.began_from(worker.step)
