@@ -24,6 +24,16 @@ from deepspeed_bamboo.runtime.job.news import tell
 from deepspeed_bamboo.runtime.script_position import Phase, ScriptPosition
 from deepspeed_bamboo.runtime.stock.script_writes import ScriptWrites
 
+_LOSS_UNKNOWN = (
+    "the loss of a step that the job did before is not known here: train_batch returns the job's newest one for it. "
+    "What the script decides by it (a best loss, an early stop) may differ from what it was then, from now on"
+)
+_EVALUATION_UNKNOWN = (
+    "what an evaluation had that the job did before is not known here: eval_batch returns not a number for it. What "
+    "the script decides by it (a rate, a best loss, an early stop) may differ from what it was then, from now on. Loop "
+    "by engine.global_steps, or leave it out while engine.catching_up is true"
+)
+
 
 @dataclass(frozen=True)
 class ScriptParts:
@@ -78,9 +88,22 @@ class CatchingUp(ABC):
         return True
 
     @property
+    def is_beyond(self) -> bool:
+        """Whether the job has trained since its script began, in a run before this one."""
+        return False
+
+    @property
     @abstractmethod
     def is_behind(self) -> bool:
         """Whether what the script does now belongs to what the job has done before."""
+
+    def passes_evaluation_by(self) -> bool:
+        """Whether the evaluation that the script asks for is one that the job did before."""
+        return self.is_behind
+
+    def passes_save_by(self, save_dir: Any, tag: Any) -> bool:
+        """The same of what it saves."""
+        return self.is_behind
 
     def is_before_its_time(self) -> bool:
         """Whether this call of ``train_batch`` stands for an iteration that the job did before."""
@@ -101,7 +124,10 @@ class CatchingUp(ABC):
         position = self._position
         loss = _known(lambda: self._worker.session.past.loss(position.calls))
         position.calls += 1
-        return position.loss if loss is None else loss
+        if loss is not None:
+            return loss
+        self.says("loss", _LOSS_UNKNOWN)
+        return position.loss
 
     def past_additional_losses(self) -> dict[str, float]:
         """Those of the iteration for which the last call of ``train_batch`` stood; empty where none are known."""
@@ -112,9 +138,21 @@ class CatchingUp(ABC):
 
     def past_evaluation(self) -> float:
         """What the evaluation had for which a call of ``eval_batch`` stands; not a number where that isn't known."""
-        position, number = self._position, self._position.next_evaluation()
-        loss = _known(lambda: self._worker.session.past.evaluation(position.calls, number))
-        return math.nan if loss is None else loss
+        number = self._position.next_evaluation()
+        loss = self._known_evaluation(number)
+        if loss is None:
+            self._before_unknown(number)
+            loss = self._known_evaluation(number)
+        if loss is not None:
+            return loss
+        self.says("evaluation", _EVALUATION_UNKNOWN)
+        return math.nan
+
+    def _known_evaluation(self, number: int) -> float | None:
+        return _known(lambda: self._worker.session.past.evaluation(self._position.calls, number))
+
+    def _before_unknown(self, number: int) -> None:  # noqa: B027 - see LateWorker
+        """What evaluation ``number`` after these calls had isn't known yet: see to that."""
 
     def says(self, what: str, text: str) -> None:
         """Tell ``text`` on this worker, once for each ``what``."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from deepspeed_bamboo.core.grid import Grid
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.runtime.catching_up import CatchingUp, ScriptParts
-from deepspeed_bamboo.runtime.checkpoint.beginning import BATCH
+from deepspeed_bamboo.runtime.checkpoint.beginning import BATCH, MICRO_OFFSET
 from deepspeed_bamboo.runtime.checkpoint.script_resume import Asked
 from deepspeed_bamboo.runtime.engine import BambooPipelineEngine
 from deepspeed_bamboo.runtime.iteration.activity import Round
@@ -26,7 +27,7 @@ from deepspeed_bamboo.runtime.late_worker import LateWorker
 from deepspeed_bamboo.runtime.membership.joining import check_grid, join
 from deepspeed_bamboo.runtime.membership.own_facts import check_same_job
 from deepspeed_bamboo.runtime.restored_job import RestoredJob
-from deepspeed_bamboo.runtime.script_position import ScriptPosition
+from deepspeed_bamboo.runtime.script_position import Phase, ScriptPosition
 
 _NO_LOGITS = (
     "eval_batch(return_logits=True) for a step that the job did before returns the loss that it had, and None in place "
@@ -86,6 +87,8 @@ class CatchingUpEngine(BambooPipelineEngine):
 
     def _take_seed(self, state: dict[str, Any]) -> None:
         self.forward_seed = state.get("seed", self.forward_seed)
+        for replica in self.worker.host.replicas():
+            replica.micro_offset = int(state.get(MICRO_OFFSET, replica.micro_offset))
         self.data_streams.take(state.get(STREAMS, {}))
         for changed in self.batch_of_job.restore(state.get(BATCH, {})):
             tell_once(self.worker, changed)
@@ -140,8 +143,9 @@ class CatchingUpEngine(BambooPipelineEngine):
 
     def eval_batch(self, data_iter: Iterator[Any] | None, return_logits: bool = False, **arguments: Any) -> Any:  # type: ignore[override]
         """As stock's; what it was where the job evaluated before, not a number where that isn't known."""
-        if not self._catching_up.is_behind:
-            with self.position.unnoticed():
+        if not self._catching_up.passes_evaluation_by():
+            noted = self.position.phase is not Phase.OUTSIDE or not self._catching_up.is_beyond
+            with self.position.unnoticed(), nullcontext() if noted else self.session.past.leaving_out():
                 return super().eval_batch(data_iter, return_logits, **arguments)
         # One iterator may serve all evaluations; the others' has gone on.
         count = arguments.get("num_micro_batches") or self.micro_batches
@@ -209,10 +213,12 @@ class CatchingUpEngine(BambooPipelineEngine):
 
     def save_checkpoint(self, *arguments: Any, **options: Any) -> Any:
         """As stock's; nothing where the job saved one before: the state of then is not there any more."""
-        if self._catching_up.is_behind:
+        if self._catching_up.passes_save_by(*_place_of(*arguments, **options)):
             return True
         with self.position.unnoticed():
-            return super().save_checkpoint(*arguments, **options)
+            saved = super().save_checkpoint(*arguments, **options)
+        self.last_state.note_saved()
+        return saved
 
     def refresh_shadows(self) -> None:
         """As on the others; nothing where they did it before: what has come here since is what owners have."""
@@ -245,7 +251,7 @@ class CatchingUpEngine(BambooPipelineEngine):
         """
         if self._catching_up.is_alone:
             return {}
-        if self.catching_up:
+        if self.catching_up or (self._catching_up.is_beyond and self.position.untouched):
             self._catching_up.says("weights", _WEIGHTS_OF_NOW)
         return super().whole_state_dict()
 
@@ -283,3 +289,7 @@ class CatchingUpEngine(BambooPipelineEngine):
             return
         with self._catching_up.at_close():
             super().close()
+
+
+def _place_of(save_dir: Any, tag: Any = None, *_: Any, **__: Any) -> tuple[Any, Any]:
+    return save_dir, tag

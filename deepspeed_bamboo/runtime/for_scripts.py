@@ -19,7 +19,7 @@ from deepspeed_bamboo.core.slowness import DATA, SCRIPT, Cause
 from deepspeed_bamboo.errors import ConfigError
 from deepspeed_bamboo.eventlog.log import EventLog
 from deepspeed_bamboo.runtime.at_work import at_work
-from deepspeed_bamboo.runtime.checkpoint.beginning import BATCH, ENDED
+from deepspeed_bamboo.runtime.checkpoint.beginning import BATCH, MICRO_OFFSET
 from deepspeed_bamboo.runtime.checkpoint.last_state import LastState
 from deepspeed_bamboo.runtime.checkpoint.stage_files import Around, StageFiles
 from deepspeed_bamboo.runtime.comm.epoch_monitor import JobCompleteError
@@ -273,9 +273,10 @@ class ScriptEngine(PipelineEngine):  # type: ignore[misc]
                 numbers=lambda: {
                     "seed": self.forward_seed,
                     "loss": self.mean_loss,
-                    ENDED: self.last_state.ending,
+                    **self.last_state.to_json(wrote=self.script_writes.has_written),
                     STREAMS: self.data_streams.to_json(),
                     BATCH: self.batch_of_job.to_json(),
+                    MICRO_OFFSET: max((its.micro_offset for its in self.worker.host.replicas()), default=0),
                 },
                 repair=lambda: self.redundancy_repair.repair(),
                 make_alike=self.owner_changes.make_alike,

@@ -94,12 +94,8 @@ class LateWorker(CatchingUp):
         """
         if self._position.calls > self._position.began:
             return self._answer_between(number, asked)
-        session = self._worker.session
-        coordinator = session.coordinator
-        while not self._learn() and coordinator.status() is None:
-            if session.finished or coordinator.finished() is not None:
-                raise JobStoppedError(f"job {coordinator.job} was complete before this worker could join it")
-            time.sleep(_LOOK_SECONDS)
+        self._wait_for_the_job(self._learn)
+        coordinator = self._worker.session.coordinator
         at, wanted = self._position.calls, asked.wanted if asked.whole else ""
         found = self._beginning.returned(number, at=at, wanted=wanted)
         self._given = (*self._given, (wanted, found or _NOTHING))
@@ -107,6 +103,31 @@ class LateWorker(CatchingUp):
         if found is None and asked.whole and (other or self._position.untouched):
             found = self._resume(asked, (coordinator.status() or {}).get("step", -1) + 1)
         return found or _NOTHING
+
+    def _wait_for_the_job(self, known: Callable[[], bool]) -> None:
+        """Until ``known``, or the job trains. Raises JobStoppedError when it ends before."""
+        session, coordinator = self._worker.session, self._worker.session.coordinator
+        while not known() and coordinator.status() is None:
+            if session.finished or coordinator.finished() is not None:
+                raise JobStoppedError(f"job {coordinator.job} was complete before this worker could join it")
+            time.sleep(_LOOK_SECONDS)
+
+    def _before_unknown(self, number: int) -> None:
+        """The others publish what they evaluate with the next step. Where they are, this worker becomes one of them.
+
+        They are in ``train_batch`` then, and have done all evaluations before that; it learns those on joining.
+        """
+        position = self._position
+        if position.phase is not Phase.OUTSIDE:
+            return
+        if position.calls == position.began:
+            self._wait_for_the_job(lambda: self._known_evaluation(number) is not None)
+        elif self._has_to_enter():
+            written = self._writes.written()
+            self.enter(counts_by_itself=True)
+            if position.inside:  # what else its script does before its next step, the others have done, too
+                position.phase = Phase.CATCHING_UP
+                self._writes.go_back(written)
 
     def _answer_between(self, number: int, asked: Asked) -> Loaded:
         """The same of a load after some calls, by which the job may have gone back; or a load with all others."""

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from deepspeed_bamboo.core.grid import Coordinate
@@ -19,7 +20,7 @@ from deepspeed_bamboo.eventlog.costs import ANEW
 from deepspeed_bamboo.protocol import REACHED
 from deepspeed_bamboo.runtime.catching_up import CatchingUp, ScriptParts
 from deepspeed_bamboo.runtime.checkpoint.automatic import AutomaticCheckpoints
-from deepspeed_bamboo.runtime.checkpoint.beginning import BEGAN, ENDED, SEVERAL, Loaded
+from deepspeed_bamboo.runtime.checkpoint.beginning import BEGAN, ENDED, SAVES, SEVERAL, WROTE, Loaded
 from deepspeed_bamboo.runtime.checkpoint.in_place import StoredStates
 from deepspeed_bamboo.runtime.checkpoint.script_resume import Asked
 from deepspeed_bamboo.runtime.checkpoint.stage_files import StageFiles
@@ -27,7 +28,23 @@ from deepspeed_bamboo.runtime.job.news import tell_once
 from deepspeed_bamboo.runtime.job.past_results import PAST
 from deepspeed_bamboo.runtime.recovery.sources import STORE
 from deepspeed_bamboo.runtime.script_position import Phase
+from deepspeed_bamboo.runtime.stock.hyperparameters import Values
 from deepspeed_bamboo.runtime.stock.state_versions import touched
+
+# What says that the script has not seen what it saw then, and may have decided otherwise.
+_MISSED = {"loss", "evaluation", "get_global_grad_norm", "get_additional_losses", "was_step_applied"}
+_FIRST_EVALUATION = (
+    "eval_batch before the first step returns what it had when this job began. To evaluate what the job has come to, "
+    "ask for engine.global_steps first"
+)
+_NEW_IS_LOST = (
+    ". What it has changed of them after the last step that the job did, and did not do then, is lost by that: do it "
+    "after the next train_batch"
+)
+_FIRST_SAVE = (
+    "save_checkpoint writes nothing before the first step: {tag!r} is there already, of when this job began, and the "
+    "job is at step {step}. To save that, ask for engine.global_steps first"
+)
 
 
 class RestoredJob(CatchingUp):
@@ -56,6 +73,9 @@ class RestoredJob(CatchingUp):
         self._stored = stored
         self._seeded = seeded
         self._ended = True  # the checkpoint has what the script did after its last step
+        self._saves = 0  # which of the script's saves after its last step the job did before
+        self._wrote = True  # the script had written to its optimizer after that
+        self._at_end: Values = ()  # what the script's optimizer held when the last step was passed by
         self._several = False  # the script had passed one data iterator after another
         self._restored: str | None = None
         self._tag = ""
@@ -75,8 +95,9 @@ class RestoredJob(CatchingUp):
         self._tag, self._as_restored = tag, self._touched()
         self._seeded(state)
         position.loss = float(state.get("loss", math.nan))
-        worker.session.past.take(state.get(PAST, {}))
+        worker.session.past.take(state.get(PAST, {}), published=False)
         self._several, self._ended = bool(state.get(SEVERAL)), bool(state.get(ENDED, True))
+        self._saves, self._wrote = int(state.get(SAVES, 0)), bool(state.get(WROTE, True))
         if self._stored is not None:
             self._stored.began_from(worker.step)
         self._beginning.take(state.get(BEGAN, {}))
@@ -145,6 +166,7 @@ class RestoredJob(CatchingUp):
         if self._position.calls == self._position.reached and not self._ended:
             self._arrive()
             self.answers = False
+        self._at_end = self._writes.written()
         return loss
 
     def _arrive(self) -> None:
@@ -154,11 +176,31 @@ class RestoredJob(CatchingUp):
             tell_once(
                 self._worker,
                 f"on its way to step {self._worker.step} the script has changed weights or optimizer state of "
-                f"{' '.join(stages)}, as when the job did these steps: they are read from {self._restored} again",
+                f"{' '.join(stages)}, as when the job did these steps: they are read from {self._restored} again"
+                + (_NEW_IS_LOST if self._ended else ""),
             )
             with self._position.unnoticed():
                 self._checkpoints.restore(self._tag, self._files.load_without_code)
-        super()._arrive()
+        self._position.phase = Phase.INSIDE
+        if self._ended and self._position.calls > self._position.began:
+            self._come_back_beyond()
+        else:
+            self._writes.come_back()
+
+    def _come_back_beyond(self) -> None:
+        """What the script has written since the last step is in the job's state, unless that is new.
+
+        Where it has come here with the values that it had then, what it holds now is what it means.
+        """
+        sure = self._writes.by_script_alone and not self._beginning.first and not self._beginning.turns
+        sure = (sure and self._said.isdisjoint(_MISSED)) or not self._wrote
+        if names := self._writes.come_back_beyond(self._at_end, sure=sure):
+            self.says(
+                "written",
+                f"the script has written {', '.join(names)} of its optimizer before the first step that this job did "
+                f"not do before, step {self._worker.step}; it did so before it ended, too, and that is kept for this "
+                "step: nobody can know which of both is meant. Set it by engine.global_steps to be sure",
+            )
 
     def _touched(self) -> dict[Coordinate, tuple[int, str]]:
         return {coordinate: touched(replica) for coordinate, replica in self._worker.host.owned.items()}
@@ -172,6 +214,43 @@ class RestoredJob(CatchingUp):
     def is_behind(self) -> bool:
         """Before it is known how the script counts, what it does is done: all workers do it."""
         return self._position.phase is Phase.CATCHING_UP
+
+    @property
+    def is_beyond(self) -> bool:
+        """Where it continues from a checkpoint of a later step."""
+        return self._restored is not None and self._position.reached > self._beginning.first
+
+    @property
+    def _is_at_end(self) -> bool:
+        """After the last step of a job that had ended: what the script does may be done, or be new."""
+        return self.is_behind and self._position.calls >= self._position.reached
+
+    def passes_evaluation_by(self) -> bool:
+        """Also at the beginning, where it is known what it was. After the last step those that the job did."""
+        position, past = self._position, self._worker.session.past
+        known = position.evaluations < past.evaluated(position.calls)
+        if position.untouched and self.is_beyond and known:
+            self.says("first evaluation", _FIRST_EVALUATION)
+            return True
+        if self._is_at_end and not known:
+            self._arrive()
+            self.answers = False
+        return self.is_behind
+
+    def passes_save_by(self, save_dir: Any, tag: Any) -> bool:
+        """The same; at the beginning what there is already is not saved again: it is of a step before."""
+        if self._position.untouched and self.is_beyond and tag is not None:
+            with self._position.unnoticed():
+                told = self._worker.agree_on("saved before", lambda: Path(save_dir, str(tag)).exists())
+            if any(told.values()):
+                self.says("first save", _FIRST_SAVE.format(tag=tag, step=self._worker.step))
+                return True
+        if self._is_at_end:
+            self._saves -= 1
+            if self._saves < 0:
+                self._arrive()
+                self.answers = False
+        return self.is_behind
 
     def _answer(self, number: int, asked: Asked) -> Loaded:
         """What a script loaded when the job began is older. What it has saved since is where its loop begins now.

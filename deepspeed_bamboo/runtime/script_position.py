@@ -62,6 +62,12 @@ class ScriptPosition:
         finally:
             self.phase = before
 
+    @property
+    def evaluations(self) -> int:
+        """How many evaluations after the newest of its calls the script has asked for."""
+        step, number = self._evaluated
+        return number + 1 if step == self.calls else 0
+
     def next_evaluation(self) -> int:
         """The number of an evaluation that begins, among those after the same call of ``train_batch``; from 0."""
         step, number = self._evaluated

@@ -47,7 +47,7 @@ def test_a_late_worker_reads_what_all_were_returned(began: int, more: int, every
     for step in range(began, began + more):
         assert late.loss(step) == 1 / (step + 1)
         assert (late.evaluation(step, 0), late.evaluation(step, 1)) == (step / 3, -step)
-        assert math.isnan(late.evaluation(step, 2))
+        assert late.evaluation(step, 2) is None and late.evaluated(step) == 2
         kept = late.additional(step)
         assert kept["z"] == step / 7 and (kept["half"] == -step if step % 2 else math.isnan(kept.get("half", math.nan)))
     assert late.loss(began + more) is None, "nobody knows it"
@@ -56,6 +56,29 @@ def test_a_late_worker_reads_what_all_were_returned(began: int, more: int, every
     assert [again.loss(step) for step in range(began, began + more)] == [
         1 / (s + 1) for s in range(began, began + more)
     ]
+
+
+def test_what_a_job_had_before_it_was_started_again_is_published_once() -> None:
+    """A worker that comes late to the second run asks for the losses of the first, and etcd is another one."""
+    first, steps = PastResults(Pieces()), 10 * PIECE_STEPS + 3
+    for step in range(steps):
+        first.note_evaluation(step, step / 4)
+        first.note_loss(step, step / 2)
+    pieces = Pieces()
+    again, heir, late = PastResults(pieces), PastResults(pieces), PastResults(pieces)
+    for one in (again, heir):
+        one.take(first.pieces(), published=False)
+        one.note_loss(steps, 0.5)
+    again.publish()
+    assert sorted(pieces.kept) == list(range(11))
+    assert [late.loss(step) for step in range(steps + 1)] == [*(step / 2 for step in range(steps)), 0.5]
+    assert [late.evaluation(step, 0) for step in range(steps)] == [step / 4 for step in range(steps)]
+    put: list[int] = []
+    pieces.publish_past = lambda piece, _: put.append(piece)  # type: ignore[method-assign, assignment]
+    again.note_loss(steps + 1, 0.25)
+    again.publish()
+    heir.publish()
+    assert put == [10, 10]
 
 
 def test_a_step_done_again_keeps_its_newest_loss_and_a_failed_publication_is_repeated() -> None:

@@ -139,6 +139,22 @@ def test_a_job_that_continues_has_the_masks_and_the_size_of_batches_that_it_woul
     assert {again.common(kind)["digest"] for kind in kinds} == {expected["digest"]}
 
 
+def test_a_job_that_continues_drops_what_it_would_have_dropped_where_layers_are_seeded(
+    jobs: Jobs, tmp_path: Path, own: str
+) -> None:
+    """Stock seeds them by the number of micro-batches since the job began."""
+    seeded = dataclasses.replace(TRAINING, dropout=0.3, module={"seed_layers": True})
+
+    def runs(steps: int, *, kept: bool) -> dict[str, dict[str, Any]]:
+        training = dataclasses.replace(seeded, name=f"seeded-{steps}-{kept}", steps=steps)
+        return {"run": {"training": training, "own": own, "by_count": True, "kept": str(tmp_path) if kept else None}}
+
+    whole = jobs.run(resume_all, world=2, runs=runs(8, kept=False)).common("run")
+    jobs.run(resume_all, world=2, runs=runs(6, kept=True))
+    again = jobs.run(resume_all, world=2, runs=runs(8, kept=True))
+    assert again.common("run") == whole, again.transcript()
+
+
 @pytest.mark.parametrize(
     ("finds", "seeks", "by_count"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from deepspeed_bamboo.runtime.catching_up import CatchingUp, ScriptParts
 from deepspeed_bamboo.runtime.catching_up_engine import CatchingUpEngine
 from deepspeed_bamboo.runtime.checkpoint.beginning import Beginning, Loaded
 from deepspeed_bamboo.runtime.checkpoint.script_resume import Asked
+from deepspeed_bamboo.runtime.job.past_results import PastResults
 from deepspeed_bamboo.runtime.late_worker import LateWorker
 from deepspeed_bamboo.runtime.restored_job import RestoredJob
 from deepspeed_bamboo.runtime.script_position import Phase, ScriptPosition
@@ -22,7 +24,11 @@ from deepspeed_bamboo.runtime.script_position import Phase, ScriptPosition
 def parts(log: list[str], past: Any = None) -> ScriptParts:
     """Of a worker that is where its job is; what its ``writes`` and ``batch`` are asked for is in ``log``."""
     writes = SimpleNamespace(
-        written=lambda: (), go_back=lambda _: log.append("back"), come_back=lambda: log.append("come back")
+        written=lambda: (),
+        go_back=lambda _: log.append("back"),
+        come_back=lambda: log.append("come back"),
+        come_back_beyond=lambda _, sure: log.append(f"come back, sure: {sure}") or [],
+        by_script_alone=True,
     )
     past = past or SimpleNamespace(loss=lambda step: 0.0, evaluation=lambda step, number: 0.0)
     worker: Any = SimpleNamespace(
@@ -101,7 +107,12 @@ def test_evaluations_after_one_step_are_numbered() -> None:
     assert script.past_evaluation() == 1.0
 
 
-def test_what_nobody_can_say_is_the_last_known_loss_and_no_number() -> None:
+def test_what_nobody_can_say_is_the_last_known_loss_and_no_number_and_a_line_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(catching_up, "tell", lambda _, text: told.append(text))
+
     def unknown(*_: int) -> float:
         raise CoordinatorUnavailable(endpoints=["memory"], tried_seconds=0.0, reason="off")
 
@@ -109,6 +120,8 @@ def test_what_nobody_can_say_is_the_last_known_loss_and_no_number() -> None:
     script.position.loss = 0.5
     assert script.is_before_its_time()
     assert math.isnan(script.past_evaluation()) and script.past_loss() == 0.5
+    assert math.isnan(script.past_evaluation()) and script.past_loss() == 0.5
+    assert ["eval_batch returns not a number" in text for text in told] == [True, False], told
 
 
 @pytest.mark.parametrize("ended", [False, True])
@@ -123,7 +136,68 @@ def test_in_a_job_that_continues_what_follows_the_last_step_passed_by_is_done(en
         script.past_loss()
         passed.append((script.is_behind, script.answers))
     assert passed == [(True, True), (ended, ended)]
-    assert log == ["back", "come back"] and script._position.only_passed_by
+    assert log == ["back", "come back, sure: True" if ended else "come back"] and script._position.only_passed_by
+
+
+@pytest.mark.parametrize("kind", ["evaluation", "save"])
+def test_after_the_last_step_what_the_job_did_before_is_passed_by_and_what_is_new_is_done(kind: str) -> None:
+    made = parts(log := [], past=PastResults(SimpleNamespace(past=lambda _: None)))  # type: ignore[arg-type]
+    for loss in (0.5, 0.25):
+        made.worker.session.past.note_evaluation(1, loss)
+    script = RestoredJob(made, checkpoints=None, files=None, stored=None, seeded=None)  # type: ignore[arg-type]
+    script._saves, script._restored = 2, "there"
+    made.worker.step, made.position.phase, made.position.reached = 1, Phase.OUTSIDE, 1
+    made.worker.session.past.note_loss(0, 4.0)
+    assert script.is_before_its_time() and script.past_loss() == 4.0
+    passed = []
+    for _ in range(3):
+        by = script.passes_save_by("own", None) if kind == "save" else script.passes_evaluation_by()
+        passed.append(by and (kind == "save" or script.past_evaluation()))
+    assert passed == ([True, True, False] if kind == "save" else [0.5, 0.25, False])
+    assert made.position.inside and log == ["back", "come back, sure: True"] and not script.is_before_its_time()
+
+
+def test_in_a_job_that_continues_what_comes_before_the_first_step_is_of_then(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(catching_up, "tell", lambda _, text: told.append(text))
+    made = parts([], past=PastResults(SimpleNamespace(past=lambda _: None)))  # type: ignore[arg-type]
+    made.worker.session.past.note_evaluation(0, 0.5)
+    script = RestoredJob(made, checkpoints=None, files=None, stored=None, seeded=None)  # type: ignore[arg-type]
+    made.worker.step, made.position.phase, made.position.reached = 6, Phase.OUTSIDE, 6
+    (tmp_path / "init").mkdir()
+    assert not script.passes_evaluation_by() and not script.passes_save_by(tmp_path, "init"), "the job begins"
+    script._restored = "there"
+    assert script.passes_evaluation_by() and script.past_evaluation() == 0.5
+    assert not script.passes_evaluation_by(), "it did one"
+    assert [script.passes_save_by(tmp_path, tag) for tag in ("init", "other", None)] == [True, False, False]
+    assert [text.split()[0] for text in told] == ["eval_batch", "save_checkpoint"] and made.position.untouched
+
+
+@pytest.mark.parametrize("passed", [1, 2, 3])
+def test_a_late_worker_that_evaluates_where_the_others_are_joins_and_has_what_they_had(passed: int) -> None:
+    """They publish an evaluation with the step after it; until then nobody but they know it."""
+    known: dict[tuple[int, int], float] = {}
+    past = SimpleNamespace(loss=lambda call: call / 8, evaluation=lambda call, number: known.get((call, number)))
+    made = parts(log := [], past=past)
+    status = {"step": 1, "loss": 0.5}
+    made.worker.session.coordinator = SimpleNamespace(status=lambda: status, facts=lambda: {})
+    made.worker.step = 3
+    made.feed.data.start_at = lambda *_, **__: None
+    made.feed.used = lambda **_: 0  # type: ignore[method-assign]
+
+    def join(data: Any) -> None:
+        known.update({(passed, 0): 0.25, (passed, 1): 0.75})
+        data()
+
+    late = LateWorker(made, join=join, files=SimpleNamespace())  # type: ignore[arg-type]
+    made.position.phase, made.position.calls, made.position.reached = Phase.OUTSIDE, passed, passed
+    assert [late.past_evaluation() for _ in range(2)] == [0.25, 0.75]
+    assert late.is_behind and made.position.phase is Phase.CATCHING_UP and log[-1] == "back"
+    while late.is_before_its_time():
+        late.past_loss()
+    assert made.position.calls == 3 and log[-2:] == ["back", "come back"]
 
 
 def test_a_late_worker_says_once_which_collective_it_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:

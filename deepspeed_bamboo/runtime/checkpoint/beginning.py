@@ -30,8 +30,17 @@ SEVERAL = "several iterators"
 ENDED = "ended"
 """Under which key it has whether the script had ended; otherwise the state is that at the end of a ``train_batch``."""
 
+SAVES = "saves"
+"""Under which key it has how often the script had saved a checkpoint of its own after the last step."""
+
+WROTE = "wrote"
+"""Under which key it has whether the script had written to its optimizer after the last step."""
+
 BATCH = "batch"
 """Under which key it has the size of the job's batch."""
+
+MICRO_OFFSET = "micro_offset"
+"""Under which key it has how many micro-batches were trained or evaluated, by which stock seeds layers."""
 
 SAVED_CALL = "bamboo_call"
 """Under which key a checkpoint of the script's own has the number of the call before which it was saved."""

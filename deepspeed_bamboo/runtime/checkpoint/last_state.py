@@ -8,9 +8,11 @@ as true.
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from deepspeed_bamboo.core.grid import Coordinate
 from deepspeed_bamboo.runtime.checkpoint.automatic import AutomaticCheckpoints
+from deepspeed_bamboo.runtime.checkpoint.beginning import ENDED, SAVES, WROTE
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell
 from deepspeed_bamboo.runtime.stock.state_versions import touched
@@ -28,6 +30,17 @@ class LastState:
         self._left: dict[Coordinate, tuple[int, str]] | None = None  # what shows that the script changes a stage
         self._kept = False
         self.ending = False
+        self._saved = (-1, 0)  # how often the script has saved after which step
+
+    def note_saved(self) -> None:
+        """The script has saved a checkpoint of its own."""
+        step, count = self._saved
+        self._saved = (self._worker.step, count + 1 if step == self._worker.step else 1)
+
+    def to_json(self, *, wrote: bool) -> dict[str, Any]:
+        """What the state that is being kept has of what the script did after its last step."""
+        step, count = self._saved
+        return {ENDED: self.ending, SAVES: count if step == self._worker.step else 0, WROTE: wrote}
 
     def note(self, stopped: bool) -> bool:
         """The script asks whether the job was ``stopped``, and is told so."""

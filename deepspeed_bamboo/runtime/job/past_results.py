@@ -12,7 +12,8 @@ import math
 import struct
 import threading
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 PAST = "past"
@@ -51,6 +52,8 @@ class PastResults:
         self._additional: dict[int, dict[str, array[float]]] = {}
         self._evaluations: dict[int, list[float]] = {}
         self._changed: set[int] = set()
+        self._restored: set[int] = set()  # pieces of the job's runs before, which nobody may have published in this one
+        self._leaves_out = False
         self.call_of: Callable[[int], int] = int
 
     def count_by(self, call_of: Callable[[int], int]) -> None:
@@ -73,11 +76,22 @@ class PastResults:
 
     def note_evaluation(self, step: int, loss: float) -> None:
         """One more evaluation after so many steps had this loss; nan if it had none."""
+        if self._leaves_out:
+            return
         call = self.call_of(step)
         with self._lock:
             self._evaluations.setdefault(call, []).append(loss)
             self._piece(call // PIECE_STEPS)
             self._changed.add(call // PIECE_STEPS)
+
+    @contextmanager
+    def leaving_out(self) -> Iterator[None]:
+        """Inside, evaluations are not noted: they are of no step at which the script is."""
+        self._leaves_out = True
+        try:
+            yield
+        finally:
+            self._leaves_out = False
 
     def loss(self, call: int) -> float | None:
         """Of that call, nan where it was that; None if it isn't known. Raises CoordinatorUnavailable."""
@@ -94,12 +108,19 @@ class PastResults:
             kept = self._additional.get(call // PIECE_STEPS, {})
             return {name: losses[call % PIECE_STEPS] for name, losses in kept.items()}
 
-    def evaluation(self, call: int, number: int) -> float:
-        """Of evaluation ``number`` after so many calls; nan if it isn't known. Raises CoordinatorUnavailable."""
+    def evaluation(self, call: int, number: int) -> float | None:
+        """Of evaluation ``number`` after so many calls, nan where it was that; None if it isn't known.
+
+        Raises CoordinatorUnavailable.
+        """
         if number >= len(self._evaluations.get(call, ())):
             self._look(call // PIECE_STEPS)
         known = self._evaluations.get(call, [])
-        return known[number] if number < len(known) else _UNKNOWN
+        return known[number] if number < len(known) else None
+
+    def evaluated(self, call: int) -> int:
+        """How many evaluations after so many calls are known here."""
+        return len(self._evaluations.get(call, ()))
 
     def publish(self) -> None:
         """On the reporter: what has changed since the last call. Raises CoordinatorUnavailable; call it again then.
@@ -110,6 +131,7 @@ class PastResults:
             changed, self._changed = sorted(self._changed)[-_TAIL_PIECES:], set()
         done: set[int] = set()
         try:
+            self._publish_restored(besides=changed)
             for piece in changed:
                 if any(map(_is_unknown, self._losses[piece][:1])):
                     self._look(piece)
@@ -128,12 +150,20 @@ class PastResults:
         kept = sorted(self._losses)[-newest if newest else None :]
         return {str(piece): self._plain(piece) for piece in kept}
 
-    def take(self, value: Mapping[str, Any]) -> None:
-        """Inverse of :meth:`pieces`. What is known here already stays."""
+    def take(self, value: Mapping[str, Any], *, published: bool = True) -> None:
+        """Inverse of :meth:`pieces`. What is known here already stays. Not ``published``: they are of a run before."""
         for piece, plain in value.items():
             self._merge(int(piece), plain)
+        if not published:
+            self._restored.update(map(int, value))
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _publish_restored(self, *, besides: Collection[int]) -> None:
+        for piece in sorted(self._restored):
+            if piece not in besides and self._published.past(piece) is None:
+                self._published.publish_past(piece, self._plain(piece))
+            self._restored.discard(piece)
 
     def _piece(self, piece: int) -> array[float]:
         if piece not in self._losses:

@@ -36,6 +36,7 @@ from deepspeed_bamboo.runtime.stock.hyperparameters import (
     accept_values,
     carry,
     corresponding,
+    same,
     same_values,
     values_of,
 )
@@ -136,6 +137,38 @@ class ScriptWrites:
             if root is not None:
                 self._roots.come_back(root, modules, of_the_job)
             self._leave()
+
+    def come_back_beyond(self, before: Values, *, sure: bool) -> list[str]:
+        """As :meth:`come_back`, where the job's state has what a script did before it ended, and this one goes on.
+
+        ``before``: what the script's optimizer held after the last step that the job did. What the script has written
+        since, and the job's state does not have, counts if that is ``sure``; otherwise its names are returned.
+        """
+        now, waiting = self.written(), bool(self._of_the_job)
+        self.come_back()
+        of_the_job = self.written()
+        if not waiting or not len(before) == len(now) == len(of_the_job):
+            return []
+        new = [
+            {key: value for key, value in its.items() if not same(was.get(key), value) and not same(at.get(key), value)}
+            for its, was, at in zip(now, before, of_the_job, strict=True)
+        ]
+        if not sure:
+            return sorted({key for its in new for key in its})
+        accept_values(self._optimizer, tuple(new))
+        return []
+
+    @property
+    def has_written(self) -> bool:
+        """Whether the script has written to an optimizer since the last step."""
+        sources = [source for source in self._sources() if id(source) in self._left]
+        changed = any(not same_values(self._left[id(source)], values_of(source)) for source in sources)
+        return changed or bool(self._written.groups)
+
+    @property
+    def by_script_alone(self) -> bool:
+        """Whether nothing but the script changes its groups: no scheduler is stepped in ``train_batch``."""
+        return self._scheduler is None and all(replica.built_scheduler is None for replica in self._host.built())
 
     def follow(self, *, modules: bool = False) -> None:
         """Carry what the script has written since the last call to every stage that this worker owns.
