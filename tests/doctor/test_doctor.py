@@ -239,12 +239,6 @@ FAULTS: dict[str, tuple[dict[str, Any], bool, str, str]] = {
         "deepspeed is 0.19.9, and",
         "pip install 'deepspeed==0.19.8'",
     ),
-    "30 an old lock of what jobs of the plugin never build": (
-        {"machine": FakeMachine(locks=((Path("/cache/py311_cpu/deepspeed_shm_comm/lock"), 7200.0),))},
-        False,
-        "deepspeed_shm_comm/lock is 120 min old: jobs of this plugin don't build that",
-        "rm /cache/py311_cpu/deepspeed_shm_comm/lock",
-    ),
     "31 fewer GPUs chosen than slots": (
         {"environment": {"CUDA_VISIBLE_DEVICES": "0,1"}},
         True,

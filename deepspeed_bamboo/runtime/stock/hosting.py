@@ -230,8 +230,7 @@ class StageHost:
         self.save()
         previous = self._active
         module = template.attributes["module"]
-        functions = engine.optimizer_source, engine.client_lr_scheduler
-        with built_apart(engine.device), counting_from(self.beginning), kept_from_before(*functions):
+        with built_apart(engine.device), counting_from(self.beginning):
             logical = self.logical_grid(coordinate, topology=module._topo, process_rank=process_rank)
             new_module = self._module(coordinate, logical=logical, like=module, description=description, layers=layers)
             for group in logical_groups(new_module, logical):
@@ -373,9 +372,10 @@ class StageHost:
         trainable = parameters(module) if engine.trains_only_trainable else list(module.parameters())
         if layers is not None and layers.given is not None:
             trainable = layers.given.within(module)
-        engine._configure_optimizer(maker, trainable)
-        if engine.client_lr_scheduler is None or callable(engine.client_lr_scheduler):
-            engine._configure_lr_scheduler()
+        with kept_from_before(engine.optimizer_source, engine.client_lr_scheduler):
+            engine._configure_optimizer(maker, trainable)
+            if engine.client_lr_scheduler is None or callable(engine.client_lr_scheduler):
+                engine._configure_lr_scheduler()
         if description is None:
             engine.using_bf16_optimizer = isinstance(engine.optimizer, BF16_Optimizer)
         # Scripts set the flag by hand, too, where stock fails without; only ZeRO's optimizers take the hook.
