@@ -284,6 +284,20 @@ def test_a_loss_that_is_no_number_is_null_in_json(job: JobCoordinator, server: P
     assert (found["progress"]["loss"], found["progress"]["seconds"], found["progress"]["step"]) == (None, None, 3)
 
 
+def test_the_node_with_the_jobs_own_etcd_is_not_drained_as_if_the_job_continued(
+    job: JobCoordinator, server: PrivateEtcd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keeper = job.register_agent(AgentRecord(0, "a", 1, keeps_etcd=True), lease_seconds=60)
+    where = ["--job", "busy", "--endpoints", str(server.endpoint)]
+    assert main(["drain", "a", *where]) == 1
+    assert "node a has the job's own etcd, and the job ends with it" in capsys.readouterr().err
+    assert job.draining() == {}
+    assert main(["drain", "a", *where, "--deadline-seconds", "45"]) == 0
+    assert main(["drain", "b", *where]) == 0
+    assert sorted(job.draining()) == ["a", "b"]
+    keeper.withdraw()
+
+
 def test_a_job_that_starts_says_which_slots_it_waits_for_and_ends_at_once(
     server: PrivateEtcd, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from deepspeed_bamboo.options import filled, path_text, seconds
 
 if TYPE_CHECKING:
     from deepspeed_bamboo.coordination import EtcdGuard, JobCoordinator
-    from deepspeed_bamboo.coordination.records import EndedJob
+    from deepspeed_bamboo.coordination.records import AgentRecord, EndedJob
 
 _CONNECT_SECONDS = 5.0
 _STOPS_TRAINING = (
@@ -46,6 +46,10 @@ class SeveralJobsError(BambooError):
 
 class UnsettledJobError(BambooError):
     """The job on this machine does not answer, as it is just starting or ending."""
+
+
+class KeepsEtcdError(BambooError):
+    """The node to be left is the one without which the job ends."""
 
 
 class NoUserError(BambooError):
@@ -130,6 +134,7 @@ def run_drain(arguments: argparse.Namespace) -> int:
             raise NoSuchJobError(
                 f"no node {arguments.node!r} takes part in job {job!r}; its nodes are {', '.join(sorted(nodes))}"
             )
+        _check_etcd_stays(arguments, coordinator.agents().values())
         coordinator.request_drain(arguments.node, deadline_seconds=arguments.deadline_seconds, reason="ds_bamboo drain")
         print(f"job {job}: node {arguments.node} {_LEFT if nodes - {*draining, arguments.node} else _ALL_LEFT}")
     return 0
@@ -146,6 +151,17 @@ def _nodes(coordinator: JobCoordinator) -> set[str]:
             "again once the job is there"
         )
     return nodes
+
+
+def _check_etcd_stays(arguments: argparse.Namespace, agents: Collection[AgentRecord]) -> None:
+    """Raise KeepsEtcdError where the job would end with the node, unless it is gone at a known time anyway."""
+    keeps = any(agent.keeps_etcd and agent.node == arguments.node for agent in agents)
+    if keeps and arguments.deadline_seconds is None and any(agent.node != arguments.node for agent in agents):
+        raise KeepsEtcdError(
+            f"node {arguments.node} has the job's own etcd, and the job ends with it, on all machines; stop the job "
+            "(ds_bamboo stop), and start it with coordinator.endpoints, an etcd that stays. If that machine will be "
+            "gone anyway, give --deadline-seconds: its workers leave, and the others continue until then"
+        )
 
 
 def run_stop(arguments: argparse.Namespace) -> int:

@@ -198,7 +198,7 @@ class AgentRecord:
     """A slot's agent, for as long as it runs: the slot's rank, its node, its process.
 
     ``machine``: see :func:`~deepspeed_bamboo.coordination.machine_identity.own_machine`; ``node`` is but a name.
-    ``launcher``: the process there that started it.
+    ``launcher``: the process there that started it. ``keeps_etcd``: the job's own etcd, which other machines need.
     """
 
     rank: int
@@ -206,6 +206,7 @@ class AgentRecord:
     pid: int
     machine: str = ""
     launcher: int = 0
+    keeps_etcd: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

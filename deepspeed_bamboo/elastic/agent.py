@@ -7,7 +7,6 @@ import inspect
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -45,11 +44,12 @@ from deepspeed_bamboo.elastic.notices import NodeNotices
 from deepspeed_bamboo.elastic.outage import OutageNews, once_it_answers
 from deepspeed_bamboo.elastic.outcome import FINISHED, LEFT, NOT_YET, SlotNote
 from deepspeed_bamboo.elastic.processes import DeathWatch
-from deepspeed_bamboo.elastic.rendezvous import LauncherRendezvous
+from deepspeed_bamboo.elastic.rendezvous import worker_spec
 from deepspeed_bamboo.elastic.rules import Entry
 from deepspeed_bamboo.elastic.slot import Slot, generation_of
 from deepspeed_bamboo.elastic.starting import QuietLogs, WorkerStarter
 from deepspeed_bamboo.elastic.supervisor import Supervisor
+from deepspeed_bamboo.elastic.wording import of_etcd_leaving
 from deepspeed_bamboo.elastic.worker_environment import meeting_port, own_address, worker_environment
 from deepspeed_bamboo.elastic.worker_pulse import WorkerPulse
 from deepspeed_bamboo.news import tell
@@ -89,7 +89,7 @@ class BambooElasticAgent(LocalElasticAgent):
     ) -> None:
         """``boot`` says where the job is, ``starter`` how a worker is started; nothing happens before :meth:`run`."""
         # Its other arguments differ between the releases of torch that are supported.
-        super().__init__(_worker_spec(slot, boot), QuietLogs())
+        super().__init__(worker_spec(slot, boot), QuietLogs())
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
         self._slot = slot
         self._boot = boot
@@ -104,6 +104,7 @@ class BambooElasticAgent(LocalElasticAgent):
             lease_seconds=settings.lease_seconds,
             gives_up_after_seconds=_COORDINATOR_SECONDS if boot.host_pid else None,
         )
+        self._keeps_etcd = settings.hosts_coordinator and not slot.one_machine
         self._first_word = MachineToken("first word", boot.job, *boot.endpoints)  # never given back
         self._agents: set[str] = set()
         # Those of the same command that have not been seen yet.
@@ -143,7 +144,9 @@ class BambooElasticAgent(LocalElasticAgent):
 
     def _invoke_run(self, role: str = "bamboo") -> RunResult:
         launcher = next(iter(self._settings.launchers), 0)
-        record = AgentRecord(self._slot.rank, self._slot.node, os.getpid(), own_machine(), launcher)
+        record = AgentRecord(
+            self._slot.rank, self._slot.node, os.getpid(), own_machine(), launcher, keeps_etcd=self._keeps_etcd
+        )
         lease_seconds = self._settings.lease_seconds
         joins = self._settings.rules.entry is Entry.JOIN
 
@@ -316,6 +319,13 @@ class BambooElasticAgent(LocalElasticAgent):
                 self._hooks.on_all_present()
         if change.kind == "member" and change.value is not None and change.worker == self._start_action.worker:
             self._note_own(change.value)
+        if (
+            self._keeps_etcd
+            and change.kind == "drain"
+            and change.value is not None
+            and change.worker == self._slot.node
+        ):
+            self._say(of_etcd_leaving(change.worker))
         self._mailbox.put(decisions.Changed(change))
 
     def _note_own(self, member: Member) -> None:
@@ -435,14 +445,3 @@ class BambooElasticAgent(LocalElasticAgent):
 
     def _say(self, text: str) -> None:
         tell(text, who=f"rank {self._slot.rank}")
-
-
-def _worker_spec(slot: Slot, boot: Boot) -> WorkerSpec:
-    """What torch's agent wants to know; how workers are started is this agent's own affair."""
-    return WorkerSpec(
-        role="bamboo",
-        local_world_size=1,
-        rdzv_handler=LauncherRendezvous(slot, boot),
-        entrypoint=sys.executable,
-        max_restarts=0,
-    )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from deepspeed_bamboo.elastic.boot import Boot
@@ -41,3 +43,14 @@ class LauncherRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
+
+
+def worker_spec(slot: Slot, boot: Boot) -> WorkerSpec:
+    """What torch's agent wants to know; how workers are started is this agent's own affair."""
+    return WorkerSpec(
+        role="bamboo",
+        local_world_size=1,
+        rdzv_handler=LauncherRendezvous(slot, boot),
+        entrypoint=sys.executable,
+        max_restarts=0,
+    )

@@ -43,6 +43,15 @@ def of_drain(drain: Drain, *, comes: bool = False) -> str:
     return f"node {drain.node} is being left{time}: {drain.reason}{remedy}"
 
 
+def of_etcd_leaving(node: str) -> str:
+    """A node that will be left has the job's own etcd."""
+    return (
+        f"node {node} has the job's own etcd: its agent stays until the others have left, and they end when this "
+        "machine goes, with exit code 75. Name an etcd of yours in coordinator.endpoints to leave this machine without "
+        "that"
+    )
+
+
 def numbered(noun: str, numbers: Iterable[int]) -> str:
     """``slot 2``, or ``slots 2, 3``."""
     shown = [str(number) for number in numbers]
