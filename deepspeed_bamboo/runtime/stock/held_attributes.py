@@ -44,7 +44,7 @@ _CODE = frozenset({"method", "bound", "function", "partial"})
 _EVERY = 8  # of later looks one is not quick
 _LAYER = "function "  # before the number of a layer of the stage that is no module
 _LIBRARIES = ("deepspeed.", "deepspeed_bamboo.runtime", "torch.")
-_FIXED = (torch.nn.Module, type, types.ModuleType, torch.dtype, torch.device, torch.Size)
+_FIXED = (type, types.ModuleType, torch.dtype, torch.device, torch.Size)
 
 
 def attributes_of_stage(module: torch.nn.Module) -> Iterator[tuple[Key, dict[str, Any]]]:
@@ -143,6 +143,11 @@ class AttributeReading:
     def unknown(self, key: Key) -> list[str]:
         """What can't be sent of an attribute."""
         return self.graph.unknown(self.graph.roots[self.keys.index(key)])
+
+    def is_module(self, key: Key) -> bool:
+        """Whether an attribute is a module, which torch does not know of."""
+        item = self.graph.roots[self.keys.index(key)]
+        return item[0] == "ref" and isinstance(self.objects[item[1]], torch.nn.Module)
 
     def _looks_into(self, item: Form) -> bool:
         """Whether modules in it are its own; a method's, or what a function holds, may be parts of a whole model."""
@@ -261,7 +266,12 @@ class MovingAttributes:
         self._classify(module, now)
         self._note_values(module)
         if before is None:
-            hidden = [(key, why) for key, why in now.hidden() if key not in self._shared]
+            ready = _ready_made(module)
+            hidden = [
+                (key, why)
+                for key, why in now.hidden()
+                if key not in self._shared and not (now.is_module(key) and key[0].partition(".")[0] in ready)
+            ]
             self._unsendable += [f"{_name(key)} ({why})" for key, why in hidden]
             return False
         if now.same_as(before):
@@ -359,6 +369,12 @@ class MovingAttributes:
             self._given = given_objects(module)
         self._shared |= reading.keys_of({id(value) for value in (*self._given, *self._others)})
         self._classified.update(reading.keys)
+
+
+def _ready_made(module: Any) -> set[str]:
+    """The names of layers that the script has made itself, with what they hold, on every worker."""
+    specs = enumerate(getattr(module, "_layer_specs", ()))
+    return {str(index) for index, spec in specs if not isinstance(spec, LayerSpec)}
 
 
 def _put(module: torch.nn.Module, path: str, name: str, fitting: Fitting, item: Form) -> None:

@@ -9,8 +9,10 @@ alone, if the description says everything about it. What can't be made shows whe
 
 from __future__ import annotations
 
+import copy
 import sys
 import types
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch
 
 from deepspeed_bamboo.runtime.comm.layout import in_layout
 from deepspeed_bamboo.runtime.stock.description import EMPTY, Description, noted_attributes, own_attributes
-from deepspeed_bamboo.runtime.stock.held_values import own_generator
+from deepspeed_bamboo.runtime.stock.held_values import CONTAINERS, MAPPINGS, own_generator
 from deepspeed_bamboo.runtime.stock.hook_values import examples_of, made_hooks
 from deepspeed_bamboo.runtime.stock.plain_forms import (
     CodeOfTheScript,
@@ -285,8 +287,17 @@ def _fit_attributes(
 
 def _own(value: Any) -> Any:
     """``value`` of an example for another stage: data is copied, and gets the owner's values later."""
+    kind: Any = type(value)
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
+    if kind in MAPPINGS.values():
+        made = copy.copy(value)
+        dict.update(made, {key: _own(its) for key, its in value.items()})
+        return made
+    if kind is deque:
+        return deque(map(_own, value), value.maxlen)
+    if kind in CONTAINERS.values():
+        return kind(map(_own, value))
     return value.copy() if isinstance(value, np.ndarray) else own_generator(value)
 
 

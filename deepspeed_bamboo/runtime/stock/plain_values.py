@@ -90,12 +90,15 @@ def plain_values(module: torch.nn.Module, *, foreign_too: bool = False) -> Plain
 
 
 def accept_plain_values(module: torch.nn.Module, values: PlainValues) -> None:
-    """Set ``values`` in another replica of the stage; what it has not is left out."""
+    """Set ``values`` in another replica of the stage, in which no forward may have made them yet.
+
+    What the PipelineModule itself has not is left out, and so is what a layer's class sets by a rule of its own.
+    """
     if not values:
         return
     for path, holder in _holders(module):
         for name, value in values.get(path, {}).items():
-            if name in holder.__dict__:
+            if name in holder.__dict__ or (path and not hasattr(getattr(type(holder), name, None), "__set__")):
                 holder.__dict__[name] = value
 
 
