@@ -128,6 +128,26 @@ class RatesByFunction(RatesByHand):
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.held, 0.8)
 
 
+class Estimating(torch.optim.SGD):
+    """Estimates in its own step, from the gradients of a stage, how far a step goes."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            squares = sum(float(p.grad.square().sum()) for p in group["params"] if p.grad is not None)
+            group["lr"] *= 1.0 + 0.1 * squares / (1.0 + squares)
+        return super().step(closure)
+
+
+class EstimatedRate(Habit):
+    """Its optimizer changes its own groups."""
+
+    def optimizer(self) -> None:
+        return None
+
+    def arguments(self, module: PipelineModule) -> dict[str, Any]:
+        return {"optimizer": lambda parameters: Estimating(parameters, lr=0.01)}
+
+
 class TwoRates(Habit):
     """Two groups with rates of their own, which a scheduler reads and changes as it is made."""
 
@@ -831,6 +851,7 @@ _KINDS = (
         Habit,
         RatesByHand,
         RatesByFunction,
+        EstimatedRate,
         TwoRates,
         MomentumByHand,
         MomentumOfOne,

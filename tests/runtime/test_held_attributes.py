@@ -159,6 +159,7 @@ class Odd(nn.Module):
         self.log, self.path = io.StringIO(), Path(__file__)
         self.settings = Settings()
         self.whole_model = self.hidden[0].forward
+        self.__dict__["teacher"] = nn.Linear(2, 2)
 
 
 def test_what_can_not_be_followed_is_named_at_the_first_look() -> None:
@@ -167,7 +168,11 @@ def test_what_can_not_be_followed_is_named_at_the_first_look() -> None:
     assert moving.take_unsendable() == [
         "attribute 'hidden' of layer 0 (modules that are not registered)",
         "attribute 'numbers' of layer 0 (an iterator: count)",
+        "attribute 'teacher' of layer 0 (modules that are not registered)",
     ]
+    moving = MovingAttributes()
+    moving.look(Stage(Odd()), by_script=True)
+    assert len(moving.take_unsendable()) == 2, "in a layer that the script has made, its module is there everywhere"
 
 
 class Slotted:

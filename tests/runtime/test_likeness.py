@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from deepspeed_bamboo.core.replica_differences import differences, without_attributes
 from deepspeed_bamboo.runtime.comm.encoding import decode, encode
 from deepspeed_bamboo.runtime.stock.description import describe
-from deepspeed_bamboo.runtime.stock.likeness import liken, take_root_hooks
+from deepspeed_bamboo.runtime.stock.likeness import _own, liken, take_root_hooks
 from deepspeed_bamboo.runtime.stock.optimizers import made_again, maker_for, problem_with
 from deepspeed_bamboo.runtime.stock.plain_forms import CodeOfTheScript, Parts, form_of, is_known, shown, value_of
 from deepspeed_bamboo.runtime.stock.separate import ids_of, separate
@@ -274,3 +275,12 @@ def test_an_optimizer_that_can_not_be_made_again_is_found_at_the_start() -> None
         assert problem_with(fine) is None
     adam = torch.optim.Adam(copy.copy(parameters), lr=0.3, betas=(0.1, 0.2))
     assert made_again(adam, adam.param_groups).param_groups[0]["betas"] == (0.1, 0.2)
+
+
+def test_data_that_an_example_holds_are_copied_wherever_they_are() -> None:
+    tensor = torch.ones(2)
+    held = {"by key": {1: tensor}, "list": [tensor, "text"], "tuple": (tensor, [tensor]), "queue": deque([tensor], 3)}
+    own = _own(held)
+    assert repr(own) == repr(held) and own["queue"].maxlen == 3
+    tensor.zero_()
+    assert "0." not in repr(own)

@@ -18,6 +18,8 @@ from deepspeed_bamboo.runtime.stock.plain_values import (
 
 
 class Annealed(nn.Module):
+    level = property(lambda self: 0, lambda self, value: None)
+
     def __init__(self, temperature: float) -> None:
         super().__init__()
         self.temperature, self.calls, self.table = temperature, 0, {"not": "plain"}
@@ -45,8 +47,10 @@ def test_only_what_has_ever_changed_moves_and_reaches_another_replica() -> None:
 def test_the_loss_is_the_last_stages_and_training_is_nobodys() -> None:
     first = stage(last=False)
     assert set(plain_values(first)) == {"0", "1"} and "training" not in plain_values(first)["0"]
-    accept_plain_values(first, {"loss_fn": {"calls": 7}, "0": {"unknown": 1}})
-    assert first.loss_fn.calls == 0 and not hasattr(first[0], "unknown")
+    accept_plain_values(first, {"loss_fn": {"calls": 7}, "0": {"made": 1, "level": 2}})
+    assert first.loss_fn.calls == 0
+    assert first[0].made == 1, "by a forward of its owner's, of which it has done none"
+    assert first[0].level == 0, "its class has a rule for that"
 
 
 def test_what_an_optimizer_of_the_script_counts_comes_along() -> None:

@@ -68,6 +68,14 @@ def test_rates_by_hand_and_a_scheduler_of_the_script_act_on_what_was_taken_over(
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("stage", [0, 1])
+def test_what_an_optimizer_changes_in_its_own_step_is_each_stages_own(jobs: Jobs, stage: int) -> None:
+    result = jobs.run(compare_habit, world=3, habit="EstimatedRate", stages=3, faults=[kill(2, stage)])
+    assert result.codes.count(-9) == 1, result.transcript()
+    assert all(value["plugin"]["losses"] == value["stock"]["losses"] for value in result.values.values())
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("stage", [0, 1])
 def test_layers_that_torch_compiles(jobs: Jobs, stage: int) -> None:
     result = jobs.run(compare_habit, world=3, habit="Compiled", stages=3, faults=[kill(2, stage)])
     assert result.codes.count(-9) == 1, result.transcript()

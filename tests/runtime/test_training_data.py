@@ -328,3 +328,21 @@ class Work:
 
     def add(self, count: int) -> None:
         pass
+
+
+def test_what_makes_a_batch_of_samples_is_watched_too() -> None:
+    generator = torch.Generator()
+
+    def masking(samples: list[Any]) -> Any:
+        return torch.stack(samples) * (torch.rand(len(samples)) < 0.5)
+
+    def with_its_own(samples: list[Any]) -> Any:
+        return torch.stack(samples) + torch.rand((), generator=generator)
+
+    assert WatchedSamples(Drawing(since=99)).collate is None
+    samples = WatchedSamples(Drawing(since=99), collate=masking)
+    assert not samples.draw and samples.collate is not None
+    samples.collate([samples[0], samples[1]])
+    assert samples.draw
+    assert WatchedSamples(Drawing(since=99), collate=with_its_own).draw, "a generator of its own"
+    assert not WatchedSamples(Drawing(since=99), collate=torch.stack).draw

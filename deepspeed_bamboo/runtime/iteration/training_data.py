@@ -155,7 +155,7 @@ class TrainingData:
 
     def __init__(self, engine: LoadingEngine, dataset: Any, *, streams: DataStreams) -> None:
         self._engine = engine
-        self._samples = WatchedSamples(dataset)
+        self._samples = WatchedSamples(dataset, collate=getattr(engine, "collate_fn", None))
         self._streams = streams
         # As it is while the engine is built: scripts replace it around ``initialize`` to choose loader workers.
         self._loader_for = engine.deepspeed_io
@@ -215,7 +215,9 @@ class TrainingData:
                 self._samples, num_replicas=self._engine.job_grid.pipelines, rank=pipeline, shuffle=False
             )
             skipped_samples = skipped * self._engine.micro_batch_size
-            return self._loader_for(self._samples, data_sampler=PositionedSampler(sampler, skipped=skipped_samples))
+            more = {} if self._samples.collate is None else {"collate_fn": self._samples.collate}
+            positioned = PositionedSampler(sampler, skipped=skipped_samples)
+            return self._loader_for(self._samples, data_sampler=positioned, **more)
 
         streams = self._streams
         return PassReader(

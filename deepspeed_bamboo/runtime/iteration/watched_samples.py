@@ -1,4 +1,4 @@
-"""Notices whether the samples of a data set draw random numbers, in whatever process they are read."""
+"""Notices whether samples, or what makes a batch of them, draw random numbers, in whatever process they are read."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ class WatchedSamples(torch.utils.data.Dataset[Any]):
     """``dataset``, with all that it has; its samples are the same.
 
     Looks at the global generators of torch, Python and numpy after each sample, or each batch, until the first draw. A
-    data set that has generators of its own counts as drawing from the start.
+    data set that has generators of its own counts as drawing from the start, and so does a ``collate`` function.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, *, collate: Callable[[Any], Any] | None = None) -> None:
         self.watched = dataset
-        self.sources = sources_within(dataset)
+        self._collate = collate
+        self.sources = [*sources_within(dataset), *([] if collate is None else sources_within(collate))]
         # Readable here when a loader's helper process has written it.
         self._drawn = multiprocessing.RawValue("b", bool(self.sources))
 
@@ -43,6 +44,15 @@ class WatchedSamples(torch.utils.data.Dataset[Any]):
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
         """As a DataLoader reads a batch."""
         return self._looking(lambda: self._read(indices))
+
+    @property
+    def collate(self) -> Callable[[Any], Any] | None:
+        """The function that makes a batch of samples, looked at likewise; None where there is none."""
+        return None if self._collate is None else self._collated
+
+    def _collated(self, samples: Any) -> Any:
+        function = self._collate
+        return samples if function is None else self._looking(lambda: function(samples))
 
     def _looking(self, read: Callable[[], Value]) -> Value:
         if self.draw:

@@ -37,7 +37,7 @@ def maker_for(source: Any, *, configured: Maker, described: Mapping[str, Any] | 
 
     def make(parameters: Any) -> Any:
         groups = [
-            {"params": [parts.tensors[name] for name in names], **{key: form[1] for key, form in values.items()}}
+            {"params": [parts.tensors[name] for name in names], **_known(values)}
             for names, values in zip(described["groups"], described["made"], strict=True)
         ]
         if isinstance(source, torch.optim.Optimizer):
@@ -56,6 +56,11 @@ def maker_for(source: Any, *, configured: Maker, described: Mapping[str, Any] | 
         return made
 
     return make
+
+
+def _known(values: Mapping[str, Any]) -> Group:
+    """Of a group's values those that are plain. Others (a rate that is a tensor) are as the maker makes them."""
+    return {key: form[1] for key, form in values.items() if form[0] == "plain"}
 
 
 def _of_its_own(source: Maker, module: torch.nn.Module) -> Maker:

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import singledispatch
-from types import ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -120,6 +120,12 @@ def _parts_of(value: Any) -> list[Any]:
         inside = list(itertools.islice(value.values(), _FIRST))
     elif isinstance(value, (type, ModuleType, torch.Tensor)):
         inside = []
+    elif isinstance(value, MethodType):
+        inside = [value.__self__, value.__func__]
+    elif isinstance(value, FunctionType):
+        named = (value.__globals__.get(name) for name in value.__code__.co_names)
+        kept = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        inside = [*kept, *(value.__defaults__ or ()), *(its for its in named if source_for(its) is not None)]
     else:
         inside = list(getattr(value, "__dict__", {}).values())
     return [part for part in inside if part is not None and not isinstance(part, (bool, int, float, str, bytes))]

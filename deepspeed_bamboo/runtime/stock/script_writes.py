@@ -8,7 +8,7 @@ the engine shows. The rule:
   worker owns, before the next step. Corresponding is the group of the same name, else the one that was made with the
   same values, else the one at the same position (``hyperparameters.corresponding``);
 - what a stage's own scheduler changes (one from the configuration, or a function given to ``initialize``) is no change
-  by the script: every stage has such a scheduler;
+  by the script: every stage has such a scheduler. Nor is what an optimizer changes in its own step (an estimated rate);
 - a scheduler object of the script, given to ``initialize`` or set on the engine later, is stepped once an iteration,
   with the stage that its optimizer belongs to, and what it writes counts as written by the script;
 - where the worker doesn't own its first stage any more, the script's optimizer and scheduler stand for those of the
@@ -41,6 +41,7 @@ from deepspeed_bamboo.runtime.stock.hyperparameters import (
     values_of,
 )
 from deepspeed_bamboo.runtime.stock.one_stage_only import OneStageOnly
+from deepspeed_bamboo.runtime.stock.optimizer_values import unfollowed_hooks
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
 from deepspeed_bamboo.runtime.stock.root_values import RootByHand, module_of_script
 from deepspeed_bamboo.runtime.stock.scale_by_hand import ScaleByHand
@@ -239,16 +240,18 @@ class ScriptWrites:
         self._leave()
 
     def stepped(self) -> None:
-        """After a step: what schedulers of the stages have changed is not the script's doing."""
+        """After a step: what optimizers, and schedulers of the stages, have changed in it is not the script's doing."""
         followed: dict[tuple[int, int], Values] = {}
         for source in self._sources():
             now = values_of(source)
+            # Hooks on the step, and a scheduler object of the script's, write what the script wants.
+            by_itself = self._scheduler is None and not unfollowed_hooks(source)
             for replica in self._host.replicas():
                 target = replica.attributes["basic_optimizer"]
                 if target is None:
                     continue
                 key = (id(source), id(target))
-                if self._has_own_scheduler(replica):
+                if self._has_own_scheduler(replica) or by_itself:
                     followed[key] = now
                 elif replica.coordinate in self._host.shadows:
                     followed[key] = self._used.get(id(source), now)
