@@ -100,7 +100,7 @@ def _run(arguments: argparse.Namespace) -> int:
     scenario, left_out = _to_completion(scenario)
     options = _options(scenario, arguments, left_out)
     runs = len(options) * arguments.seeds
-    print(f"{len(options)} options, {runs} runs to simulate; this takes up to a minute or so", file=sys.stderr)
+    print(f"{len(options)} options, {runs} runs to simulate; this takes minutes on a few cores", file=sys.stderr)
     with progress_bar(len(options)) as report:
         outcomes = []
         for each in options:
