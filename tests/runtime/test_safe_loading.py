@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
@@ -47,6 +48,16 @@ def test_what_deepspeed_saves_is_read(engine: Any, tmp_path: Path) -> None:
         found = engine.checkpoint_engine.load(str(file), map_location="cpu")
     assert torch.equal(found["weight"], torch.ones(2)) and found["loss_scaler"].cur_scale == 256
     assert engine.checkpoint_engine is before
+
+
+def test_numbers_of_numpy_are_read_as_they_were(engine: Any, tmp_path: Path) -> None:
+    file, rate = tmp_path / "x.pt", np.interp(3, [0, 10], [0, 1e-3])
+    values = [rate, np.float32(0.1), np.int64(7), np.bool_(True), np.linspace(0, 1, 5)]
+    torch.save(values, file)
+    with no_code_from_files(engine):
+        found = engine.checkpoint_engine.load(str(file))
+    assert [type(value) for value in found] == [type(value) for value in values]
+    assert found[:4] == values[:4] and found[4].tolist() == values[4].tolist()
 
 
 @pytest.mark.parametrize("how", ["truncated", "empty", "missing", "garbage"])

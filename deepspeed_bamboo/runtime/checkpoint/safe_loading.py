@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -29,7 +30,10 @@ UNREADABLE = (
 )
 
 # What DeepSpeed's own files hold beyond what torch allows anyway.
-_ALLOWED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, set]
+_ALLOWED: list[Any] = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, set]
+# What numpy's numbers and arrays of numbers are made by, as np.interp or a schedule of cosines puts them into groups.
+_ALLOWED += [np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0], np.ndarray, np.dtype]
+_ALLOWED += sorted({type(np.dtype(code)) for code in "?bhilqBHILQefdFD"}, key=str)
 
 
 class ReadingEngine(Protocol):

@@ -10,6 +10,7 @@ from deepspeed_bamboo.core.replica_differences import differences, without_attri
 from deepspeed_bamboo.errors import ShadowError
 from deepspeed_bamboo.runtime.comm.channel import Message
 from deepspeed_bamboo.runtime.iteration.worker import Worker
+from deepspeed_bamboo.runtime.job.news import tell
 from deepspeed_bamboo.runtime.recovery.stage_state import PackedState, checksum, pack_state, unpack_state
 from deepspeed_bamboo.runtime.stock.description import Description
 from deepspeed_bamboo.runtime.stock.replica import StageReplica
@@ -190,6 +191,13 @@ class StateTransfer:
         host.save()
         self.complete_replica(replica, pack_state(host.owned[source]))
         host.owned[coordinate] = replica
+        if host.owned[source].moves_beside_weights():
+            tell(
+                self._worker,
+                f"{coordinate} continues as a copy of {source}, for nobody else had its state: buffers and attributes "
+                "of layers that forwards change (batch statistics, codebooks, counts) are those of that pipeline from "
+                "now on, so results may differ from those without a loss",
+            )
 
     def leave_to_script(self) -> None:
         """Where the script holds the objects of what is a shadow now, make another replica; the script's are free then.

@@ -312,7 +312,7 @@ class Failover:
         lacks = (
             f"what was computed {since} from parameters, or by rank or stage (a sum, an export, a broadcast from one "
             f"rank), lacks {taken}, which this worker has from now on. engine.agree_on(name, function) calls its "
-            "function again after a loss"
+            "function again after a loss. Files that the lost worker's script was still to write then are missing"
         )
         call = "the evaluation" if conclusion.kind == "evaluate" else f"step {conclusion.step}"
         maybe = f"before anything of {call} came from there. If that was {between}, {lacks}"

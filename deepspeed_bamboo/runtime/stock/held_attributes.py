@@ -308,6 +308,11 @@ class MovingAttributes:
         return found
 
     @property
+    def moves(self) -> bool:
+        """Whether anything has ever changed."""
+        return bool(self._moving)
+
+    @property
     def at_risk(self) -> bool:
         """Whether anything has ever changed, or nobody has looked twice."""
         return bool(self._moving) or self._looks < 2

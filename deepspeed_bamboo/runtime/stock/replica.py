@@ -74,6 +74,11 @@ class StageReplica:
     def module(self) -> PipelineModule:
         return self.attributes["module"]
 
+    def moves_beside_weights(self) -> bool:
+        """Whether anything beside parameters may differ between pipelines: a buffer, or what forwards change."""
+        buffers = next(self.module.buffers(), None) is not None
+        return buffers or bool(self.moving.values(self.module)) or self.moving_attributes.moves
+
     def finish_step(self) -> None:
         """Before the replica's state is read, written or dropped: what this stream gets comes after its last step."""
         stepping, self.stepping = self.stepping, None

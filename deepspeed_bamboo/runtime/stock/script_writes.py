@@ -128,9 +128,11 @@ class ScriptWrites:
     def come_back(self) -> None:
         """The script has come to the job's step: what it wrote on its way there is in the job's state."""
         waiting, self._of_the_job = self._of_the_job, []
+        loaded = list(self._host.replicas())
         for replica, values in waiting:
-            accept_values(replica.attributes["basic_optimizer"], values)
-            self.note(replica)
+            if any(replica is its for its in loaded):  # of a worker that stands by the script's values are the newest
+                accept_values(replica.attributes["basic_optimizer"], values)
+                self.note(replica)
         if waiting:
             self._schedule.come_back(self._shown(), self._host.replicas())
             root, modules = self._root(), [replica.module for replica in self._host.replicas()]
