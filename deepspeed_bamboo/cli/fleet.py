@@ -30,7 +30,7 @@ from deepspeed_bamboo.cloud.fleet_control import FleetControl, FleetStatus
 from deepspeed_bamboo.cloud.fleet_spec import FleetSpec, creating_calls, read_fleet_spec, user_data
 from deepspeed_bamboo.cloud.price_history import price_history
 from deepspeed_bamboo.errors import BambooError, ConfigError
-from deepspeed_bamboo.options import at_least_one, at_most_a_day, file_path, filled, positive
+from deepspeed_bamboo.options import at_least_one, at_most_a_day, file_path, filled
 from deepspeed_bamboo.sim.console import print_whole, table_console
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def add_parser(subparsers: Any) -> None:
     _add_follow(verbs)
     prices = verbs.add_parser("prices", help="what its machines have cost by zone, as the simulator reads it")
     prices.add_argument("spec", metavar="FILE", type=file_path, help="the fleet as JSON")
-    prices.add_argument("--hours", type=positive, default=24.0, help="until now (default: 24)")
+    prices.add_argument("--hours", type=float, default=24.0, help="until now (default: 24)")
     prices.add_argument("--type", metavar="TYPE", type=filled, help="of the spec's types (default: its first)")
     prices.set_defaults(run=run_prices)
     down = verbs.add_parser("down", help="end all its machines")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from deepspeed_bamboo.coordination.records import AgentRecord, EndedJob
 
 _CONNECT_SECONDS = 5.0
+_CALL_SECONDS = 3.0  # a person waits; on a loaded machine an answer may take more than a second
 _STOPS_TRAINING = (
     "will end at the next iteration boundary. A script that looks at engine.finished leaves its loop there and runs "
     "the code after it; any other script ends there"
@@ -295,7 +296,7 @@ def _find(
     from deepspeed_bamboo.elastic.running_job import open_store
 
     with _user_named(guard, endpoints):
-        store = open_store(endpoints, within_seconds=_CONNECT_SECONDS, guard=guard)
+        store = open_store(endpoints, within_seconds=_CONNECT_SECONDS, guard=guard, call_seconds=_CALL_SECONDS)
     opened.callback(store.close)
     where = f"at {','.join(endpoints)} under {prefix}"
     if job is None:

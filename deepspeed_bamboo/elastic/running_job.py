@@ -41,10 +41,19 @@ class RunningJob:
     address: str = ""
 
 
-def open_store(endpoints: Sequence[str], *, within_seconds: float, guard: EtcdGuard | None = None) -> EtcdStore:
-    """A store that answers. Raises CoordinatorUnavailable naming the endpoints and how long they were tried."""
+def open_store(
+    endpoints: Sequence[str],
+    *,
+    within_seconds: float,
+    guard: EtcdGuard | None = None,
+    call_seconds: float = _CALL_SECONDS,
+) -> EtcdStore:
+    """A store that answers, and then each call within ``call_seconds``.
+
+    Raises CoordinatorUnavailable naming the endpoints and how long they were tried.
+    """
     store = EtcdStore(
-        parse_endpoints(endpoints), call_timeout_seconds=_CALL_SECONDS, attempt_timeout_seconds=0.5, guard=guard
+        parse_endpoints(endpoints), call_timeout_seconds=call_seconds, attempt_timeout_seconds=0.5, guard=guard
     )
     try:
         store.ping(within_seconds=within_seconds)

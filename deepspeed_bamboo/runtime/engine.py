@@ -49,7 +49,7 @@ from deepspeed_bamboo.runtime.recovery.shadow_check import check_shadows_if_due
 from deepspeed_bamboo.runtime.recovery.state_transfer import StateTransfer
 from deepspeed_bamboo.runtime.step_news import StepNews
 from deepspeed_bamboo.runtime.stock.built_state import take_over_stock_state
-from deepspeed_bamboo.runtime.stock.hosted_view import show_all_hosted
+from deepspeed_bamboo.runtime.stock.hosted_view import in_thread_of_script, show_all_hosted
 from deepspeed_bamboo.runtime.stock.hosting import StageHost
 from deepspeed_bamboo.runtime.stock.logical import Exchange
 from deepspeed_bamboo.runtime.stock.optimizers import problem_with
@@ -118,7 +118,7 @@ class BambooPipelineEngine(ScriptEngine):
         self._make_parts_of_an_iteration()
         self._make_parts_of_changes()
         self.redoing.forget()
-        follow_reporter(self)
+        follow_reporter(self, script_asks=lambda: in_thread_of_script() or not self._working)
         self._whereabouts = whereabouts_of(session, where=self.script_server.where)
         self._begin(grid)
         self._whereabouts.start()

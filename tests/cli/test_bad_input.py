@@ -164,8 +164,11 @@ def test_the_batch_is_filled_in_as_deepspeed_does() -> None:
         batch_in({"train_batch_size": 7, "gradient_accumulation_steps": 2}, pipelines=2)
 
 
-def test_plan_says_where_its_micro_batches_are_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    nodes, profile = tmp_path / "nodes.csv", tmp_path / "profile.json"
+def test_plan_says_where_its_micro_batches_are_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # of a long path the middle is left out
+    nodes, profile = Path("nodes.csv"), Path("profile.json")
     nodes.write_text("worker,node\na,1\nb,2\nc,3\n")
     passes = {"forward": [1.0, 1.0], "backward": [2.0, 2.0], "speeds": {}, "handover": 0.0}
     profile.write_text(json.dumps({**passes, "pipelines": 1, "micro_batches": 4}))

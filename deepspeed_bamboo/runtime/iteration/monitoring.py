@@ -16,7 +16,6 @@ from deepspeed.monitor.monitor import MonitorMaster
 
 from deepspeed_bamboo.runtime.iteration.worker import Worker
 from deepspeed_bamboo.runtime.job.news import tell
-from deepspeed_bamboo.runtime.stock.hosted_view import in_thread_of_script
 
 Event = tuple[str, float, int]
 """Name, value, and global samples."""
@@ -38,7 +37,6 @@ class MonitoredEngine(Protocol):
     global_samples: int
     mean_loss: float
     _config: Any
-    _working: int
 
     def get_lr(self) -> list[float]:
         """The current learning rates."""
@@ -153,14 +151,14 @@ def _last_step(file: Path) -> int | None:
     return numbers[-1] if numbers else -1
 
 
-def follow_reporter(engine: MonitoredEngine) -> FollowingMonitor:
-    """Put a :class:`FollowingMonitor` in the place of what stock has made in ``engine``."""
+def follow_reporter(engine: MonitoredEngine, *, script_asks: Callable[[], bool]) -> FollowingMonitor:
+    """Put a :class:`FollowingMonitor` in the place of what stock has made in ``engine``; ``script_asks``: see there."""
     made = FollowingMonitor(
         engine.monitor,
         config=engine._config.monitor_config,
         reports=lambda: engine.worker.is_reporter,
         wrote_first=bool(engine.global_rank == 0),
-        script_asks=lambda: in_thread_of_script() or not engine._working,
+        script_asks=script_asks,
     )
     engine.monitor = made
     return made

@@ -266,7 +266,7 @@ class Reader:
         if is_of_a_library(kind.__module__):
             one_a_worker = kind.__module__.startswith("deepspeed") and not isinstance(value, torch.optim.Optimizer)
             return ["own" if one_a_worker else "other", class_name(kind)]
-        if isinstance(value, torch.nn.Module):
+        if isinstance(value, (torch.nn.Module, *generator_forms.KINDS)):
             return ["other", class_name(kind)]
         if isinstance(value, enum.Enum):
             key = held_kinds.read_member(value)
