@@ -296,10 +296,14 @@ class Fitting:
             kind = self._class(name, is_plain_class)
             target = kind.__new__(kind)
         self._made[place] = target
+        self._fill_attributes(target, items)
+        return target
+
+    def _fill_attributes(self, target: Any, items: list[Form]) -> None:
+        """Give ``target`` these attributes; those that are of its own machine stay."""
         own = {attribute: value for attribute, value in vars(target).items() if differs_by_machine(attribute)}
         self._fill_mapping(vars(target), items, ["plain", None], default=False)
         vars(target).update(own)
-        return target
 
     def _class(self, name: str, fits: Callable[[Any], bool]) -> Any:
         kind = self.examples.kind(name)
@@ -328,9 +332,7 @@ class Fitting:
         base.clear(target)
         (base.extend if base is list else base.update)(target, values)
         if attributes != held_kinds.ITSELF:
-            own = {attribute: value for attribute, value in vars(target).items() if differs_by_machine(attribute)}
-            self._fill_mapping(vars(target), attributes, ["plain", None], default=False)
-            vars(target).update(own)
+            self._fill_attributes(target, attributes)
         return target
 
     def whole(self, place: int, node: Form, existing: Any) -> Any:
